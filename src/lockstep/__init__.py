@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.strategy.cluster_coordinator import ClusterCoordinator
     from lockstep.strategy.context import (
         ReplicaContext,
+        gather,
         get_replica_context,
         get_strategy,
         has_strategy,
@@ -68,6 +69,7 @@ __all__ = [
     "callbacks",
     "cluster_resolver",
     "digest",
+    "gather",
     "get_replica_context",
     "get_strategy",
     "has_strategy",
@@ -103,6 +105,7 @@ _HOMES = {
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",
     "digest": "lockstep.keras.model_digest",
+    "gather": "lockstep.strategy.context",
     "get_replica_context": "lockstep.strategy.context",
     "get_strategy": "lockstep.strategy.context",
     "has_strategy": "lockstep.strategy.context",

@@ -452,6 +452,7 @@ def test_public_names() -> None:
         "callbacks",
         "cluster_resolver",
         "digest",
+        "gather",
         "get_replica_context",
         "get_strategy",
         "has_strategy",

@@ -50,10 +50,38 @@ def weighted() -> tuple[keras.Model, Any, Any, Any]:
     return model, tokens.astype("float32") / 20, targets[:, 0], np.linspace(0.1, 3, 90).astype("float32")
 
 
+def contrast(y: Any, p: Any) -> Any:
+    """Compares each example with all others of the batch."""
+    ops = keras.ops
+    alike = ops.cast(ops.equal(ops.reshape(y, (-1, 1)), ops.reshape(y, (1, -1))), "float32")
+    likely = ops.log_softmax(ops.matmul(p, ops.transpose(p)))
+    return -ops.mean(ops.sum(alike * likely, axis=1) / ops.sum(alike, axis=1))
+
+
+def correlation(y: Any, p: Any) -> Any:
+    y, p = (keras.ops.cast(one, "float32") for one in (y[:, 0], p[:, 0]))
+    y, p = y - keras.ops.mean(y), p - keras.ops.mean(p)
+    return keras.ops.sum(y * p) / keras.ops.sqrt(keras.ops.sum(y * y) * keras.ops.sum(p * p))
+
+
+def contrasted() -> tuple[keras.Model, Any, Any, Any]:
+    """A loss and a metric that compare the examples of a batch, and regularizers."""
+    model = keras.Sequential(
+        [
+            layers.Input((7,)),
+            layers.Dense(6, activation="tanh", kernel_regularizer="l2", activity_regularizer="l2"),
+            layers.Dense(4),
+        ]
+    )
+    model.compile(keras.optimizers.SGD(0.3, momentum=0.9), contrast, metrics=["mae", correlation])
+    tokens, _ = sentences()
+    return model, tokens.astype("float32") / 20, tokens[:, :1] % 4, None
+
+
 def main() -> None:
     plain = sys.argv[1:] == ["--plain"]
     scope = contextlib.nullcontext if plain else lockstep.MultiWorkerMirroredStrategy().scope
-    for training in (masked, weighted):
+    for training in (masked, weighted, contrasted):
         keras.utils.set_random_seed(3)
         with scope():
             model, x, y, weight = training()

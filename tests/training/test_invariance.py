@@ -39,7 +39,7 @@ QUICK_OPTIMIZED = ("cnn", "weighted")
 """What is compared to the last bit on JAX but in slow tests: optimizing takes most of the time there."""
 TOLERANCE = {"mixed": 1e-3}
 """The relative distance of replicas from plain Keras, in norm; half precision rounds differently."""
-LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
+LOSSES, ROUNDS = ["masked", "weighted", "contrasted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
 ROUNDS["torch"] = ROUNDS["tensorflow"]
 
 

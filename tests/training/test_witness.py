@@ -169,11 +169,20 @@ class Centered(keras.layers.Layer):
         return x - ops.mean(x, axis=0, keepdims=True)
 
 
-def test_a_difference_that_a_note_names_has_the_name(compared: Callable[[], list[StepCompared]]) -> None:
+def test_a_difference_that_a_note_names_has_the_name(
+    compared: Callable[[], list[StepCompared]], nothing_exchanged: Callable[[str], str]
+) -> None:
     fit(built(hidden(), loss=contrast))
     (step,) = compared()
     assert {part.part.partition(" ")[0] for part in step.differences} >= {"loss", "gradient"}
-    assert {part.named for part in step.differences} == {"the loss contrast"}
+    assert {nothing_exchanged(part.named) for part in step.differences} == {"the loss contrast"}
+
+
+def test_a_loss_that_compares_examples_is_equal(compared: Callable[[], list[StepCompared]]) -> None:
+    fit(built(hidden(), loss=contrast, metrics=[keras.metrics.PearsonCorrelation(axis=0)]))
+    steps = compared()
+    assert differing(steps) == {}
+    assert {"loss", "pearson_correlation"} <= {part for step in steps for part in step.equal}
 
 
 def test_a_layer_with_which_a_difference_begins_is_told(compared: Callable[[], list[StepCompared]]) -> None:

@@ -372,6 +372,12 @@ _GROUPS = {
     "computes which replica.",
 )
 @click.option(
+    "--exact-batch",
+    is_flag=True,
+    help="Compute losses and metrics that compare the examples of a batch as in one process even if replicas "
+    "exchange more than 16 MiB of outputs in a step for that.",
+)
+@click.option(
     "--accept-changes",
     is_flag=True,
     help="Resume even if settings of the model, optimizer, loss or callbacks differ from the checkpoint's.",
@@ -826,6 +832,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         hosts=where.hosts if isinstance(where, Hosts) else (),
         plain=options["plain"],
         verification=_verification(options, replicas),
+        exact_batch=options["exact_batch"],
         allow_unlike=options["allow_unlike"],
         parameter_servers=options["servers"] or 0,
         digests=options["digests"],

@@ -36,6 +36,7 @@ class Share(NamedTuple):
         seed: 64 bits, the same for all replicas of a step; with the replica's id, it determines the random
             numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
+        start: the place of the first one among the examples of all replicas, in their order.
     """
 
     replica: int
@@ -43,6 +44,7 @@ class Share(NamedTuple):
     weight: float
     seed: int
     data: Callable[[], Any]
+    start: int = 0
 
 
 class Batch(ABC):
@@ -102,7 +104,7 @@ class GlobalBatch(Batch):
         """Return the rows of a replica; the shares of two replicas differ by at most one row."""
         rows = replica_rows(self.examples, replica, self.replicas)
         count = rows.stop - rows.start
-        return Share(replica, count, count / self.examples, seed, lambda: self.read(rows))
+        return Share(replica, count, count / self.examples, seed, lambda: self.read(rows), rows.start)
 
     def whole(self) -> Any:
         """Read all rows."""

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.errors import DisagreementError, InternalError, ModelError
 from lockstep.keras.backends.common import refuse_unequal_state
-from lockstep.keras.backends.contract import EQUAL, Partial, Total
+from lockstep.keras.backends.contract import EQUAL, GATHERED, Partial, Total
 from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.topology import View
 
@@ -33,9 +33,6 @@ SCALAR = "output/"
 _SHOWN, _LONGEST = 3, 60
 """The parts that a message shows, and the most characters of each."""
 _VALUE = re.compile(r" = | was ")
-
-GATHERED = "gather/"
-"""The prefix of names of arrays that are not summed but joined; the axis and a number follow."""
 
 
 @dataclass(frozen=True)
@@ -269,7 +266,8 @@ class Round(ABC):
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
             if layout.joined and not self._joined:
                 # Complete for all members: the next view does not repeat it.
-                self._joined = _joined(layout, named, communicator, self.what)
+                contributions = {r: arrays for r, arrays in named.items() if r in self.started}
+                self._joined = _joined(layout, contributions, communicator, self.what)
             if self._joined and not layout.summed and not check:
                 return self._joined
             for replica, arrays in named.items():

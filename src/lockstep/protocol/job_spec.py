@@ -108,6 +108,7 @@ class JobSettings:
         checkpoints: the checkpoints to save; None for none.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         verification: which replicas are computed twice.
+        exact_batch: whether replicas also exchange large rows for losses and metrics that compare examples.
         allow_unlike: whether hosts may compute different bits.
         parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
         digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
@@ -129,6 +130,7 @@ class JobSettings:
     checkpoints: Checkpoints | None = None
     accepts_changes: bool = False
     verification: Verification = field(default_factory=Verification)
+    exact_batch: bool = False
     allow_unlike: bool = False
     parameter_servers: int = 0
     digests: str = ""

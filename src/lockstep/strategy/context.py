@@ -3,6 +3,7 @@
 from typing import Any
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends import whole_batch
 from lockstep.keras.replica_run.merges import (
     Replica,
     SingleReplicaMerger,
@@ -92,6 +93,37 @@ class ReplicaContext:
             "within strategy.run use all_reduce or all_gather of the replica's context, or call the function "
             "after strategy.run, with its result"
         )
+
+
+def gather(values: Any) -> Any:
+    """Return the rows of the whole batch, of which each replica has computed its own.
+
+    For a `train_step` or `test_step` of your own with a loss that compares the examples of a batch. The
+    gradient of the loss goes through the rows of the replica, and the update is that of one process. Each
+    call costs one more forward pass: pass several values in one call, as a tuple or a dictionary. Losses and
+    metrics that go through `compile` or `compute_loss` need no call.
+
+    With one replica, outside of a step, and without Lockstep, the values are returned unchanged.
+
+    Args:
+        values: a nest of tensors with the examples along their first axis, on all replicas in the same calls.
+
+    Raises:
+        ModelError: the call is in `predict_step`, or in a function passed to `strategy.run`.
+
+    Example:
+        >>> import lockstep
+        >>> import numpy as np
+        >>> lockstep.gather(np.ones(3))
+        array([1., 1., 1.])
+    """
+    replica = current_replica()
+    if replica is not None and not isinstance(replica.merger, SingleReplicaMerger):
+        raise ModelError(
+            "lockstep.gather is for train_step and test_step; within strategy.run use "
+            "get_replica_context().all_gather(values, axis=0)"
+        )
+    return whole_batch.gather(values)
 
 
 def get_strategy() -> Strategy:

@@ -11,6 +11,10 @@ from lockstep.data.batch import Share
 from lockstep.keras.backends.multi_update import Update
 
 StepKind = Literal["train", "test", "predict"]
+WholePart = Literal["loss", "inputs", "metrics"]
+"""What a step computes from the whole batch: `compute_loss` from labels, outputs and weights; with `inputs`,
+also from the inputs; `compute_metrics`."""
+
 Partial = Mapping[str, Any]
 """A replica's contribution to a step: arrays of the backend by name, with equal names for all replicas."""
 
@@ -20,6 +24,9 @@ Total = Mapping[str, npt.NDArray[Any]]
 
 EQUAL = "equal/"
 """The prefix of names of arrays that are not summed: the same on all replicas. A number and a path follow."""
+
+GATHERED = "gather/"
+"""The prefix of names of arrays that are not summed but joined; the axis and a number follow."""
 
 VARIABLE = "variable"
 """The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""

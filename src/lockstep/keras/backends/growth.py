@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.backends.contract import StepKind, WholePart
 from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, flat_losses, layers_of
 from lockstep.worker.patch_registry import replaced
 
@@ -43,8 +43,9 @@ class Growths:
     Attributes:
         losses: of the compiled losses, by their positions.
         layers: of the values that layers pass to `add_loss`, by the layers' ids.
-        steps: of the arrays in the partials of a kind of step, by the number of the round and the array's
-            name; only those that are not `MEAN`.
+        steps: of the arrays in the partials of a kind of step, by the number of updates before the round and
+            the array's name; only those that are not `MEAN`.
+        whole: what a step computes from the whole batch; see `lockstep.keras.backends.whole_batch`.
         divisor: of the losses in training. It is R if a step of the program adds up the gradients of R
             replicas, as programs for `tf.distribute` do; 1 otherwise.
     """
@@ -53,10 +54,11 @@ class Growths:
     layers: Mapping[int, int] = field(default_factory=dict)
     steps: Mapping[StepKind, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     divisor: int = 1
+    whole: frozenset[WholePart] = frozenset()
 
     def digest(self, kind: StepKind) -> bytes:
         """Return bytes that are equal on workers that combine the values of a kind of step alike."""
-        facts = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor]
+        facts = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor, sorted(self.whole)]
         facts.append(sorted(self.steps.get(kind, {}).items()))
         return xxhash.xxh3_64_digest(repr(facts).encode())
 
@@ -115,7 +117,7 @@ def combinable(
     Args:
         model: of the step.
         kind: of the step.
-        number: of the round, from 0.
+        number: of updates that the earlier rounds of the step make.
         partial: arrays that are multiplied by `weight` as means are.
         weight: the replica's share of the examples.
     """

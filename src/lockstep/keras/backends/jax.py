@@ -33,6 +33,13 @@ from lockstep.keras.backends.losses import by_density, divided, replica_step, we
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
 from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.backends.traces import Traces
+from lockstep.keras.backends.whole_batch import (
+    MetricArguments,
+    StepGathers,
+    refusing_to_gather,
+    updating,
+    with_figures,
+)
 from lockstep.keras.private.common import stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
@@ -262,6 +269,7 @@ class JaxProgram(JaxState):
         self.varies = not compiled
         self._packings = Packings()
         self._log_template: LogTemplate | None = None
+        self._metric_arguments: MetricArguments | None = None
         self._changing: list[str] = []
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
@@ -269,14 +277,14 @@ class JaxProgram(JaxState):
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial, before its arrays are ready."""
-        replica, weight = np.uint32(share.replica), np.float64(share.weight)
+        place = _place(share)
         earlier = [self.parts(number, total) for number, total in enumerate(earlier)]
         partial: Partial
         drawn = (
             nullcontext() if self._compiled else random_numbers(seed_of_replica(share.seed, share.replica))
         )
         with drawn:
-            partial, outputs = self._compute(state, share.data(), replica, weight, earlier)
+            partial, outputs = self._compute(state, share.data(), place, earlier)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
@@ -318,8 +326,7 @@ class JaxProgram(JaxState):
         if not self._compiled:
             self.compute(state, share, ())
             return shapes_of(self._outputs.pop()[1])
-        replica, weight = np.uint32(share.replica), np.float64(share.weight)
-        return shapes_of(jax.eval_shape(self._compute, state, share.data(), replica, weight, [])[1])
+        return shapes_of(jax.eval_shape(self._compute, state, share.data(), _place(share), [])[1])
 
     def trained(self) -> Sequence[Any]:
         """Return the trainable variables."""
@@ -354,28 +361,32 @@ class JaxProgram(JaxState):
         return self._logs(metrics, {name: jnp.asarray(array) for name, array in total.items()}), metrics
 
     def _packed_compute(
-        self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
+        self, state: Any, data: Any, place: tuple[Any, Any, Any], earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
         self.traced += 1
         with self._traces.trace(lambda: self._form.is_last(len(earlier))):
-            partial, outputs = self._traced_compute(state, data, replica, weight, earlier)
+            partial, outputs = self._traced_compute(state, data, place, earlier)
         fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if is_packable(n, a)}
         packing = self._packings.learn(len(earlier), fixed)
         # Without the barrier, XLA joins the packing with the operations before it, which takes longer.
         return packing.packed(jax.lax.optimization_barrier(partial), _joined), outputs
 
     def _traced_compute(
-        self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
+        self, state: Any, data: Any, place: tuple[Any, Any, Any], earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
+        replica, weight, start = place
         trainable, before, *rest = state
         mixed = self._mix_seeds(before, replica)
         # `_train` shows another form.
         self._form.show(len(earlier))
         if self._kind == "predict":
-            outputs, after = self._model.predict_step((trainable, mixed), data)
+            with refusing_to_gather():
+                outputs, after = self._model.predict_step((trainable, mixed), data)
             return self._changes(mixed, after, replica, weight), outputs
         gradients: list[Any] = []
-        with replica_step(self._model, self._kind, weight) as (densities, results):
+        rows = next(leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None)
+        gathers = StepGathers(earlier, start, weight, rows)
+        with replica_step(self._model, self._kind, weight, gathers) as (densities, results):
             if self._kind == "train":
                 given = [trainable, mixed, rest[0], _zeros(rest[1])]
                 with weighted_gradients(self._model, weight) as weighed:
@@ -383,13 +394,16 @@ class JaxProgram(JaxState):
                 if not weighed:
                     gradients = [g * weight.astype(g.dtype) for g in gradients]
             else:
-                logs, (_, *state) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
-                result = logs, state
+                result = self._test((trainable, mixed, _zeros(rest[0])), data, len(earlier))
+        if gathers.ended:
+            return gathers.arrays, None
         partial = {f"gradient/{i}": g for i, g in enumerate(gradients)}
-        number = len(earlier)
+        number = len(updating(earlier))
         if result is None:
             return combinable(self._model, self._kind, number, partial, weight), None
         logs, (after, metrics) = result
+        self._metric_arguments = gathers.metrics
+        partial |= gathers.arrays
         partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._logged_values(logs, results, weight)
@@ -397,13 +411,22 @@ class JaxProgram(JaxState):
             partial = by_density(self._model, partial, densities, weight)
         return combinable(self._model, self._kind, number, partial, weight), None
 
+    def _test(self, state: Any, data: Any, number: int) -> Any:
+        """Run the model's `test_step`; return (logs, (other layer state, metrics)), or None if it gathers."""
+        try:
+            logs, (_, *rest) = self._model.test_step(state, data)
+        except EndOfRound:
+            self._form.show(number, ended=False)
+            return None
+        return logs, rest
+
     def _train(self, state: Any, data: Any, earlier: Sequence[Any]) -> tuple[list[Any], Any]:
         """Run the model's `train_step` in the round that follows the totals `earlier`.
 
         Returns (the gradients of the round's own update, (logs, (other layer state, metrics)) or None if the
         step uses the new weights).
         """
-        recorder = StatelessRecorder(self._model.optimizer, earlier, [*state[0], *state[2]])
+        recorder = StatelessRecorder(self._model.optimizer, updating(earlier), [*state[0], *state[2]])
         try:
             with replaced(self._model.optimizer, "stateless_apply", recorder.stateless_apply):
                 logs, (trainable, rest, optimizer, metrics) = self._model.train_step(tuple(state), data)
@@ -440,7 +463,8 @@ class JaxProgram(JaxState):
         if self._kind == "predict":
             return None, (trainable, after)
         metrics = [value + last[f"metric/{i}"] for i, value in enumerate(rest[-1])]
-        logs = self._logs(metrics, last)
+        metrics, figures = self._whole_metrics(metrics, last)
+        logs = with_figures(self._logs(metrics, last), figures)
         if self._kind == "test":
             return logs, (trainable, after, metrics)
         optimizer = rest[0]
@@ -448,6 +472,18 @@ class JaxProgram(JaxState):
             if gradients := _gradients(total):
                 trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
         return logs, (trainable, after, optimizer, metrics)
+
+    def _whole_metrics(
+        self, metrics: list[Any], total: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Update metrics of the whole batch; return all metrics' values, and the figures."""
+        if self._metric_arguments is None:
+            return metrics, {}
+        variables = self._model.metrics_variables
+        mapping = list(zip(variables, metrics, strict=True))
+        with keras.StatelessScope(state_mapping=mapping) as scope:
+            figures = self._metric_arguments.computed(self._model, total, jnp.asarray)
+            return [scope.get_current_value(variable) for variable in variables], figures
 
     def _mix_seeds(self, variables: list[Any], replica: Any) -> list[Any]:
         """Return the replica's random keys; replica 0 keeps the model's."""
@@ -534,6 +570,11 @@ class StatelessRecorder:
             )
         self.updated = [*weights, *others]
         return weights, others
+
+
+def _place(share: Share) -> tuple[Any, Any, Any]:
+    """Return what is different for each replica: its id, its weight, and the place of its first row."""
+    return np.uint32(share.replica), np.float64(share.weight), np.int32(share.start)
 
 
 def refuse_unsupported(model: Any, kind: StepKind) -> None:

@@ -12,6 +12,7 @@ from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
+from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.private.common import (
     REDUCE_VALUES,
     REDUCE_WEIGHTED_VALUES,
@@ -22,6 +23,7 @@ from lockstep.keras.private.common import (
     weighted_metrics,
 )
 from lockstep.keras.variables import flat_metrics
+from lockstep.worker import job
 from lockstep.worker.patch_registry import replaced
 
 MEANS = ("mean", "sum_over_batch_size")
@@ -32,13 +34,19 @@ _SCALED = "scaled weights"
 
 
 @contextmanager
-def replica_step(model: Any, kind: StepKind, weight: Any) -> Iterator[tuple[list[Any], MetricResults]]:
+def replica_step(
+    model: Any, kind: StepKind, weight: Any, gathers: StepGathers
+) -> Iterator[tuple[list[Any], MetricResults]]:
     """Within the block, a replica's step computes losses and metrics that can be combined over replicas.
 
     Yields (the densities of its losses, the results of its metrics).
     """
-    divisor = growths_of(model).divisor if kind == "train" else 1
+    growths = growths_of(model)
+    divisor = growths.divisor if kind == "train" else 1
+    # A worker of parameter servers trains with a whole batch.
+    alone = kind == "train" and job.current().context.tasks is not None
     with (
+        computing_with(model, None if alone else gathers, growths.whole),
         scaled_losses(divisor) if divisor > 1 else nullcontext(),
         replica_losses(model, weight) as densities,
         weighted_means(weight),

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from lockstep.collectives.layout import ALIGNMENT
-from lockstep.keras.backends.contract import EQUAL
+from lockstep.keras.backends.contract import EQUAL, GATHERED
 
 SMALL = 1 << 16
 """Bytes of the largest array that is packed."""
@@ -130,4 +130,4 @@ def is_packable(name: str, array: Any) -> bool:
 
     The shapes of figures that a step logs can vary.
     """
-    return not name.startswith(EQUAL) and (not name.startswith("log/") or not array.shape)
+    return not name.startswith((EQUAL, GATHERED)) and (not name.startswith("log/") or not array.shape)

@@ -34,7 +34,15 @@ from lockstep.keras.backends.common import (
     shapes_of,
     without_effects,
 )
-from lockstep.keras.backends.contract import EQUAL, VARIABLE, Partial, StepKind, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import (
+    EQUAL,
+    GATHERED,
+    VARIABLE,
+    Partial,
+    StepKind,
+    Total,
+    TrainFunctionCall,
+)
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate
@@ -73,6 +81,13 @@ from lockstep.keras.backends.tf_graphs import (
     with_custom_gradient,
 )
 from lockstep.keras.backends.traces import Traces
+from lockstep.keras.backends.whole_batch import (
+    MetricArguments,
+    StepGathers,
+    refusing_to_gather,
+    updating,
+    with_figures,
+)
 from lockstep.keras.nests import structure_of
 from lockstep.keras.private.common import layers_of, stored_value
 from lockstep.keras.private.tensorflow import (
@@ -323,6 +338,7 @@ class TensorFlowProgram(VariableState):
         self._summarizes = tf.Variable(False, trainable=False)
         self._writes_summaries = False
         self._log_template: LogTemplate | None = None
+        self._metric_arguments: MetricArguments | None = None
         self._outputs: list[tuple[int, Any]] = []
         self.traced = 0
 
@@ -332,10 +348,8 @@ class TensorFlowProgram(VariableState):
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
         totals = self._tensors([self.parts(number, total) for number, total in enumerate(earlier)])
         function = self._function(data, leaves, totals)
-        replica, weight = (
-            _shared_constant(share.replica, tf.int64),
-            _shared_constant(share.weight, tf.float64),
-        )
+        replica = _shared_constant(share.replica, tf.int64)
+        portion = _shared_constant(share.weight, tf.float64), _shared_constant(share.start, tf.int32)
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager or self._writes_summaries:
@@ -344,10 +358,10 @@ class TensorFlowProgram(VariableState):
             self._summarizes.assign(share.replica == 0 and last)
         if self._eager:
             with _computing_eagerly(seed_of_replica(share.seed, share.replica)):
-                partial, outputs = function(replica, weight, totals, *given)
+                partial, outputs = function(replica, portion, totals, *given)
         else:
             tf_random_ops.set_seed(share.seed)
-            partial, outputs = function(replica, weight, totals, *given)
+            partial, outputs = function(replica, portion, totals, *given)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
@@ -442,12 +456,12 @@ class TensorFlowProgram(VariableState):
 
     def _apply_function(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
         """Return the function that applies totals like these: one graph, or several if XLA compiles some."""
-        named = [self.parts(number, total) for number, total in enumerate(totals)]
+        named = updating([self.parts(number, total) for number, total in enumerate(totals)])
         xla = [update.uses_xla(total) for update, total in zip(self._made(len(totals)), named, strict=False)]
         if self._eager or not (self._jit or any(xla)):
             whole: Any = self._applied
             if not self._eager:
-                whole = executable(self._applied, False, one, self._tensors(totals))
+                whole = executable(self._applied, False, one, [_specs(t) for t in self._tensors(totals)])
             return lambda one, totals: whole(one, self._tensors(totals))
         finish: list[Any] = []
 
@@ -455,11 +469,11 @@ class TensorFlowProgram(VariableState):
             # XLA takes longer to compile the slices of a packed array than to compile an update.
             tensors = self._tensors([self.parts(number, total) for number, total in enumerate(totals)])
             scale = self._scale(one, tensors[-1])
-            for update, total, uses_xla in zip(self._made(len(totals)), tensors, xla, strict=False):
+            for update, total, uses_xla in zip(self._made(len(totals)), updating(tensors), xla, strict=False):
                 update.apply_separately(scale, total, xla=uses_xla)
             rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
             if not finish:
-                finish.append(executable(self._finished, self._jit, one, rest))
+                finish.append(executable(self._finished, self._jit, one, _specs(rest)))
             logs: dict[str, Any] | None = finish[0](one, rest)
             return logs
 
@@ -469,7 +483,7 @@ class TensorFlowProgram(VariableState):
         """Apply totals, which may be packed; return the logs."""
         totals = [self._packings.unpacked(number, total, tf.reshape) for number, total in enumerate(totals)]
         scale = self._scale(one, totals[-1])
-        for update, total in zip(self._made(len(totals)), totals, strict=False):
+        for update, total in zip(self._made(len(totals)), updating(totals), strict=False):
             update.apply(scale, total)
         return self._finished(one, totals[-1])
 
@@ -497,10 +511,10 @@ class TensorFlowProgram(VariableState):
         key = (len(earlier), shapes, structure_of(data))
         if key not in self._functions:
 
-            def step(weight: Any, earlier: Any, *given: Any) -> Any:
+            def step(portion: tuple[Any, Any], earlier: Any, *given: Any) -> Any:
                 rest = iter(given)
                 packed = [None if leaf is None else next(rest) for leaf in leaves]
-                return self._step(weight, earlier, keras.tree.pack_sequence_as(data, packed))
+                return self._step(portion, earlier, keras.tree.pack_sequence_as(data, packed))
 
             self._functions[key] = (
                 self._eagerly(step, len(earlier))
@@ -514,12 +528,13 @@ class TensorFlowProgram(VariableState):
     ) -> Callable[..., Any]:
         self.traced += 1
         number = len(earlier)
-        weight = tf.TensorSpec((), tf.float64)
+        portion = tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int32)
+        like = [_specs(total) for total in earlier]
         stateless = tf_random_ops.stateless(step)
 
         def trace() -> Any:
             with self._traces.trace(lambda: self.is_last(number)):
-                return traced(stateless, self._jit, weight, earlier, *specs)
+                return traced(stateless, self._jit, portion, like, *specs)
 
         inner = trace()
         if not self._rounds.ends_early(number) and self._trace.uses_update(inner.graph):
@@ -531,11 +546,11 @@ class TensorFlowProgram(VariableState):
         if self.is_last(number):
             self._assigned = variables
 
-        def replica(replica: Any, weight: Any, earlier: Any, *given: Any) -> Any:
-            partial, outputs = self._computed(inner, variables, replica, weight, earlier, *given)
+        def replica(replica: Any, portion: Any, earlier: Any, *given: Any) -> Any:
+            partial, outputs = self._computed(inner, variables, replica, portion, earlier, *given)
             return self._packed(number, partial), outputs
 
-        return executable(replica, self._jit, tf.TensorSpec((), tf.int64), weight, earlier, *specs)
+        return executable(replica, self._jit, tf.TensorSpec((), tf.int64), portion, like, *specs)
 
     def _packed(self, number: int, partial: dict[str, Any]) -> dict[str, Any]:
         """Return the partial of round `number` with its small tensors packed."""
@@ -602,33 +617,45 @@ class TensorFlowProgram(VariableState):
         )
 
     def _step(
-        self, weight: Any, earlier: list[dict[str, Any]], data: Any
+        self, portion: tuple[Any, Any], earlier: list[dict[str, Any]], data: Any
     ) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """Run the model's step.
 
-        Returns (gradients, logged values beyond the metrics, outputs or the densities of the losses).
+        Returns (gradients and gathered arrays, logged values beyond the metrics, outputs or the densities of
+        the losses).
         """
-        model = self._model
+        model, number = self._model, len(earlier)
+        weight, start = portion
         if self._kind != "train":
-            self._form.show(len(earlier))
+            self._form.show(number)
         if self._kind == "predict":
-            return {}, {}, model.predict_step(data)
+            with refusing_to_gather():
+                return {}, {}, model.predict_step(data)
         gradients: list[Any] = []
-        weighed = False
+        weighed, logs = False, None
+        rows = next(leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None)
+        gathers = StepGathers(earlier, start, weight, rows)
         with (
             summaries_recorded_if(self._records_summaries),
-            replica_step(model, self._kind, weight) as (densities, results),
+            replica_step(model, self._kind, weight, gathers) as (densities, results),
         ):
             if self._kind == "test":
-                logs = model.test_step(data)
+                with suppress(EndOfRound):
+                    logs = model.test_step(data)
             else:
                 with weighted_gradients(model, weight) as weighed:
                     gradients, logs = self._train(earlier, data)
+        if gathers.ended:
+            self._form.show(number, ended=False)
+            self._trace = RoundTrace(ended=False)
+            return gathers.arrays, {}, None
         dense = {f"gradient/{i}": tf.convert_to_tensor(g) for i, g in enumerate(gradients) if g is not None}
         if not weighed:
             dense = {name: g * tf.cast(weight, g.dtype) for name, g in dense.items()}
         if logs is None:
             return dense, {}, None
+        self._metric_arguments = gathers.metrics
+        dense |= gathers.arrays
         self._log_template = LogTemplate(model, logs, results)
         values = {name: tf.cast(value, tf.float32) for name, value in self._log_template.values.items()}
         self._log_template.values.clear()
@@ -651,13 +678,13 @@ class TensorFlowProgram(VariableState):
         Returns (the gradients of the round's own update, logs or None if the round ended early).
         """
         number, operations = len(earlier), UpdateOperations()
-        updates = self._form.updates(number)
+        updates, totals = self._form.updates(number), updating(earlier)
         after: dict[int, tuple[tf.Variable, Any]] = {}
 
         def repeat(index: int) -> None:
             update = updates[index]
             with operations.of_earlier_update(), tf_random_ops.drawn_from(None):
-                update.apply(gradients_in(earlier[index], update))
+                update.apply(gradients_in(totals[index], update))
             if self._eager:
                 after.update({id(v.value): (v.value, v.value.read_value()) for v in update.changed})
 
@@ -670,14 +697,13 @@ class TensorFlowProgram(VariableState):
                 stack.enter_context(hidden(update))
 
         ends_early = self._rounds.ends_early(number)
-        recorder = UpdateRecorder(number, ends_early, updates, repeat, on_update)
+        recorder = UpdateRecorder(len(totals), ends_early, updates, repeat, on_update)
         logs = None
-        with ExitStack() as stack:
+        with suppress(EndOfRound), ExitStack() as stack:
             stack.enter_context(
                 recorder.replacing_apply(self._model, optimizers_of(self._model), varies=self._eager)
             )
-            with suppress(EndOfRound):
-                logs = self._model.train_step(data) or {}
+            logs = self._model.train_step(data) or {}
         for variable, value in after.values():
             if not same_bits(variable, value):
                 refuse_own_update(variable.name)
@@ -690,20 +716,21 @@ class TensorFlowProgram(VariableState):
         step: Callable[..., Any],
         variables: AssignedVariables,
         replica: Any,
-        weight: Any,
+        portion: tuple[Any, Any],
         earlier: Any,
         *given: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Return a replica's partial and outputs; restore the variables that the step assigns."""
         with variables.as_replica(replica, sums_so_far=False) as changes:
-            gradients, values, rest = step(weight, earlier, *given)
+            gradients, values, rest = step(portion, earlier, *given)
+            weight, _ = portion
             partial = gradients | {name: v * tf.cast(weight, v.dtype) for name, v in values.items()}
             if self.is_last(len(earlier)):
                 partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest
         partial = by_density(self._model, partial, rest or [], weight)
-        return combinable(self._model, self._kind, len(earlier), partial, weight), None
+        return combinable(self._model, self._kind, len(updating(earlier)), partial, weight), None
 
     def _finished(self, one: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
         """Apply the rest of a total; return the logs."""
@@ -716,11 +743,15 @@ class TensorFlowProgram(VariableState):
             variable.assign_add(
                 copied(total[name], scale if is_proportional_to_loss(self._model, name) else one)
             )
+        figures: Mapping[str, Any] = {}
+        if self._metric_arguments is not None:
+            figures = self._metric_arguments.computed(self._model, total, tf.identity)
         if self._log_template is None:
             return None
-        return self._log_template.assembled(
+        logs = self._log_template.assembled(
             {name: copied(value, one) for name, value in total.items() if name.startswith("log/")}
         )
+        return with_figures(logs, figures)
 
 
 def try_step(model: Any, kind: StepKind, data: Any) -> None:
@@ -750,6 +781,16 @@ def try_step(model: Any, kind: StepKind, data: Any) -> None:
 def open_specs(tensors: Sequence[Any]) -> list[Any]:
     """Return the specs of tensors, without those that are None, with an open number of examples."""
     return [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors if one is not None]
+
+
+def _specs(total: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the specs of the tensors of a total, with an open number of rows for those that are joined."""
+    return {
+        name: tf.TensorSpec(
+            [None, *tensor.shape[1:]] if name.startswith(GATHERED) else tensor.shape, tensor.dtype
+        )
+        for name, tensor in total.items()
+    }
 
 
 def _of_any_length(tensor: Any) -> Any:

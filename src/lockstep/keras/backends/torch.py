@@ -58,6 +58,13 @@ from lockstep.keras.backends.torch_tensors import (
     to_numpy,
     weighted,
 )
+from lockstep.keras.backends.whole_batch import (
+    MetricArguments,
+    StepGathers,
+    refusing_to_gather,
+    updating,
+    with_figures,
+)
 from lockstep.keras.private.common import REDUCE_WEIGHTED_VALUES, layers_of, stored_value
 from lockstep.keras.private.torch import versions
 from lockstep.keras.seeds import GOLDEN
@@ -338,6 +345,7 @@ class TorchProgram(TorchState):
         self._optimizers = optimizers_of(model)
         self._form = StepForm()
         self._log_template: LogTemplate | None = None
+        self._metric_arguments: MetricArguments | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
@@ -350,7 +358,7 @@ class TorchProgram(TorchState):
                 with torch.no_grad():
                     partial |= self._changes(before, share)
         with torch.no_grad():
-            return combinable(self._model, self._kind, len(earlier), partial, share.weight)
+            return combinable(self._model, self._kind, len(updating(earlier)), partial, share.weight)
 
     def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
         """Return the error, which the program's own line has raised."""
@@ -375,7 +383,7 @@ class TorchProgram(TorchState):
             totals = [divided(self._model, total) for total in totals]
             last = totals[-1]
             self._note_gradients()
-            for update, total in zip(self._form.updates(len(totals)), totals, strict=False):
+            for update, total in zip(self._form.updates(len(totals)), updating(totals), strict=False):
                 self._update(update, total)
             for i in self._changing:
                 tensor, name = self._tensors[i], self._state[i].name(i)
@@ -388,7 +396,13 @@ class TorchProgram(TorchState):
                 return None, None
             for i in self._distinct_metrics:
                 self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
-            return mapped(log_value, self._log_template.assembled(last)), None
+            figures: Mapping[str, Any] = {}
+            if self._metric_arguments is not None:
+                device = keras.ops.convert_to_tensor(0).device
+                figures = self._metric_arguments.computed(
+                    self._model, last, lambda array: borrowed(array, device)
+                )
+            return mapped(log_value, with_figures(self._log_template.assembled(last), figures)), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
@@ -447,23 +461,36 @@ class TorchProgram(TorchState):
         if self._kind != "train":
             self._form.show(number)
         if self._kind == "predict":
-            with torch.no_grad(), weighted_means(weight):
+            with torch.no_grad(), weighted_means(weight), refusing_to_gather():
                 self._outputs.append((share.replica, model.predict_step(data)))
                 return {f"metric/{i}": self._metrics[i].detach().clone() for i in self._metrics_of_layers}
-        with replica_step(model, self._kind, weight) as (densities, results), _scaled_weights() as scaled:
+        gathers = StepGathers(earlier, share.start, weight, share.examples)
+        with (
+            replica_step(model, self._kind, weight, gathers) as (densities, results),
+            _scaled_weights() as scaled,
+        ):
             if self._kind == "test":
-                with torch.no_grad():
-                    logs = model.test_step(data)
-                    partial = self._logged_values(logs, results, weight)
+                partial = self._test(number, data, weight, results)
             else:
                 partial = self._train(data, weight, earlier, before, results)
+        if gathers.ended:
+            self._form.show(number, ended=False)
+            return gathers.arrays
         if not self._form.is_last(number):
             return partial
+        self._metric_arguments = gathers.metrics
+        partial |= gathers.arrays
         partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
         with torch.no_grad():
             if earlier:
                 return partial
             return by_density(model, partial, densities, weight, scaled=any(scaled))
+
+    def _test(self, number: int, data: Any, weight: float, results: MetricResults) -> dict[str, Any]:
+        with torch.no_grad(), suppress(EndOfRound):
+            logs = self._model.test_step(data)
+            return self._logged_values(logs, results, weight)
+        return {}
 
     def _train(
         self,
@@ -474,13 +501,13 @@ class TorchProgram(TorchState):
         results: MetricResults,
     ) -> dict[str, Any]:
         number, logs = len(earlier), None
-        updates = self._form.updates(number)
+        updates, totals = self._form.updates(number), updating(earlier)
         with ExitStack() as stack:
             recorder = UpdateRecorder(
-                number,
+                len(totals),
                 False,
                 updates,
-                lambda index: self._repeat(updates[index], earlier[index], before),
+                lambda index: self._repeat(updates[index], totals[index], before),
                 lambda update: stack.enter_context(hidden(update)),
                 # After its update, Keras's own step changes nothing.
                 copies=has_own(self._model, "train_step"),

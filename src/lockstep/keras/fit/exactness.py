@@ -43,6 +43,11 @@ def per_replica_note(parts: Sequence[str]) -> str:
     return f"computed per replica: {', '.join(parts)}"
 
 
+def whole_batch_note(parts: Sequence[str]) -> str:
+    """Return the note on the parts for which replicas exchange their outputs."""
+    return f"computed from the whole batch: {', '.join(parts)}"
+
+
 def kinds_per_replica(model: Any) -> list[str]:
     """Name the kinds of layers of a model that normalize over the batch, or draw different random numbers."""
     counted = Counter(name for layer in layers_of(model) for name in _statistics_and_draws(layer))
@@ -50,15 +55,13 @@ def kinds_per_replica(model: Any) -> list[str]:
 
 
 def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
-    """Name the parts of a model's training that use several examples at once, as a trial shows.
-
-    These are states of layers that are not means over examples, and losses with different denominators.
+    """Name the states of layers that are not means over examples, as a trial shows.
 
     Args:
         model: built.
         batch: whose rows to try.
     """
-    return _states_across_examples(model, batch) + _different_denominators(model, batch)
+    return _states_across_examples(model, batch)
 
 
 def summed_occurrences(model: Any) -> list[str]:
@@ -130,7 +133,7 @@ def _draws(layer: Any) -> bool:
     return holds and (any(rates) or not rates)
 
 
-def _different_denominators(model: Any, batch: TriedBatch) -> list[str]:
+def different_denominators(model: Any, batch: TriedBatch) -> list[str]:
     """Name several losses if one of them is a mean over unmasked elements, or over the sum of weights."""
     if model.loss is None:
         return []

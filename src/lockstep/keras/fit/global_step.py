@@ -21,6 +21,7 @@ from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.growth import growths_of
+from lockstep.keras.backends.whole_batch import is_gather, updating
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.nests import repeated, structure_of
@@ -73,6 +74,7 @@ class GlobalStep:
         python: the Python attributes that the steps change.
         context: returns the context in which replicas compute.
         layouts: the layouts of the partials, by the number of the round and the names of the arrays.
+        gathering: the numbers of the rounds that have ended at a call of `gather`.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class GlobalStep:
         self._verifications = verifications_of(job)
         self._verifier = Verifier(job.exchange, job, self._verifications, self._describe)
         self.layouts: dict[int, dict[frozenset[str], PartialLayout]] = {}
+        self.gathering: set[int] = set()
         self._trials: tuple[NumberedCall, OutputTrials] = (calls.current, OutputTrials())
         self.calls = calls
         self.model = model
@@ -194,6 +197,8 @@ class GlobalStep:
             self._verifier.verify(round_)
             total = self.job.exchange(round_.sum, round_.catching_up)
             complete = self.program.is_last(len(totals))
+            if is_gather(total):
+                self.gathering.add(len(totals))
             # The next reduce reuses the total's memory.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
             self.timer.lap("exchange")
@@ -366,7 +371,8 @@ class StepRound(Round):
             with step.context():
                 if not step.program.varies:
                     return step.program_for(data).compute(self._state, share, self._earlier)
-                first_round = self._number == 0
+                # Rounds that gather run only a part of the step.
+                first_round = not updating(self._earlier) and self._number not in step.gathering
                 return step.python.compute(run, replica, share.examples, self.what, first_round=first_round)
         except LockstepError:
             raise

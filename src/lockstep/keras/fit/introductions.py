@@ -18,6 +18,7 @@ from lockstep.keras.fit.exactness import (
     refuse_metrics_that_do_not_add,
     summed_occurrences,
     tried_parts,
+    whole_batch_note,
 )
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.trainer import TrainerParts
@@ -129,7 +130,9 @@ class Introductions:
         facts.named += occurrences
         if (new := [part for part in occurrences if part not in self._told]) and self._notes_here:
             note(occurrences_note(new))
-        self._told.update(occurrences)
+        if (new := [part for part in trial.exact if part not in self._told]) and self._notes_here:
+            note(f"model {model.name!r}: {whole_batch_note(new)}")
+        self._told.update((*occurrences, *trial.exact))
 
     @property
     def _notes_here(self) -> bool:

@@ -41,7 +41,7 @@ import numpy.typing as npt
 
 from lockstep.data.batch import Share
 from lockstep.keras.backends.common import has_own, without_summaries
-from lockstep.keras.backends.contract import Backend, StepKind
+from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
 from lockstep.keras.backends.growth import (
     HALF_TOLERANCE,
     MEAN,
@@ -55,6 +55,8 @@ from lockstep.keras.backends.growth import (
 )
 from lockstep.keras.backends.logs import LogTemplate, recorded_results
 from lockstep.keras.backends.losses import weighted_means
+from lockstep.keras.backends.whole_batch import is_gather
+from lockstep.keras.fit.exactness import different_denominators
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -74,6 +76,13 @@ from lockstep.worker.patch_registry import replaced
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
+
+LARGEST_EXCHANGE = 16 << 20
+"""The most bytes of rows that replicas exchange in a step for losses and metrics of the whole batch."""
+
+_OF_LOSSES = ("the loss ", "the sum of losses ", "compute_loss of ", "train_step of ", "test_step of ")
+_OF_METRICS = ("the metric ", "the figure ")
+"""The beginnings of the names of parts that may be exact if they are computed from the whole batch."""
 
 DRAWS = "random numbers of "
 """The beginning of the name of a function, or of one of `LIBRARIES`, that draws numbers."""
@@ -96,9 +105,11 @@ class Trial:
         batch: read only if the program has parts to try.
         context: returns the context of the program's own `train_step`.
         tries: whether the model may be called; otherwise the parts to try are named.
+        whole: what a step computes from the whole batch.
 
     Attributes:
         names: of the parts of the program that compare examples, or could not be tried.
+        exact: the names of those that are computed from the whole batch.
         growths: what was measured.
     """
 
@@ -111,18 +122,62 @@ class Trial:
         context: Callable[[], AbstractContextManager[None]],
         *,
         tries: bool = True,
+        whole: frozenset[WholePart] = frozenset(),
     ) -> None:
         self._tries = tries
+        self._failed = False
         self._job = job
         self._context = context
         self._backend = backend
         self._model = model
         self._batch = batch
         self.names: list[str] = []
-        self.growths = growths_of(model)
+        self.exact: list[str] = []
+        self._row_bytes = 0.0
+        self.growths = replace(growths_of(model), whole=whole)
 
     def measure(self, kinds: Sequence[StepKind]) -> None:
-        """Measure the losses, layers, metrics, and some kinds of steps, of the program's own."""
+        """Measure the losses, layers, metrics, and some kinds of steps, of the program's own.
+
+        What compares examples is computed from the whole batch, if trying it shows that this is exact.
+        """
+        self._measure(kinds)
+        for whole in self._wholes():
+            trial = Trial(self._job, self._backend, self._model, self._batch, self._context, whole=whole)
+            trial._measure(kinds)
+            if trial._failed or not set(trial.names) < set(self.names):
+                continue
+            size = trial._row_bytes * self._batch.examples
+            exact = [name for name in self.names if name not in trial.names]
+            if size > LARGEST_EXCHANGE and not self._job.settings.exact_batch:
+                large = f"its rows, {size / (1 << 20):.0f} MiB a step, are exchanged only with --exact-batch"
+                self.names = [f"{name} ({large})" if name in exact else name for name in self.names]
+                break
+            self.names, self.growths = trial.names, trial.growths
+            self.exact += exact
+            if not self.names:
+                break
+        set_growths(self._model, self.growths)
+
+    def _wholes(self) -> list[frozenset[WholePart]]:
+        """Return what may be computed from the whole batch, so that fewer parts are named."""
+        # A worker of parameter servers computes a whole batch.
+        if not (self._tries and self._job.context.tasks is None):
+            return []
+        loss, metrics = (
+            any(name.startswith(beginnings) for name in self.names)
+            for beginnings in (_OF_LOSSES, _OF_METRICS)
+        )
+        parts: list[frozenset[WholePart]] = [frozenset({"loss"})] if loss else []
+        parts += [frozenset({"loss", "metrics"})] if loss and metrics else []
+        parts += [frozenset({"metrics"})] if metrics else []
+        own = any(has_own(self._model, name) for name in ("compute_loss", "compute_metrics"))
+        return parts + [part | {"inputs"} for part in parts if own]
+
+    def _measure(self, kinds: Sequence[StepKind]) -> None:
+        others = {kind: steps for kind, steps in self.growths.steps.items() if kind not in kinds}
+        self.growths = replace(declared_growths(self._model), steps=others, whole=self.growths.whole)
+        set_growths(self._model, self.growths)
         self._losses()
         self._layers()
         set_growths(self._model, self.growths)
@@ -136,6 +191,11 @@ class Trial:
 
     def _losses(self) -> None:
         """Measure each compiled loss that may be something else than what it declares."""
+        if "loss" in self.growths.whole:
+            self.growths = replace(self.growths, losses={})
+            return
+        for name in different_denominators(self._model, self._batch) if self._tries else ():
+            self._name(name)
         declared = dict(declared_growths(self._model).losses)
         losses = flat_losses(self._model)
         doubtful = [i for i, loss in enumerate(losses) if may_compare_examples(loss)]
@@ -170,7 +230,7 @@ class Trial:
         return values
 
     def _outputs(self) -> Iterator[tuple[Nest, Nest]]:
-        """Yield the outputs of the model and the sample weights, then changed values of both.
+        """Yield the outputs of the model and the sample weights, then changed values.
 
         Equal rows, as those of a new model nearly are, would hide whether a function compares them.
         """
@@ -182,6 +242,9 @@ class Trial:
         generator = np.random.default_rng(0)
         changed = partial(_rescaled, generator=generator)
         yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
+        # Parts of many elements can be nearly alike, as the pixels of two halves of a batch are.
+        factors = np.linspace(0.05, 1.0, self._batch.count)
+        yield keras.tree.map_structure(lambda leaf: _multiplied(leaf, factors), outputs), weight
         right = [_partly_right(*pair) for pair in _pairs(outputs, self._batch.whole.data[1])]
         if right and None not in right:
             yield keras.tree.pack_sequence_as(outputs, right), weight
@@ -335,6 +398,8 @@ class Trial:
 
     def _metrics(self, kinds: Sequence[StepKind]) -> None:
         """Measure the metrics of the program's own, and what its own `compute_metrics` returns."""
+        if "metrics" in self.growths.whole:
+            return
         model = self._model
         own = has_own(model, "compute_metrics")
         doubtful = [metric for metric in flat_metrics(model.metrics) if may_compare_examples(metric)]
@@ -369,6 +434,8 @@ class Trial:
         variables = model.metrics_variables
         zeros = [(variable, keras.ops.zeros_like(variable.value)) for variable in variables]
         x, y, _ = part.data
+        if "metrics" in self.growths.whole and "inputs" not in self.growths.whole:
+            x = None
         with (
             keras.StatelessScope(state_mapping=zeros) as scope,
             weighted_means(part.weight),
@@ -393,19 +460,23 @@ class Trial:
         methods = [name for name in (f"{kind}_step", "compute_loss") if has_own(model, name)]
         layers = layers_of(model, include_self=False)
         of_layers = {id(metric): metric for layer in layers for metric in flat_metrics(layer.metrics)}
-        if not (methods or of_layers):
+        whole = self.growths.whole
+        if not (methods or of_layers or whole):
             return
         # As by `tf.distribute`, which divides Keras's losses by the number of replicas and adds gradients up.
         follows = self._context is not nullcontext and self._job.settings.tf_distribute
         summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
-        names = names or [f"the metric {metric.name}" for metric in of_layers.values()]
+        names = names or [f"the metric {metric.name}" for metric in of_layers.values()] or [f"{kind}_step"]
         rounds = self._tried(names, lambda: self._rounds(kind, summed))
         measured = dict(self.growths.steps.get(kind, {}))
+        figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
         for number, arrays in enumerate(rounds):
             for group in _groups(arrays[0]):
-                if not methods and id(self._owner(group[0], owners)) not in of_layers:
+                if group[0] in figures:
+                    continue
+                if not (methods or whole) and id(self._owner(group[0], owners)) not in of_layers:
                     continue
                 values = [np.concatenate([one[name].ravel() for name in group]) for one in arrays]
                 value = self._growth(values, _HALVES)
@@ -426,6 +497,13 @@ class Trial:
             divisor=self._job.view.replicas if summed else self.growths.divisor,
         )
 
+    def _whole_figures(self) -> frozenset[str]:
+        """Return the names in a partial of the figures that `compute_metrics` returns for the whole batch."""
+        if "metrics" not in self.growths.whole:
+            return frozenset()
+        attempts = self._tried(["compute_metrics"], self._metric_states)
+        return frozenset(name for attempt in attempts for name in attempt if name.startswith("log/"))
+
     def _rounds(self, kind: StepKind, summed: bool) -> list[list[dict[str, Array]]]:
         """Return the arrays of each round of a step, for some rows and for each half of them."""
         model, growths = self._model, self.growths
@@ -438,7 +516,8 @@ class Trial:
 
             def compute(part: TriedRows, replicas: int) -> dict[str, Array]:
                 set_growths(model, replace(growths, divisor=replicas if summed else 1))
-                share = Share(0, part.count, part.count / whole.count, 0, lambda: part.batch)
+                weight, start = part.count / whole.count, part.rows.start
+                share = Share(0, part.count, weight, 0, lambda: part.batch, start)
                 with (
                     self._job.trying(replicas),
                     self._context(),
@@ -453,6 +532,15 @@ class Trial:
                 arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
                 if any(one.keys() != arrays[0].keys() for one in arrays):
                     raise _UnlikeStepsError
+                self._row_bytes += sum(
+                    array.nbytes / whole.count
+                    for name, array in arrays[0].items()
+                    if name.startswith(GATHERED)
+                )
+                if is_gather(arrays[0]):
+                    # Those of the halves are the same rows.
+                    totals.append(arrays[0])
+                    continue
                 if self._context is not nullcontext and not summed:
                     self._name_if_divided(arrays[1], compute(halves[0], 1), kind)
                 rounds.append([_unweighted(one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)])
@@ -489,6 +577,7 @@ class Trial:
                     return []
                 with self._undisturbed():
                     return attempt()
+        self._failed = True
         for name in names:
             self._name(name, tried=False)
         return []

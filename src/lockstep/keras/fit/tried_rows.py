@@ -55,7 +55,7 @@ class TriedBatch:
     @property
     def count(self) -> int:
         """The number of rows to try."""
-        return min(_ROWS, self._examples)
+        return min(_ROWS, self.examples)
 
     @property
     def whole(self) -> TriedRows:
@@ -75,7 +75,8 @@ class TriedBatch:
         return [self._rows(0, 2 * half), self._rows(0, half), self._rows(half, 2 * half)]
 
     @property
-    def _examples(self) -> int:
+    def examples(self) -> int:
+        """The number of rows of the batch."""
         counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(self._data) if leaf is not None]
         return min(counts, default=0)
 
@@ -87,7 +88,7 @@ class TriedBatch:
 
     def _rows(self, start: int, stop: int) -> TriedRows:
         # Spread over the batch, whose first rows may all have one label.
-        step = self._examples // self.count
+        step = self.examples // self.count
         part = slice(start * step, (stop - 1) * step + 1, step)
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], self._data)
         return TriedRows(batch, (stop - start) / self.count, slice(start, stop))

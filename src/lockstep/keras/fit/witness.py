@@ -48,6 +48,7 @@ from lockstep.errors import LockstepError
 from lockstep.keras.backends.contract import Backend, StepKind, Total
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
+from lockstep.keras.backends.whole_batch import is_gather
 from lockstep.keras.fit.deviations import Deviation, deviation
 from lockstep.keras.fit.exactness import OCCURRENCES
 from lockstep.keras.fit.global_step import GlobalStep
@@ -305,10 +306,11 @@ class _Comparison:
         with self._undone():
             result, state, totals = step.compute_once(self._global)
             outcome = self._outcome(result, state)
-            for number, total in enumerate(totals):
+            rounds = [(number, total) for number, total in enumerate(totals) if not is_gather(total)]
+            for update, (number, total) in enumerate(rounds):
                 named: Total = divided(self._model, step.program.parts(number, total))
                 outcome.gradients |= {
-                    (number, int(name.partition("/")[2])): np.array(array)
+                    (update, int(name.partition("/")[2])): np.array(array)
                     for name, array in named.items()
                     if name.startswith("gradient/")
                 }

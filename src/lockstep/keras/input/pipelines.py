@@ -375,11 +375,11 @@ class PipelinesBatch(Batch):
         A worker that did not own the replica when the batch was taken reads its element now.
         """
         if self.counts is None:
-            count, weight = _examples(self._nest(replica)), math.nan
+            count, weight, start = _examples(self._nest(replica)), math.nan, 0
         else:
             count = self.counts[replica]
-            weight = count / self.examples
-        return Share(replica, count, weight, seed, lambda: self._read(replica))
+            weight, start = count / self.examples, sum(self.counts[:replica])
+        return Share(replica, count, weight, seed, lambda: self._read(replica), start)
 
     def check(self) -> bytes:
         """Identify the elements by their position; the data differ between replicas."""

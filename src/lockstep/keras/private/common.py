@@ -396,6 +396,12 @@ SCALE_LOSS: Part = loss_functions, "scale_loss_for_distribution"
 UNSCALE_LOSS: Part = loss_functions, "unscale_loss_for_distribution"
 """Called by Keras's steps and compiled losses with each loss that a metric gets, to undo `SCALE_LOSS`."""
 
+mask_of = backend.get_keras_mask
+"""Returns the mask that a layer has attached to its output; None without one."""
+
+set_mask = backend.set_keras_mask
+"""Attaches a mask to a tensor."""
+
 apply_mask = loss_functions.apply_mask
 """Combines weights with a mask as `reduce_weighted_values` does: (weights, mask, dtype=, reduction=)."""
 

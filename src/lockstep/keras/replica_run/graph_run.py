@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.keras import tf_random_ops
-from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.contract import GATHERED, Total
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, Update
@@ -43,7 +43,7 @@ from lockstep.keras.per_replica import ReturnedValues, Spec, Values, ValueStore,
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
 from lockstep.keras.replica_run.tf_merged_variables import is_merged, refuse_other_changes
-from lockstep.keras.rounds import GATHERED, SCALAR, PartialLayout, gathered_scalars
+from lockstep.keras.rounds import SCALAR, PartialLayout, gathered_scalars
 from lockstep.keras.tf_per_replica import (
     CompositePerReplica,
     SymbolicPerReplica,

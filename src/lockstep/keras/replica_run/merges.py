@@ -20,9 +20,9 @@ from typing import Any, Literal, NoReturn, Protocol
 import keras
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.eager_contract import CustomGradient
 from lockstep.keras.backends.multi_update import EndOfRound, Update, UpdateRecorder
-from lockstep.keras.rounds import GATHERED
 from lockstep.worker.patch_registry import PATCHES, definer
 
 Op = Literal["sum", "mean"]

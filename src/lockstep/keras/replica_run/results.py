@@ -12,10 +12,11 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Span
 from lockstep.collectives.plan import halves
 from lockstep.errors import DataError
+from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.per_replica import ReturnedValues, Values, refuse_lost_value
 from lockstep.keras.replica_run.merges import Op, refuse_sum_of_booleans
 from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
-from lockstep.keras.rounds import GATHERED, Round
+from lockstep.keras.rounds import Round
 
 Array = npt.NDArray[Any]
 Axis = int | Sequence[int] | None

@@ -1,0 +1,278 @@
+"""Values of the whole batch in the step of a replica: for losses and metrics that compare examples.
+
+`gather` joins the rows of all replicas. Each call takes a round: the step runs up to the call and ends there,
+and the rows of all replicas are joined in their order. In later rounds the step runs again, and the call
+returns the joined rows: the replica's own ones as the step has computed them, the others as constants. Random
+generators, statistics and metrics of a round that ends at a call change nothing.
+
+Each replica computes the loss of the joined rows, with equal values up to rounding. Its gradient is only
+that through the replica's own rows, and the sum of these gradients is the gradient of one process. Replicas
+combine gradients by a mean with their shares of the examples as weights (`lockstep.keras.backends.growth`),
+so `gather` divides the gradient of the rows by the weight. Variables that the loss itself uses, such as a
+temperature, have the whole gradient on each replica. Losses that layers add, and regularizers, are not
+gathered: their means remain what they are.
+
+Metrics need no further round: they have no gradient. The arguments of `compute_metrics` travel with the last
+round, and each worker updates the metrics once with the joined rows (`MetricArguments`).
+
+`lockstep.keras.fit.trials` finds out which models need this.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+
+from lockstep.errors import InternalError, ModelError
+from lockstep.keras.backends.contract import GATHERED, Total, WholePart
+from lockstep.keras.backends.multi_update import EndOfRound
+from lockstep.keras.private.common import kept_losses, layers_of, mask_of, set_mask
+from lockstep.worker.patch_registry import replaced
+
+Nest = Any
+
+_ROUND = f"{GATHERED}0/"
+_METRICS = f"{GATHERED}0/metrics/"
+
+
+def is_gather(total: Mapping[str, Any]) -> bool:
+    """Whether a total is that of a round that ended at a call of `gather`."""
+    return bool(total) and all(name.startswith(_ROUND) and not name.startswith(_METRICS) for name in total)
+
+
+def updating(totals: Sequence[Total]) -> list[Total]:
+    """Return the totals of the rounds that did not end at a call of `gather`."""
+    return [total for total in totals if not is_gather(total)]
+
+
+class StepGathers:
+    """The calls of `gather` in the computation of one replica, in one round of a step.
+
+    Args:
+        earlier: the totals of the earlier rounds.
+        start: the place of the replica's first row among the rows of all replicas.
+        weight: the replica's share of the examples.
+        rows: the number of the replica's rows; None in a graph for any number.
+
+    Attributes:
+        arrays: of the round, by their names in a partial.
+        ended: whether a call has ended the round.
+        metrics: the arguments of `compute_metrics`, if it is computed from the whole batch.
+    """
+
+    def __init__(self, earlier: Sequence[Total], start: Any, weight: Any, rows: int | None) -> None:
+        self._earlier = [total for total in earlier if is_gather(total)]
+        self._start, self._weight, self._rows = start, weight, rows
+        self._calls = 0
+        self.arrays: dict[str, Any] = {}
+        self.ended = False
+        self.metrics: MetricArguments | None = None
+
+    def gather(self, nest: Nest) -> Nest:
+        """Return the rows of all replicas, or end the round; see `lockstep.gather`.
+
+        Raises:
+            EndOfRound: the round ends here.
+        """
+        number, self._calls = self._calls, self._calls + 1
+        leaves = _leaves(nest)
+        if number >= len(self._earlier):
+            self.arrays = self._constants(leaves, _ROUND)
+            self.ended = True
+            raise EndOfRound
+        joined = self._earlier[number]
+        merged = [self._merged(leaf, joined, f"{_ROUND}{i}") for i, leaf in enumerate(leaves)]
+        return keras.tree.pack_sequence_as(nest, merged)
+
+    def keep_metrics(self, nest: Nest) -> None:
+        """Let the arguments of `compute_metrics` travel with the round.
+
+        Raises:
+            InternalError: one of them has no row for each example, as the first step of the model had.
+        """
+        leaves = _leaves(nest)
+        names = [None if leaf is None else f"{_METRICS}{i}" for i, leaf in enumerate(leaves)]
+        if not all(leaf is None or self._has_rows(leaf) for leaf in leaves):
+            raise InternalError("an argument of compute_metrics has no row for each example")
+        self.arrays |= self._constants(leaves, _METRICS)
+        self.metrics = MetricArguments(keras.tree.pack_sequence_as(nest, names))
+
+    def _has_rows(self, leaf: Any) -> bool:
+        if not keras.ops.is_tensor(leaf) or not len(leaf.shape):
+            return False
+        return leaf.shape[0] is None or leaf.shape[0] == self._rows
+
+    def _constants(self, leaves: Sequence[Any], prefix: str) -> dict[str, Any]:
+        arrays = {}
+        for i, leaf in enumerate(leaves):
+            if self._has_rows(leaf):
+                arrays[f"{prefix}{i}"] = keras.ops.stop_gradient(leaf)
+                if (mask := mask_of(leaf)) is not None:
+                    arrays[f"{prefix}{i}/mask"] = keras.ops.stop_gradient(mask)
+        return arrays
+
+    def _merged(self, leaf: Any, joined: Total, name: str) -> Any:
+        if name not in joined:
+            return leaf
+        rows = _tensor(joined[name], leaf)
+        if keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype)):
+            rows = self._placed(leaf, rows)
+        if f"{name}/mask" in joined:
+            set_mask(rows, _tensor(joined[f"{name}/mask"], mask_of(leaf)))
+        return rows
+
+    def _placed(self, leaf: Any, rows: Any) -> Any:
+        """Return `rows` with those of the replica replaced by `leaf`, through which the gradient goes."""
+        ops = keras.ops
+        count = ops.shape(leaf)[0]
+        # The place of each row among the replica's own.
+        places = ops.arange(ops.shape(rows)[0], dtype="int32") - ops.cast(self._start, "int32")
+        own = ops.logical_and(places >= 0, places < count)
+        spread = ops.take(self._scaled_gradient(leaf), ops.clip(places, 0, count - 1), axis=0)
+        return ops.where(ops.reshape(own, [-1] + [1] * (len(leaf.shape) - 1)), spread, rows)
+
+    def _scaled_gradient(self, leaf: Any) -> Any:
+        """Return a tensor with the same values, and the gradient of `leaf` divided by the weight."""
+        ops = keras.ops
+        # The difference of two infinite values is not a number.
+        finite = ops.where(ops.isfinite(leaf), leaf, ops.zeros_like(leaf))
+        weight = ops.cast(self._weight, keras.backend.standardize_dtype(leaf.dtype))
+        return ops.stop_gradient(leaf) + (finite - ops.stop_gradient(finite)) / weight
+
+
+@dataclass(frozen=True)
+class MetricArguments:
+    """The arguments of `compute_metrics` in a total.
+
+    Attributes:
+        names: the nest of the arguments, with the names of their arrays; None for an argument without rows.
+    """
+
+    names: Nest
+
+    def computed(self, model: Any, total: Mapping[str, Any], tensor: Callable[[Any], Any]) -> dict[str, Any]:
+        """Update the metrics of a model with the joined rows, and return what `compute_metrics` returns.
+
+        Args:
+            model: of the step.
+            total: of the step's last round.
+            tensor: makes a tensor of the backend of an array.
+        """
+
+        def filled(name: str | None) -> Any:
+            if name is None:
+                return None
+            rows = tensor(total[name])
+            if f"{name}/mask" in total:
+                set_mask(rows, tensor(total[f"{name}/mask"]))
+            return rows
+
+        arguments = keras.tree.map_structure(filled, self.names)
+        figures: dict[str, Any] = model.compute_metrics(
+            arguments["x"], arguments["y"], arguments["y_pred"], arguments["sample_weight"]
+        )
+        return figures
+
+
+def with_figures(logs: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return logs with the figures of `compute_metrics` that the replicas' logs have, too."""
+    return {**logs, **{name: value for name, value in figures.items() if name in logs}}
+
+
+def _leaves(nest: Nest) -> list[Any]:
+    """Return the leaves of a nest, arrays as tensors: steps that are not compiled get examples in NumPy."""
+    leaves = keras.tree.flatten(nest)
+    return [keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
+
+
+def _tensor(array: Any, like: Any) -> Any:
+    dtype = keras.backend.standardize_dtype(like.dtype)
+    tensor = keras.ops.convert_to_tensor(array, dtype)
+    device = getattr(like, "device", None)
+    return tensor.to(device) if keras.backend.backend() == "torch" and device is not None else tensor
+
+
+class _ThreadGathers(threading.local):
+    gathers: "StepGathers | _NoGathers | None" = None
+
+
+_thread = _ThreadGathers()
+
+
+@contextmanager
+def computing_with(model: Any, gathers: StepGathers | None, parts: frozenset[WholePart]) -> Iterator[None]:
+    """Within the block, a replica's step computes some parts of a model from the whole batch.
+
+    `gather` in the step calls `gathers`; None if the replica has the whole batch.
+    """
+    before, _thread.gathers = _thread.gathers, gathers
+    try:
+        with ExitStack() as stack:
+            if gathers is None:
+                yield
+                return
+            if "loss" in parts:
+                stack.enter_context(_whole_loss(model, gathers, inputs="inputs" in parts))
+                # A step that ends within `compute_loss` leaves the losses that layers have added.
+                stack.enter_context(kept_losses(layers_of(model)))
+            if "metrics" in parts:
+                stack.enter_context(_whole_metrics(model, gathers, inputs="inputs" in parts))
+            yield
+    finally:
+        _thread.gathers = before
+
+
+def _whole_loss(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractContextManager[None]:
+    compute_loss = model.compute_loss
+
+    def whole(
+        x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
+    ) -> Any:
+        given = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight, **({"x": x} if inputs else {})}
+        joined = gathers.gather(given)
+        return compute_loss(**({"x": x} | joined | options))
+
+    return replaced(model, "compute_loss", whole)
+
+
+def _whole_metrics(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractContextManager[None]:
+    compute_metrics = model.compute_metrics
+
+    def kept(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        given = {"x": x if inputs else None, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        gathers.keep_metrics(given)
+        # The result shows which logs there are. Its values do not count, and change no metric.
+        before = [(variable, keras.ops.copy(variable.value)) for variable in model.metrics_variables]
+        logs = compute_metrics(x, y, y_pred, sample_weight)
+        for variable, value in before:
+            variable.assign(value)
+        return logs
+
+    return replaced(model, "compute_metrics", kept)
+
+
+@contextmanager
+def refusing_to_gather() -> Iterator[None]:
+    """Within the block, a replica predicts, and cannot gather."""
+    before, _thread.gathers = _thread.gathers, _NoGathers()
+    try:
+        yield
+    finally:
+        _thread.gathers = before
+
+
+class _NoGathers:
+    def gather(self, nest: Nest) -> NoReturn:
+        raise ModelError(
+            "lockstep.gather in predict_step: each replica returns the outputs of its own rows, and predict "
+            "joins them; compare the examples of a batch after predict"
+        )
+
+
+def gather(values: Nest) -> Nest:
+    """See `lockstep.gather`; for the replicas of Keras's loops."""
+    return values if _thread.gathers is None else _thread.gathers.gather(values)

@@ -1,0 +1,260 @@
+"""Losses and metrics that compare the examples of a batch have the numbers of plain Keras on any replicas."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import ModelError
+from lockstep.keras.fit import trials
+from lockstep.worker.job import Job
+
+ops = keras.ops
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(29, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+LABELS = (np.arange(29) % 3).astype("int32")[:, None]
+WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
+
+Built = tuple[keras.Model, Any]
+
+
+def contrast(y: Any, p: Any) -> Any:
+    alike = ops.cast(ops.equal(y, ops.transpose(y)), p.dtype)
+    likely = ops.log_softmax(ops.matmul(p, ops.transpose(p)))
+    return -ops.mean(ops.sum(alike * likely, axis=1) / ops.sum(alike, axis=1))
+
+
+def largest_error(y: Any, p: Any) -> Any:
+    return ops.max(ops.square(ops.cast(y, p.dtype) - p)) / 16
+
+
+def f1(y: Any, p: Any) -> Any:
+    y, p = ops.cast(y > 0, "float32"), ops.sigmoid(p)
+    return 2 * ops.sum(y * p) / (ops.sum(y) + ops.sum(p))
+
+
+def hidden(**options: Any) -> Any:
+    return keras.layers.Dense(3, activation="tanh", **options)
+
+
+def compiled(model: keras.Model, loss: Any, optimizer: Any = None, **options: Any) -> keras.Model:
+    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), loss, **options)
+    return model
+
+
+def one_output(
+    loss: Any, *layers: Any, y: Any = LABELS, units: int = 2, **options: Any
+) -> Callable[[], Built]:
+    def build() -> Built:
+        parts = [layer() for layer in layers] or [hidden()]
+        model = keras.Sequential([keras.Input((4,)), *parts, keras.layers.Dense(units)])
+        return compiled(model, loss, **{name: make() for name, make in options.items()}), y
+
+    return build
+
+
+def two_outputs() -> Built:
+    inputs = keras.Input((4,))
+    shared = hidden(kernel_regularizer="l2")(inputs)
+    heads = [keras.layers.Dense(2, name="first")(shared), keras.layers.Dense(1, name="second")(shared)]
+    model = keras.Model(inputs, heads)
+    losses = [contrast, keras.losses.MeanSquaredError(reduction="sum")]
+    return compiled(model, losses, loss_weights=[0.5, 0.01]), [LABELS, Y]
+
+
+def masked() -> Built:
+    """Rows have unequal numbers of masked times."""
+    positive = keras.layers.ReLU()
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            positive,
+            keras.layers.Reshape((4, 1)),
+            keras.layers.Masking(0.0),
+            keras.layers.Dense(1, "sigmoid"),
+        ]
+    )
+    return compiled(model, keras.losses.Dice()), np.repeat(Y[:, None] > 0, 4, axis=1).astype("float32")
+
+
+def segmented() -> Built:
+    """Parts of a batch have nearly the same share of positive pixels, and so nearly the same loss."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(256, activation="tanh", trainable=False),
+            keras.layers.Reshape((16, 16, 1)),
+            keras.layers.Conv2D(1, 3, padding="same", activation="sigmoid"),
+        ]
+    )
+    pixels = RANDOM.normal(size=(29, 16, 16, 1)) > 0.5
+    return compiled(model, keras.losses.Dice()), pixels.astype("float32")
+
+
+class AddsMean(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(ops.mean(ops.square(x)))
+        return x
+
+
+class Warm(keras.Sequential):
+    """A loss with a weight of its own, a temperature, which also uses the inputs."""
+
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.temperature = self.add_weight(name="temperature", shape=(), initializer="ones")
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return contrast(y, y_pred * self.temperature + ops.mean(x, axis=0)[:2]) + sum(self.losses)
+
+
+def warm() -> Built:
+    return compiled(
+        Warm([keras.Input((4,)), hidden(kernel_regularizer="l2"), keras.layers.Dense(2)]), None
+    ), LABELS
+
+
+class OwnMaximum(keras.Sequential):
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**logs, "largest": ops.max(ops.abs(y_pred)), "of inputs": ops.max(x)}
+
+
+def with_own_maximum() -> Built:
+    model = OwnMaximum([keras.Input((4,)), keras.layers.Dense(2)])
+    return compiled(model, contrast, metrics=["mae"]), LABELS
+
+
+class Gathers(keras.Sequential):
+    """A step of its own, whose loss compares the outputs of all replicas, and adds a mean of the own ones."""
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+        x, y = data
+
+        def loss_of(weights: Any) -> Any:
+            p, _ = self.stateless_call(weights, others, x)
+            (rows,) = lockstep.gather((p,))
+            labels = lockstep.gather({"y": y})["y"]
+            return contrast(labels, rows) + ops.mean(ops.square(p))
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        return {"loss": loss}, (weights, others, slots, metrics)
+
+
+def gathering() -> Built:
+    return compiled(Gathers([keras.Input((4,)), hidden(), keras.layers.Dense(2)]), None), LABELS
+
+
+PROGRAMS: dict[str, Callable[[], Built]] = {
+    "a loss": one_output(contrast),
+    "a loss that is no number of classes": one_output(largest_error, y=Y, units=1),
+    "regularizers": one_output(
+        contrast,
+        lambda: hidden(kernel_regularizer="l2", activity_regularizer="l1"),
+        AddsMean,
+    ),
+    "a loss of Keras": one_output(keras.losses.CosineSimilarity(axis=0), y=Y, units=1),
+    "a loss scale": one_output(
+        contrast, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    ),
+    "accumulation": one_output(
+        contrast, optimizer=lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2)
+    ),
+    "not compiled": one_output(contrast, run_eagerly=lambda: True),
+    "several steps per call": one_output(contrast, steps_per_execution=lambda: 2),
+    "two losses": two_outputs,
+    "a mask": masked,
+    "a segmentation": segmented,
+    "a loss of the model's own": warm,
+    "a metric": one_output("mse", y=Y, units=1, metrics=lambda: [f1, "mae"]),
+    "a metric of Keras": one_output(
+        "mse", y=Y, units=1, metrics=lambda: [keras.metrics.PearsonCorrelation(axis=0)]
+    ),
+    "a loss and a metric": one_output(contrast, metrics=lambda: [f1]),
+    "figures": with_own_maximum,
+    "gather": gathering,
+}
+
+QUICK = {"two losses", "a loss and a metric"}
+
+
+def results(
+    build: Callable[[], Built], scope: Any, fit: Any, evaluate: Any, weights: Any = None
+) -> list[float]:
+    """Return the figures and weights of a training; of the last batch, some replicas have no examples."""
+    keras.utils.set_random_seed(5)
+    with scope:
+        model, y = build()
+    options = {"sample_weight": weights, "batch_size": 9, "verbose": 0}
+    history = fit(model, X, y, epochs=2, shuffle=False, **options).history
+    figures = [value for _, values in sorted(history.items()) for value in values]
+    if not isinstance(model, Gathers):
+        figures += np.ravel(evaluate(model, X, y, **options)).tolist()
+    return [*figures, *np.concatenate([np.ravel(weight) for weight in model.get_weights()]).tolist()]
+
+
+def assert_plain(build: Callable[[], Built], weights: Any = None) -> None:
+    """Replicas have the numbers of plain Keras."""
+    # It replaces the methods.
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    methods = keras.Model.fit, keras.Model.evaluate
+    plain = results(build, nullcontext(), *map(inspect.unwrap, methods), weights)
+    found = results(build, strategy.scope(), *methods, weights)
+    np.testing.assert_allclose(found, plain, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.ci(*PROGRAMS.keys() - QUICK)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_compares_examples_has_the_numbers_of_plain_keras(
+    name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert_plain(PROGRAMS[name])
+    assert "per replica" not in capfd.readouterr().err
+
+
+@pytest.mark.ci
+def test_weights_of_examples_are_those_of_the_whole_batch(capfd: pytest.CaptureFixture[str]) -> None:
+    assert_plain(PROGRAMS["a loss and a metric"], WEIGHTS)
+    assert "per replica" not in capfd.readouterr().err
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("asked", [False, True])
+def test_large_rows_are_exchanged_only_if_the_job_says_so(
+    asked: bool, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = replace(job_of_one_worker.settings, exact_batch=asked)
+    monkeypatch.setattr(job_of_one_worker, "_context", replace(job_of_one_worker.context, settings=settings))
+    monkeypatch.setattr(trials, "LARGEST_EXCHANGE", 100)
+    with nullcontext() if asked else pytest.raises(AssertionError):
+        assert_plain(PROGRAMS["a loss"])
+    named = "per replica: the loss contrast (its rows, 0 MiB a step, are exchanged only with --exact-batch)"
+    assert (named in capfd.readouterr().err) != asked
+
+
+class Predicts(keras.Sequential):
+    def predict_step(self, state: Any, data: Any) -> Any:
+        outputs, others = super().predict_step(state, data)
+        return lockstep.gather(outputs), others
+
+
+def test_gather_outside_of_training() -> None:
+    np.testing.assert_array_equal(lockstep.gather(X), X)
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = Predicts([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile()
+    with pytest.raises(ModelError, match=r"lockstep\.gather in predict_step"):
+        model.predict(X, verbose=0)
+    with pytest.raises(ModelError, match=r"get_replica_context\(\)\.all_gather"):
+        strategy.run(lambda: lockstep.gather(X))
