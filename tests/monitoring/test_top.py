@@ -99,7 +99,7 @@ def test_keys_on_a_real_job(long_job: LongJob, in_terminal: Callable[..., Termin
     # Any beginning of the name that no other job has.
     terminal = in_terminal(*TOP, long_job.name[:-1], size=(80, 30))
     terminal.wait_for(r"2 of 2 workers")
-    terminal.wait_for(r"0 +running the script")
+    terminal.wait_for(r"0 +\d+ +running the script")
     terminal.type("w1\r")
     terminal.wait_for(r"worker 1 is here \(most recent call first\):")
     terminal.wait_for(r"wait_here +.*stays.py:8")
