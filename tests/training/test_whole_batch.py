@@ -95,7 +95,7 @@ def segmented() -> Built:
             keras.layers.Conv2D(1, 3, padding="same", activation="sigmoid"),
         ]
     )
-    pixels = RANDOM.normal(size=(29, 16, 16, 1)) > 0.5
+    pixels = np.random.default_rng(1).normal(size=(29, 16, 16, 1)) > 0.5
     return compiled(model, keras.losses.Dice()), pixels.astype("float32")
 
 
