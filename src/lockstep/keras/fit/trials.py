@@ -142,25 +142,31 @@ class Trial:
         What compares examples is computed from the whole batch, if trying it shows that this is exact.
         """
         self._measure(kinds)
-        for whole in self._wholes():
+        tried = [self.growths.whole]
+        while untried := [whole for whole in self._wholes() if whole not in tried]:
+            whole = untried[0]
+            tried.append(whole)
             trial = Trial(self._job, self._backend, self._model, self._batch, self._context, whole=whole)
             trial._measure(kinds)
-            if trial._failed or not set(trial.names) < set(self.names):
+            others = [name for name in trial.names if name not in self.names]
+            if trial._failed or any(name.startswith(_OF_LOSSES) for name in others):
+                continue
+            # The trial of a step sees what that of a metric may not see.
+            self.names += others
+            exact = [name for name in self.names if name not in trial.names]
+            if not exact:
                 continue
             size = trial._row_bytes * self._batch.examples
-            exact = [name for name in self.names if name not in trial.names]
             if size > LARGEST_EXCHANGE and not self._job.settings.exact_batch:
                 large = f"its rows, {size / (1 << 20):.0f} MiB a step, are exchanged only with --exact-batch"
                 self.names = [f"{name} ({large})" if name in exact else name for name in self.names]
                 break
             self.names, self.growths = trial.names, trial.growths
             self.exact += exact
-            if not self.names:
-                break
         set_growths(self._model, self.growths)
 
     def _wholes(self) -> list[frozenset[WholePart]]:
-        """Return what may be computed from the whole batch, so that fewer parts are named."""
+        """Return what may also be computed from the whole batch, so that fewer parts are named."""
         # A worker of parameter servers computes a whole batch.
         if not (self._tries and self._job.context.tasks is None):
             return []
@@ -172,7 +178,8 @@ class Trial:
         parts += [frozenset({"loss", "metrics"})] if loss and metrics else []
         parts += [frozenset({"metrics"})] if metrics else []
         own = any(has_own(self._model, name) for name in ("compute_loss", "compute_metrics"))
-        return parts + [part | {"inputs"} for part in parts if own]
+        parts += [part | {"inputs"} for part in parts if own]
+        return [self.growths.whole | part for part in parts]
 
     def _measure(self, kinds: Sequence[StepKind]) -> None:
         others = {kind: steps for kind, steps in self.growths.steps.items() if kind not in kinds}
@@ -243,8 +250,7 @@ class Trial:
         changed = partial(_rescaled, generator=generator)
         yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
         # Parts of many elements can be nearly alike, as the pixels of two halves of a batch are.
-        factors = np.linspace(0.05, 1.0, self._batch.count)
-        yield keras.tree.map_structure(lambda leaf: _multiplied(leaf, factors), outputs), weight
+        yield keras.tree.map_structure(_graded, outputs), weight
         right = [_partly_right(*pair) for pair in _pairs(outputs, self._batch.whole.data[1])]
         if right and None not in right:
             yield keras.tree.pack_sequence_as(outputs, right), weight
@@ -805,6 +811,18 @@ def _rescaled(leaf: Any, generator: np.random.Generator) -> Any:
     if array.dtype.kind == "f" and np.any(array < 0):
         factors /= min(1.0, _largest(array))
     return _multiplied(leaf, factors)
+
+
+def _graded(leaf: Any) -> Any:
+    """Return outputs whose level rises from row to row: that of logits and the like, or of probabilities."""
+    if leaf is None:
+        return None
+    array = _numpy(leaf)
+    if array.dtype.kind != "f" or not np.any(array < 0):
+        return _multiplied(leaf, np.linspace(0.05, 1.0, len(array)))
+    levels = 2 * max(1.0, _largest(array)) * np.linspace(-1.0, 1.0, len(array))
+    graded = array + levels.reshape((-1,) + (1,) * (array.ndim - 1))
+    return keras.ops.convert_to_tensor(graded, leaf.dtype)
 
 
 def _pairs(outputs: Nest, labels: Nest) -> list[tuple[Any, Any]]:
