@@ -28,6 +28,7 @@ import strangers
 import training
 import verification
 import watching
+import whole_batch
 from models import COMPARED
 from programs import PEERS
 
@@ -80,6 +81,7 @@ def main() -> None:
         checkpoints,
         input_cost,
         many_steps,
+        whole_batch,
     ):
         print()
         other.main()

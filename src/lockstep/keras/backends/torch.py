@@ -501,6 +501,8 @@ class TorchProgram(TorchState):
         results: MetricResults,
     ) -> dict[str, Any]:
         number, logs = len(earlier), None
+        # Keras's own step makes no backward pass before its loss.
+        only_forward = self._form.gathered(number) and not has_own(self._model, "train_step")
         updates, totals = self._form.updates(number), updating(earlier)
         with ExitStack() as stack:
             recorder = UpdateRecorder(
@@ -514,7 +516,7 @@ class TorchProgram(TorchState):
             )
             stack.enter_context(recorder.replacing_apply(self._model, self._optimizers, varies=True))
             weighed = stack.enter_context(weighted_gradients(self._model, weight))
-            with suppress(EndOfRound):
+            with suppress(EndOfRound), torch.no_grad() if only_forward else nullcontext():
                 logs = self._model.train_step(data) or {}
         self._form.show(number, recorder.update, ended=logs is not None)
         partial = self._gradients(recorder, 1.0 if weighed else weight)
