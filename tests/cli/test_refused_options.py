@@ -51,6 +51,7 @@ VALUES = {
     "--grace": "3s",
     "--verify-every": "2",
     "--verify-replicas": "all",
+    "--exact-batch": None,
     "--allow-unlike": None,
     "--accept-changes": None,
     "--tf-distribute": None,
