@@ -89,8 +89,9 @@ def begin() -> None:
         # As in a job that runs one program: its models have no strategy yet, and its notes repeat nothing.
         methods = patches.install(job.current())
         methods.adopt_all()
-        methods._introduced = False
-        methods._told_parts.clear()
+        introductions = methods._together._introductions  # type: ignore[attr-defined]
+        introductions._introduced = False
+        introductions._told.clear()
     if BACKEND == "tensorflow":
         import tensorflow as tf
 

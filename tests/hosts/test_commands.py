@@ -22,7 +22,7 @@ def test_list_and_scale(hosts: Sequence[Host]) -> None:
     job.running.wait_until(lambda: job.steps(1) > 3)
     listed = [host.lockstep("list") for host in hosts[:2]]
     assert [one.end() for one in listed] == [0, 0]
-    assert "run  2 of 2   5" in listed[0].out
+    assert re.search(r"^run +\d+ +2 of 2 +5 ", listed[0].out, re.M)
     assert "no job is running" in listed[1].out
     for wanted, event, times in ((1, "left", 1), (4, "joined", 3)):
         scaling = hosts[0].lockstep("scale", "run", str(wanted))
