@@ -85,6 +85,30 @@ def masked() -> Built:
     return compiled(model, keras.losses.Dice()), np.repeat(Y[:, None] > 0, 4, axis=1).astype("float32")
 
 
+class Masks(keras.layers.Layer):
+    """Masks values below a limit."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit, self.supports_masking = limit, True
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * 1
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        return inputs[..., 0] > self.limit
+
+
+def two_masks() -> Built:
+    """Two losses whose denominators differ."""
+    inputs = keras.Input((4,))
+    times = keras.layers.Reshape((4, 1))(inputs)
+    dense = keras.layers.Dense(1)
+    model = keras.Model(inputs, [dense(Masks(0.0)(times)), dense(Masks(0.7)(times))])
+    y = np.repeat(Y[:, None], 4, axis=1)
+    return compiled(model, "mse", keras.optimizers.SGD(0.01)), [y, y]
+
+
 def segmented() -> Built:
     """Parts of a batch have nearly the same share of positive pixels, and so nearly the same loss."""
     model = keras.Sequential(
@@ -174,6 +198,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "several steps per call": one_output(contrast, steps_per_execution=lambda: 2),
     "two losses": two_outputs,
     "a mask": masked,
+    "two masks": two_masks,
     "a segmentation": segmented,
     "a loss of the model's own": warm,
     "a metric": one_output("mse", y=Y, units=1, metrics=lambda: [f1, "mae"]),
