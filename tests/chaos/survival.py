@@ -40,6 +40,16 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
         FAULTS.passing("end of an epoch")
 
 
+def spread(y: Any, p: Any) -> Any:
+    """Compares the examples of a batch, so each step also gathers the rows of all replicas."""
+    return keras.ops.mean(keras.ops.square(y - p)) + keras.ops.std(y - p)
+
+
+def largest(y: Any, p: Any) -> Any:
+    """A metric that compares them: its rows travel with the sum."""
+    return keras.ops.max(keras.ops.abs(y - p))
+
+
 def main() -> None:
     layers = keras.layers
     keras.utils.set_random_seed(5)
@@ -53,7 +63,7 @@ def main() -> None:
                 layers.Dense(1),
             ]
         )
-        model.compile("adam", "mse", metrics=["mae"])
+        model.compile("adam", spread, metrics=["mae", largest])
     x = np.random.default_rng(0).normal(size=(110, 6)).astype("float32")
     callbacks = [
         Steps(),
