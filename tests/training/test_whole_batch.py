@@ -253,6 +253,23 @@ def test_weights_of_examples_are_those_of_the_whole_batch(capfd: pytest.CaptureF
     assert "per replica" not in capfd.readouterr().err
 
 
+def test_weights_may_come_and_go() -> None:
+    """A `fit` without weights, one with them, another without: the rows that are gathered differ."""
+
+    def trained(scope: Any, fit: Any) -> list[Any]:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model, y = PROGRAMS["a loss and a metric"]()
+        options = {"batch_size": 9, "shuffle": False, "verbose": 0}
+        logs = [fit(model, X, y, sample_weight=w, **options).history for w in (None, WEIGHTS, None)]
+        return [*[v for log in logs for _, v in sorted(log.items())], *map(np.ravel, model.get_weights())]
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    plain = trained(nullcontext(), inspect.unwrap(keras.Model.fit))
+    for value, other in zip(trained(strategy.scope(), keras.Model.fit), plain, strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=2e-6)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("asked", [False, True])
 def test_large_rows_are_exchanged_only_if_the_job_says_so(

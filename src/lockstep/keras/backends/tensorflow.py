@@ -325,7 +325,7 @@ class TensorFlowProgram(VariableState):
         self._jit = bool(model.jit_compile)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._packings = Packings()
-        self._apply: Callable[..., Any] | None = None
+        self._applies: dict[frozenset[str], Callable[..., Any]] = {}
         self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
         self.varies = self._eager
@@ -394,9 +394,10 @@ class TensorFlowProgram(VariableState):
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the model's variables."""
         one = _shared_constant(1.0, tf.float32)
-        if self._apply is None:
-            self._apply = self._apply_function(one, totals)
-        return self._apply(one, totals), None
+        gathered = frozenset(name for name in totals[-1] if name.startswith(GATHERED))
+        if gathered not in self._applies:
+            self._applies[gathered] = self._apply_function(one, totals)
+        return self._applies[gathered](one, totals), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

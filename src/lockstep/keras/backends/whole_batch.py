@@ -45,8 +45,8 @@ def is_gather(total: Mapping[str, Any]) -> bool:
 
 
 def updating(totals: Sequence[Total]) -> list[Total]:
-    """Return the totals of the rounds that did not end at a call of `gather`."""
-    return [total for total in totals if not is_gather(total)]
+    """Return the totals of the rounds that did not end at a call of `gather`, without empty ones."""
+    return [total for total in totals if total and not is_gather(total)]
 
 
 class StepGathers:
@@ -95,7 +95,7 @@ class StepGathers:
             InternalError: one of them has no row for each example, as the first step of the model had.
         """
         leaves = _leaves(nest)
-        names = [None if leaf is None else f"{_METRICS}{i}" for i, leaf in enumerate(leaves)]
+        names = [f"{_METRICS}{i}" for i in range(len(leaves))]
         if not all(leaf is None or self._has_rows(leaf) for leaf in leaves):
             raise InternalError("an argument of compute_metrics has no row for each example")
         self.arrays |= self._constants(leaves, _METRICS)
@@ -149,7 +149,8 @@ class MetricArguments:
     """The arguments of `compute_metrics` in a total.
 
     Attributes:
-        names: the nest of the arguments, with the names of their arrays; None for an argument without rows.
+        names: the nest of the arguments, with the names of their arrays. An argument that is None, as sample
+            weights may be in one `fit` and not in the next one, has no array.
     """
 
     names: Nest
@@ -163,8 +164,8 @@ class MetricArguments:
             tensor: makes a tensor of the backend of an array.
         """
 
-        def filled(name: str | None) -> Any:
-            if name is None:
+        def filled(name: str) -> Any:
+            if name not in total:
                 return None
             rows = tensor(total[name])
             if f"{name}/mask" in total:

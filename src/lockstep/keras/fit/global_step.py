@@ -205,7 +205,8 @@ class GlobalStep:
             if record is not None:
                 record.add_round(round_, totals[-1])
         self._digests.before_update(record, self.program, state)
-        result = self.program.apply(state, totals)
+        # What was gathered has served its purpose, and is not the same in each step.
+        result = self.program.apply(state, [{} if is_gather(total) else total for total in totals])
         if self.program.varies and not self.job.joins:
             self.python.end()
         self.timer.lap("update")
@@ -333,6 +334,9 @@ class StepRound(Round):
         layouts = step.layouts.setdefault(len(earlier), {})
         varies = step.program.varies or step.kind != "train"
         layout = None if varies else next(iter(layouts.values()), None)
+        if layout is not None and layout.joined:
+            # Sample weights are gathered only where there are some.
+            layout = None
         super().__init__(step.calls.where(), step.job.worker, layout=layout, layouts=layouts)
         call = step.calls.current
         self._seed = seed_at(call.seed, call.number, call.steps)
