@@ -520,9 +520,10 @@ def test_a_logarithm_is_the_mean_of_those_of_the_replicas(
         (44.4, [50.0, 41.0], MEAN),
         (0.3, [0.5, 0.7], MEAN),
         (-0.1, [0.02, -0.1], MEAN),
+        (2.8, [1.5, 2.6], MEAN),
         ([3.0, 2.0, 2.0], [[3.0, 0.0, 0.5], [0.0, 1.9, 1.0]], SUM),
     ],
-    ids=["sum", "mean", "half of a mean", "signs", "apart"],
+    ids=["sum", "mean", "half of a mean", "signs", "logarithm", "apart"],
 )
 def test_a_value_without_a_growth_is_rather_a_sum_or_a_mean(whole: Any, parts: Any, growth: int) -> None:
     arrays = [np.array(part) for part in parts]

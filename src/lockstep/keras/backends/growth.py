@@ -209,10 +209,11 @@ def nearest_growth(whole: Array, parts: Sequence[Array], weights: Sequence[float
     That of one number must be plain from each part, since a number that is nearly 0, as the logarithm of an
     error may be, is near to anything. An array may have elements to which one part contributes all.
     """
+    nearest = min((MEAN, SUM), key=lambda g: _distance(whole, parts, weights, g))
     if np.size(whole) == 1:
         apart = [_distance(whole, [part / w], [1], MEAN) for part, w in zip(parts, weights, strict=True)]
-        return SUM if max(apart) < 0.75 else MEAN
-    return min((MEAN, SUM), key=lambda g: _distance(whole, parts, weights, g))
+        return nearest if max(apart) < 0.75 else MEAN
+    return nearest
 
 
 def _distance(whole: Array, parts: Sequence[Array], weights: Sequence[float], growth: int) -> float:
