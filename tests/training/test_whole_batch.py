@@ -284,6 +284,40 @@ def test_large_rows_are_exchanged_only_if_the_job_says_so(
     assert (named in capfd.readouterr().err) != asked
 
 
+class TwoViews(keras.Sequential):
+    """Has two rows for each example, first those of one view, then those of the other."""
+
+    def call(self, x: Any, training: Any = None, mask: Any = None) -> Any:
+        return super().call(ops.concatenate([x, ops.sin(x)]), training=training)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        first, second = ops.split(y_pred, 2)
+        return -ops.mean(ops.diag(ops.log_softmax(ops.matmul(first, ops.transpose(second)))))
+
+
+def test_outputs_that_are_not_those_of_examples_are_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = TwoViews([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd")
+    model.fit(X, batch_size=8, verbose=0)
+    assert "computed per replica: compute_loss of TwoViews" in capfd.readouterr().err
+
+
+class GathersViews(Gathers):
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return ops.mean(lockstep.gather(ops.concatenate([y_pred, y_pred])))
+
+    train_step = keras.Sequential.train_step
+
+
+def test_values_that_are_not_those_of_examples_are_refused() -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = GathersViews([keras.Input((4,)), keras.layers.Dense(2)])
+        model.compile("sgd")
+    with pytest.raises(ModelError, match=r"lockstep\.gather got a value of the shape \[6, 2\]"):
+        model.fit(X[:9], LABELS[:9], batch_size=9, verbose=0)
+
+
 class Predicts(keras.Sequential):
     def predict_step(self, state: Any, data: Any) -> Any:
         outputs, others = super().predict_step(state, data)

@@ -109,7 +109,8 @@ def gather(values: Any) -> Any:
         values: a nest of tensors with the examples along their first axis, on all replicas in the same calls.
 
     Raises:
-        ModelError: the call is in `predict_step`, or in a function passed to `strategy.run`.
+        ModelError: the call is in `predict_step` or in a function passed to `strategy.run`, or a value has no
+            row for each example.
 
     Example:
         >>> import lockstep

@@ -75,11 +75,16 @@ class StepGathers:
     def gather(self, nest: Nest) -> Nest:
         """Return the rows of all replicas, or end the round; see `lockstep.gather`.
 
+        A leaf without a row for each example stays that of the replica.
+
         Raises:
             EndOfRound: the round ends here.
         """
-        number, self._calls = self._calls, self._calls + 1
         leaves = _leaves(nest)
+        if not any(map(self.has_rows, leaves)):
+            # Without arrays, the round would be repeated for ever.
+            return nest
+        number, self._calls = self._calls, self._calls + 1
         if number >= len(self._earlier):
             self.arrays = self._constants(leaves, _ROUND)
             self.ended = True
@@ -96,12 +101,13 @@ class StepGathers:
         """
         leaves = _leaves(nest)
         names = [f"{_METRICS}{i}" for i in range(len(leaves))]
-        if not all(leaf is None or self._has_rows(leaf) for leaf in leaves):
+        if not all(leaf is None or self.has_rows(leaf) for leaf in leaves):
             raise InternalError("an argument of compute_metrics has no row for each example")
         self.arrays |= self._constants(leaves, _METRICS)
         self.metrics = MetricArguments(keras.tree.pack_sequence_as(nest, names))
 
-    def _has_rows(self, leaf: Any) -> bool:
+    def has_rows(self, leaf: Any) -> bool:
+        """Whether a leaf of a nest has a row for each example of the replica."""
         if not keras.ops.is_tensor(leaf) or not len(leaf.shape):
             return False
         return leaf.shape[0] is None or leaf.shape[0] == self._rows
@@ -109,7 +115,7 @@ class StepGathers:
     def _constants(self, leaves: Sequence[Any], prefix: str) -> dict[str, Any]:
         arrays = {}
         for i, leaf in enumerate(leaves):
-            if self._has_rows(leaf):
+            if self.has_rows(leaf):
                 arrays[f"{prefix}{i}"] = keras.ops.stop_gradient(leaf)
                 if (mask := mask_of(leaf)) is not None:
                     arrays[f"{prefix}{i}/mask"] = keras.ops.stop_gradient(mask)
@@ -276,4 +282,16 @@ class _NoGathers:
 
 def gather(values: Nest) -> Nest:
     """See `lockstep.gather`; for the replicas of Keras's loops."""
-    return values if _thread.gathers is None else _thread.gathers.gather(values)
+    gathers = _thread.gathers
+    if gathers is None:
+        return values
+    if isinstance(gathers, StepGathers):
+        for leaf in _leaves(values):
+            if leaf is not None and not gathers.has_rows(leaf):
+                shape = list(getattr(leaf, "shape", ()))
+                raise ModelError(
+                    f"lockstep.gather got a value of the shape {shape}, which has no row for each example of "
+                    "the replica: give it values with the examples along their first axis, for example two "
+                    "views of the examples as two values"
+                )
+    return gathers.gather(values)
