@@ -91,5 +91,5 @@ if __name__ == "__main__":
     parser.add_argument("backend", nargs="?", default="jax")
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    train(given.turns) if given.worker else main(given.backend, given.turns)
+    options = parser.parse_args()
+    train(options.turns) if options.worker else main(options.backend, options.turns)

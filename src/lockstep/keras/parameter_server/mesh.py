@@ -144,7 +144,7 @@ class Mesh:
         timeout = self._job.policy.timeout if timeout is None else timeout
         channel = self._channels.get((process, server))
         if channel is not None and channel.is_open and channel.call != self.call:
-            # The network may have closed it since the last call: that is no loss of the process.
+            # The network may have closed it since the last call; the process need not be lost.
             with contextlib.suppress(PeerLostError):
                 channel.enter(self.call, timeout)
         if channel is None or not channel.is_open:
