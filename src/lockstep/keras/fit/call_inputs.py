@@ -7,7 +7,7 @@ import keras
 
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.input.distribution import explain_sharding
-from lockstep.keras.input.fit_inputs import GlobalInput, global_input
+from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.numbered_calls import NumberedCalls
@@ -31,9 +31,12 @@ class CallInputs:
         self._calls = calls
         self._models, self._resumable = snapshots.models, snapshots.resumable
 
-    def of_training(self, given: Mapping[str, Any], x: Any, y: Any, weight: Any) -> GlobalInput:
-        """Return the input of a `fit` with arguments `given`, which trains on (x, y, weight)."""
-        return self.of_call(
+    def of_training(self, given: Mapping[str, Any]) -> tuple[GlobalInput, Any]:
+        """Return the input that a `fit` with arguments `given` trains on, and its validation data."""
+        x, y, weight, validation = (given[key] for key in ("x", "y", "sample_weight", "validation_data"))
+        if validation is None and given["validation_split"]:
+            (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
+        training = self.of_call(
             x,
             y,
             weight,
@@ -42,6 +45,7 @@ class CallInputs:
             shuffle=given["shuffle"],
             class_weight=given["class_weight"],
         )
+        return training, validation
 
     def of_validation(self, given: Mapping[str, Any], validation: Any) -> GlobalInput:
         """Return the input of the validations of a `fit` with arguments `given`."""

@@ -24,7 +24,7 @@ from lockstep.keras.fit.callbacks import (
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.introductions import Introductions
 from lockstep.keras.fit.trainer import FUNCTIONS, KINDS, Original, TrainerParts, bind, method_of
-from lockstep.keras.input.fit_inputs import GlobalInput, split_validation
+from lockstep.keras.input.fit_inputs import GlobalInput
 from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.private.common import CACHED_VALIDATION
@@ -208,11 +208,7 @@ class Mirrored:
         self._parts.hold(call)
 
     def _inputs_of_fit(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
-        x, y, weight = given["x"], given["y"], given["sample_weight"]
-        validation = given["validation_data"]
-        if validation is None and given["validation_split"]:
-            (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
-        training = self._parts.inputs.of_training(given, x, y, weight)
+        training, validation = self._parts.inputs.of_training(given)
         training.before_pass = self._resumable.begin_pass
         return training, None if validation is None else self._validation(given, validation)
 

@@ -22,7 +22,7 @@ from lockstep.keras.fit.callbacks import writing_once
 from lockstep.keras.fit.mirrored import Mirrored, replay_fit
 from lockstep.keras.fit.one_replica import OneReplica, Outside
 from lockstep.keras.fit.trainer import Original, TrainerParts, bind
-from lockstep.keras.input.fit_inputs import GlobalInput, split_validation
+from lockstep.keras.input.fit_inputs import GlobalInput
 from lockstep.keras.input.held_state import generators_held
 from lockstep.keras.input.loader_reading import is_loader
 from lockstep.keras.numbered_calls import NumberedCall
@@ -97,12 +97,7 @@ class Served(Mirrored):
 
     def _fit(self, call: NumberedCall, original: Original, model: Any, bound: inspect.BoundArguments) -> Any:
         parts, given = self._parts, bound.arguments
-        x, y, weight = given["x"], given["y"], given["sample_weight"]
-        if given["validation_data"] is None and given["validation_split"]:
-            (x, y, weight), given["validation_data"] = split_validation(
-                x, y, weight, given["validation_split"]
-            )
-        training = parts.inputs.of_training(given, x, y, weight)
+        training, given["validation_data"] = parts.inputs.of_training(given)
         call.extent = extent_of_fit(given, training)
         self._begin(
             call,
@@ -117,9 +112,9 @@ class Served(Mirrored):
             if self._job.joins and self._resumable.join_apart():
                 return replay_fit(model, given["callbacks"], self._resumable.replay())
             joins = parts.snapshots.join_apart(call.name, model)
-            if is_loader(x):
+            if is_loader(given["x"]):
                 # The pass that was begun to build the model has drawn its order from other states.
-                training = parts.inputs.of_training(given, x, y, weight)
+                training, _ = parts.inputs.of_training(given)
         served = ServedCall(
             job=self._job,
             backend=parts.backend,

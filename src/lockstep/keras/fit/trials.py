@@ -515,7 +515,7 @@ class Trial:
         model, growths = self._model, self.growths
         whole, *halves = self._batch.halves
         totals: list[Any] = []
-        rounds = []
+        rounds, row_bytes = [], 0.0
         with run_eagerly(model):
             program = self._backend.program(model, kind)
             state = program.present()
@@ -538,11 +538,13 @@ class Trial:
                 arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
                 if any(one.keys() != arrays[0].keys() for one in arrays):
                     raise _UnlikeStepsError
-                self._row_bytes += sum(
+                row_bytes += sum(
                     array.nbytes / whole.count
                     for name, array in arrays[0].items()
                     if name.startswith(GATHERED)
                 )
+                # A step of each kind exchanges its own.
+                self._row_bytes = max(self._row_bytes, row_bytes)
                 if is_gather(arrays[0]):
                     # Those of the halves are the same rows.
                     totals.append(arrays[0])
