@@ -1,4 +1,4 @@
-"""Calls with many arguments name them."""
+"""Calls with many arguments name them; one module makes the commands of child processes."""
 
 import ast
 from collections.abc import Iterator
@@ -21,3 +21,17 @@ def calls_without_names(path: Path) -> Iterator[str]:
 
 def test_calls_with_many_arguments_use_keywords() -> None:
     assert [call for path in sorted(ROOT.rglob("*.py")) for call in calls_without_names(path)] == []
+
+
+def test_one_module_makes_the_commands() -> None:
+    """A module that is executed without -P could be replaced by a file in the user's current folder."""
+    others = ("system/child_process.py", "rendezvous/take_part.py")
+    makers = [
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.List | ast.Tuple)
+        and any(ast.unparse(one) == "sys.executable" for one in node.elts)
+        and any(isinstance(one, ast.Constant) and one.value == "-m" for one in node.elts)
+    ]
+    assert set(makers) <= set(others)

@@ -1,6 +1,5 @@
 """Processes of Lockstep have its modules, whatever is in the current folder, and end with their parents."""
 
-import ast
 import os
 import select
 import subprocess
@@ -10,7 +9,6 @@ from pathlib import Path
 import lockstep
 from lockstep.system.child_process import command_of, ending_with_this_process
 
-ROOT = Path(lockstep.__file__).parent
 PARENT = """
 import subprocess, sys
 from lockstep.system.child_process import ending_with_this_process
@@ -49,17 +47,3 @@ def test_a_child_ends_with_its_parent() -> None:
         parent.kill()
         # The pipe ends when no process has it.
         assert output.read() == b""
-
-
-def test_one_module_makes_the_commands() -> None:
-    """A module that is executed without -P could be replaced by a file in the user's current folder."""
-    others = ("system/child_process.py", "rendezvous/take_part.py")
-    makers = [
-        str(path.relative_to(ROOT))
-        for path in ROOT.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.List | ast.Tuple)
-        and any(ast.unparse(one) == "sys.executable" for one in node.elts)
-        and any(isinstance(one, ast.Constant) and one.value == "-m" for one in node.elts)
-    ]
-    assert set(makers) <= set(others)

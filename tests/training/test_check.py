@@ -67,7 +67,7 @@ def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
     assert gradients == {"double (differs by 100 %)"}
 
 
-@pytest.mark.ci(signal.SIGTERM)
+@pytest.mark.ci
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_the_job_ends_with_the_command(
     environment: dict[str, str], tmp_path: Path, number: int, status: int

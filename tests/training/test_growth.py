@@ -197,7 +197,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
 }
 
 
-QUICK = {"a sum and a mean", "a regularizer of means", "a step's own sum", "an own step with a mask"}
+QUICK = {"a sum and a mean", "a step's own sum", "an own step with a mask"}
 
 
 def results(build: Callable[[], Built], scope: Any, fit: Any, evaluate: Any) -> list[float]:
@@ -367,7 +367,7 @@ def with_own_maximum() -> Built:
     return model, Y
 
 
-@pytest.mark.ci("cosine", "correlation", "maximum")
+@pytest.mark.ci("cosine", "correlation", "f1 loss", "maximum")
 @pytest.mark.parametrize(
     ("build", "names"),
     [

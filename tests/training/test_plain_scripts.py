@@ -156,6 +156,7 @@ class Adds(keras.layers.Layer):
         return x
 
 
+@pytest.mark.ci("layers5", "layers15")
 @pytest.mark.parametrize(
     ("cls", "layers", "loss", "parts"),
     [
@@ -306,6 +307,7 @@ class Within(keras.layers.Layer):
         return self.inner(x) + 1
 
 
+@pytest.mark.ci("layers2", "layers7")
 @pytest.mark.parametrize(
     ("layers", "parts"),
     [
@@ -383,6 +385,7 @@ def test_predictions_that_compare_examples_are_named(
     assert [line for line in capfd.readouterr().err.splitlines() if "per replica" in line] == expected
 
 
+@pytest.mark.ci
 def test_a_part_is_named_again_for_another_model(
     capfd: pytest.CaptureFixture[str], nothing_exchanged: Callable[[str], str]
 ) -> None:
@@ -407,7 +410,7 @@ def test_a_part_is_named_again_for_another_model(
 @pytest.mark.parametrize(
     ("masked", "outputs", "weighs", "differ"),
     [
-        (True, 2, False, True),
+        pytest.param(True, 2, False, True, marks=pytest.mark.ci),
         (False, 2, False, False),
         (True, 1, False, False),
         (False, 2, True, True),

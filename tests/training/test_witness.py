@@ -178,6 +178,7 @@ def test_a_difference_that_a_note_names_has_the_name(
     assert {nothing_exchanged(part.named) for part in step.differences} == {"the loss contrast"}
 
 
+@pytest.mark.ci
 def test_a_loss_that_compares_examples_is_equal(compared: Callable[[], list[StepCompared]]) -> None:
     fit(built(hidden(), loss=contrast, metrics=[keras.metrics.PearsonCorrelation(axis=0)]))
     steps = compared()
