@@ -49,21 +49,36 @@ def test_launch_returns_the_chiefs_result_and_shows_its_output(
 ) -> None:
     # A function cannot run once more beside its job.
     monkeypatch.setenv("LOCKSTEP_WITNESS", "first")
+    monkeypatch.setenv("A_TOKEN", "unrecorded")
 
     def train(array: Any, *, times: int) -> Any:
         import os
 
         print("out", job.current().worker)
         os.write(2, "err \u00e9\n".encode())
-        return array * times, job.current().worker, job.current().view.replicas, sys.argv[1:], Path.cwd()
+        me, variables = job.current(), (os.environ["COLOR"], os.environ["A_TOKEN"])
+        return array * times, me.worker, me.view.replicas, sys.argv[1:], Path.cwd(), variables
 
     array = np.arange(100_000.0)
-    result, *others = lockstep.launch(train, (array,), {"times": 3}, replicas=4, seed=7, input="joint")
+    result, *others = lockstep.launch(
+        train,
+        (array,),
+        {"times": 3},
+        replicas=4,
+        seed=7,
+        input="joint",
+        env={"COLOR": "light=blue", "A_TOKEN": None},
+        tags=["a", "b=2"],
+    )
     shown = capsys.readouterr()
     (run,) = (tmp_path / "runs").iterdir()
     assert not (run / "comparison.json").exists()
     assert result.tobytes() == (array * 3).tobytes()
-    assert others == [0, 4, [], tmp_path]
+    assert others == [0, 4, [], tmp_path, ("light=blue", "unrecorded")]
+    kept = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
+    assert any(b'"env":{"COLOR":"light=blue","A_TOKEN":null}' in text for text in kept)
+    assert any(b'"tags":["a","b=2"]' in text for text in kept)
+    assert not any(b"unrecorded" in text for text in kept)
     assert shown.out == "out 0\n"
     first, second, *rest = shown.err.splitlines()
     assert first.startswith("lockstep: 2 workers, 4 replicas (")
@@ -134,6 +149,12 @@ def test_launch_in_a_worker_is_refused() -> None:
         ({"workers": 2, "replicas": 1}, "2 workers cannot share 1 replicas: "),
         ({"input": "jointly"}, "Invalid value for '--input': 'jointly' is not one of 'divided', 'joint'."),
         ({"backend": "theano"}, "Invalid value for '--backend': 'theano' is not one of"),
+        ({"env": {"A=B": "1"}}, "lockstep.launch, env: 'A=B' is not the name of a variable"),
+        ({"env": {"A": 1}}, "lockstep.launch, env: the value of A is of type int; give a string, or None "),
+        ({"env": {"A_TOKEN": "x"}}, "--env A_TOKEN=...: the value would be recorded, and the name says"),
+        ({"env": {"UNSET": None}}, "--env UNSET: set the variable here first"),
+        ({"tags": "quick"}, "lockstep.launch, tags='quick': give a list of strings"),
+        ({"tags": ["a,b"]}, "Invalid value for '--tag': 'a,b': give 1 to "),
     ],
 )
 def test_invalid_options_are_refused(tmp_path: Path, options: Any, error: str) -> None:

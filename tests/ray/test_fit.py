@@ -112,7 +112,8 @@ def train_model(config: dict[str, bool]) -> dict[str, Any]:
 
 
 def fails() -> None:
-    raise ValueError(f"{len(job.current().view.workers)} of 2 workers")
+    variables = os.environ["COLOR"], len(os.environ["A_TOKEN"])
+    raise ValueError(f"{len(job.current().view.workers)} of 2 workers, {variables}")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -178,13 +179,24 @@ def test_metrics_and_value_of_a_worker_that_has_joined() -> None:
 
 @pytest.mark.ci
 @pytest.mark.usefixtures("_cluster")
-def test_an_error_on_the_only_node_with_a_resource(tmp_path: Path) -> None:
+def test_an_error_on_the_only_node_with_a_resource(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function has the variables that the program gives it; the run folder lacks the secret value."""
+    monkeypatch.setenv("A_TOKEN", "unrecorded")
     with pytest.raises(JobError) as caught:
         lockstep.ray.fit(
-            fails, workers=2, scaling=lockstep.ray.Scaling(resources_per_worker={"special": 1}), run_dir="run"
+            fails,
+            workers=2,
+            scaling=lockstep.ray.Scaling(resources_per_worker={"special": 1}),
+            run_dir="run",
+            env={"COLOR": "blue", "A_TOKEN": None},
+            tags=["special"],
         )
+    kept = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    assert any(b'"env":{"COLOR":"blue","A_TOKEN":null}' in text for text in kept)
+    assert any(b'"tags":["special"]' in text for text in kept)
+    assert not any(b"unrecorded" in text for text in kept)
     where = f"{tmp_path}/run/worker-0.log on {ray.util.get_node_ip_address()}"
-    message = f"worker 0 exited with status 1: ValueError: 1 of 2 workers; log: {where}"
+    message = f"worker 0 exited with status 1: ValueError: 1 of 2 workers, ('blue', 10); log: {where}"
     assert str(caught.value) == f"{message}\n\n{caught.value.traceback}"
     assert caught.value.worker == 0
     assert caught.value.traceback.splitlines()[1].startswith(f'  File "{__file__}", line ')

@@ -1,12 +1,15 @@
 """The options of `lockstep run` for the arguments of a function that starts a job."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lockstep.errors import ConfigError
+from lockstep.system.environment import parse_variables, require_variables
 
 
 def command_options(caller: str, values: Mapping[str, object]) -> list[str]:
-    """Return options by their names without dashes; None and False values are omitted, True is a flag.
+    """Return options by their names without dashes.
+
+    None and False are omitted, True is a flag, and a tuple repeats its option.
 
     Args:
         caller: the public function whose arguments they are, for messages.
@@ -15,9 +18,45 @@ def command_options(caller: str, values: Mapping[str, object]) -> list[str]:
     Raises:
         ConfigError: a value has a null character, which a command line cannot contain.
     """
-    given = {name: value for name, value in values.items() if value is not None and value is not False}
-    options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in given.items()]
+    options: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            options.append(f"--{name}")
+        elif value is not None and value is not False:
+            options += [f"--{name}={item}" for item in (value if isinstance(value, tuple) else (value,))]
     for option in options:
         if "\0" in option:
             raise ConfigError(f"{caller}, {option!r}: it contains a null character")
     return options
+
+
+def tag_values(caller: str, tags: Sequence[str]) -> tuple[str, ...]:
+    """Return the values of `--tag` for the argument `tags`.
+
+    Raises:
+        ConfigError: it is one string, or contains something else.
+    """
+    if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
+        raise ConfigError(f"{caller}, tags={tags!r}: give a list of strings")
+    return tuple(tags)
+
+
+def env_values(caller: str, env: Mapping[str, str | None] | None) -> tuple[str, ...]:
+    """Return the values of `--env` for the argument `env`, in which None stands for the caller's value.
+
+    Raises:
+        ConfigError: a name or a value cannot be one, a value would be recorded and is a secret, or the caller
+            has none. The message does not contain a value.
+    """
+    values = []
+    for name, value in (env or {}).items():
+        if not isinstance(name, str) or "=" in name:
+            raise ConfigError(f"{caller}, env: {name!r} is not the name of a variable")
+        if not isinstance(value, str | None):
+            raise ConfigError(
+                f"{caller}, env: the value of {name} is of type {type(value).__name__}; give a string, or "
+                "None for the variable's value here, which is not recorded"
+            )
+        values.append(name if value is None else f"{name}={value}")
+    require_variables(parse_variables(values))
+    return tuple(values)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from lockstep.errors import ConfigError
 from lockstep.functions.caller_streams import CallerStreams
 from lockstep.functions.history import RunHistory
-from lockstep.functions.options import command_options
+from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import Giver, ResultBox, pack
 from lockstep.functions.worker import WORKER
 from lockstep.system.child_process import command_of
@@ -22,6 +22,7 @@ from lockstep.worker import job
 
 Result = TypeVar("Result")
 
+_NAME = "lockstep.launch"
 _PIECE = 64 * 1024
 _END_PATIENCE = 30.0
 """Seconds that an interrupted job may take to end: the default of --grace for a checkpoint, and 10."""
@@ -42,6 +43,8 @@ def launch(
     accept_changes: bool = False,
     input: str | None = None,
     tensorboard: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str | None] | None = None,
+    tags: Sequence[str] = (),
 ) -> Result:
     """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
 
@@ -72,6 +75,9 @@ def launch(
         input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
         tensorboard: folder in which to write metrics and times for TensorBoard.
+        env: variables of the function, which are recorded with the run. If a value is None, the variable must
+            be set here, and only its name is recorded: use this for secrets.
+        tags: words for this run, such as "lr=0.1", by which `lockstep runs` finds it.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
@@ -92,16 +98,16 @@ def launch(
         1
     """
     if job.is_worker():
-        raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")
+        raise ConfigError(f"{_NAME} cannot be called in a worker: it starts a job of its own")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
     others = {"backend": backend, "checkpoint": checkpoint, "input": input, "accept-changes": accept_changes}
-    given = command_options(
-        "lockstep.launch", {**numbers, **others, "run-dir": run_dir, "tensorboard": tensorboard}
-    )
+    folders = {"run-dir": run_dir, "tensorboard": tensorboard}
+    repeated = {"env": env_values(_NAME, env), "tag": tag_values(_NAME, tags)}
+    options = command_options(_NAME, {**numbers, **others, **folders, **repeated})
     with contextlib.ExitStack() as closing:
         parts = {f"args[{at}]": value for at, value in enumerate(args)}
         parts |= {f"kwargs[{name!r}]": value for name, value in (kwargs or {}).items()}
-        call_file = pack("lockstep.launch", function, args, kwargs or {}, parts)
+        call_file = pack(_NAME, function, args, kwargs or {}, parts)
         closing.callback(os.close, call_file)
         box = ResultBox.create()
         closing.callback(box.close)
@@ -109,11 +115,11 @@ def launch(
         if own is None:
             name = str(getattr(function, "__name__", "function")).strip("<>")
             own = fresh_folder(RUNS, name, time.time())
-            given.append(f"--run-dir={own}")
+            options.append(f"--run-dir={own}")
             closing.callback(remove_where_empty, own)
         folder = Path(own)
         history = RunHistory(folder)
-        status = _run(call_file, box, given)
+        status = _run(call_file, box, options)
         returned = box.take()
     if returned.giver is Giver.COMMAND:
         raise returned.value

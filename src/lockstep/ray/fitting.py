@@ -4,19 +4,20 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lockstep.errors import ConfigError
 from lockstep.functions.caller_streams import CallerStreams
-from lockstep.functions.options import command_options
+from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import held, pack, unpack_result
 from lockstep.functions.worker import WORKER
 from lockstep.protocol.job_spec import GRACE
 from lockstep.ray.command import Follower, connect, require_ray, submit
 from lockstep.ray.placement import worker_needs
+from lockstep.system.environment import unrecorded
 from lockstep.worker import job
 
 Value = TypeVar("Value")
@@ -90,6 +91,8 @@ def fit(
     accept_changes: bool = False,
     input: str | None = None,
     tf_distribute: bool = False,
+    env: Mapping[str, str | None] | None = None,
+    tags: Sequence[str] = (),
 ) -> FitResult[Value]:
     """Run `function(config)`, or `function()` without a config, on the workers of a Ray cluster.
 
@@ -121,6 +124,9 @@ def fit(
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset.
         tf_distribute: whether to replace the strategies in `tf.distribute` with Lockstep's, on every backend.
+        env: variables of the function on all nodes, which are recorded with the run. If a value is None, the
+            variable must be set here. Only its name is recorded, and Ray does not see its value.
+        tags: words for this run, such as "lr=0.1", by which `lockstep runs` finds it.
 
     Raises:
         ConfigError: an argument is wrong, there is no cluster, or this process is itself a worker.
@@ -161,6 +167,8 @@ def fit(
         "accept-changes": accept_changes,
         "input": input,
         "tf-distribute": tf_distribute,
+        "env": env_values(_NAME, env),
+        "tag": tag_values(_NAME, tags),
     }
     function_name = str(getattr(function, "__name__", "function")).strip("<>")
     name = f"{function_name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
@@ -175,7 +183,7 @@ def fit(
     if not ray.is_initialized():
         connect(_NAME, "ray", "start one with ray start --head, or call ray.init() before")
     words = ("run", "--on", "ray", *options, "--witness", "off", "-m", "--", WORKER)
-    actor = submit(name, words, workers, needs, function=sent)
+    actor = submit(name, words, workers, needs, function=sent, variables=unrecorded(env or {}))
     follower = Follower(actor, CallerStreams().write)
     try:
         follower.run()

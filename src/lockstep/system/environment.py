@@ -370,7 +370,7 @@ def require_variables(
     """Raise ConfigError if a variable without a value is not set; `what` names it in the message."""
     for name, value in variables.items():
         if value is None and name not in environ:
-            raise ConfigError(f"{what.format(name)}: set the variable here, and repeat the command")
+            raise ConfigError(f"{what.format(name)}: set the variable here first")
 
 
 def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
