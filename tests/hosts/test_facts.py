@@ -33,6 +33,8 @@ PREPARE = Prepare(bytes(16), "secret", True, "train.py", False, (), "jax", "", {
         ({"python": "3.12.1"}, "different versions of Python: 3.11.2 on node1, 3.12.1 on node2"),
         ({"libraries": {"keras": "3.13"}}, "different versions of keras: 3.12 on node1, 3.13 on node2"),
         ({"libraries": {}}, "different versions of keras: 3.12 on node1, none on node2"),
+        ({"open_files": 39}, "host node2: the limit on open files is 39, and 2 workers need 48: raise it"),
+        ({"processes_left": 29}, "host node2: the limit on this user's processes and threads leaves 29, and"),
         ({"script": "cd"}, "train.py differs between node1 and node2; copy the same file to all hosts"),
     ],
 )

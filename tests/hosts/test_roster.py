@@ -14,6 +14,7 @@ from lockstep.protocol.rendezvous import Arrival, Task
 
 quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 HERE = JobHost("10.0.0.1", 1)
+CLUSTER = tuple(Task("worker", index, address := f"node{index}:2222", address) for index in range(4))
 
 
 def admitted(roster: Roster, offers: Offers) -> list[tuple[str, HostOffer]]:
@@ -41,8 +42,8 @@ def test_hosts_get_the_workers_that_they_offer_in_the_order_of_their_agents() ->
 
 
 def test_hosts_are_placed_in_the_order_of_their_tasks() -> None:
-    offers = [(f"10.0.0.{task + 1}", HostOffer(1, task=task)) for task in (3, 1, 2)]
-    hosts, order = placed(OpenRoster(4, HERE), offers)
+    offers = [(f"10.0.0.{task + 1}", HostOffer(1, tasks=CLUSTER, task=task)) for task in (3, 1, 2)]
+    hosts, order = placed(OpenRoster(4, HERE, tasks=CLUSTER), offers)
     assert [host.name for host in hosts] == ["10.0.0.1", "10.0.0.2", "10.0.0.3", "10.0.0.4"]
     assert order == (1, 2, 0)
 
@@ -71,6 +72,33 @@ def test_objections() -> None:
     assert objects("10.0.0.2", own="") == ""
 
 
+def test_objections_to_tasks_that_a_scheduler_starts() -> None:
+    others = [
+        ("10.0.0.2", HostOffer(1, tasks=CLUSTER, task=1)),
+        ("10.0.0.9", HostOffer(1)),
+        ("10.0.0.8", None),
+    ]
+
+    def objects(tasks: Sequence[Task], task: int, own: Sequence[Task] = CLUSTER) -> str:
+        roster = OpenRoster(4, HERE, "10.0.0.1", tuple(own))
+        return roster.objection("10.0.0.3", HostOffer(1, tasks=tuple(tasks), task=task), others)
+
+    assert objects(CLUSTER, 2) == objects((), 0) == objects(CLUSTER, 2, ()) == ""
+    assert objects(CLUSTER[:3], 2) == (
+        "worker 2 and worker 0 have different clusters: 3 tasks (node0:2222, node1:2222, node2:2222), "
+        "4 tasks (node0:2222, node1:2222, node2:2222, node3:2222). Give all tasks the same 'cluster' in "
+        "TF_CONFIG"
+    )
+    moved = (*CLUSTER[:3], Task("worker", 3, "node9:2222", "node9:2222"))
+    assert "worker 3 (node9:2222) in the one, worker 3 (node3:2222) in the other" in objects(moved, 2)
+    assert objects(CLUSTER, 1).startswith(
+        "worker 1 (node1:2222) already runs on 10.0.0.2: start each task once"
+    )
+    assert objects(CLUSTER, 0).startswith("worker 0 (node0:2222) already runs on the coordinator")
+    for task in (-1, 4):
+        assert "names tasks that do not exist" in objects(CLUSTER, task)
+
+
 @quick
 @given(st.data(), st.integers(1, 20), st.integers(0, 3), st.lists(st.integers(0, 5), max_size=30))
 def test_a_job_gets_all_its_workers_and_each_host_at_least_one(
@@ -96,8 +124,9 @@ def test_a_job_gets_all_its_workers_and_each_host_at_least_one(
 @quick
 @given(st.permutations(range(1, 9)))
 def test_numbered_tasks_may_come_in_any_order(tasks: Sequence[int]) -> None:
-    roster = OpenRoster(9, JobHost("0", 1))
-    hosts, order = placed(roster, [(str(task), HostOffer(1, task=task)) for task in tasks])
+    cluster = tuple(Task("worker", index, f"{index}:1", f"{index}:1") for index in range(9))
+    roster = OpenRoster(9, JobHost("0", 1), tasks=cluster)
+    hosts, order = placed(roster, [(str(task), HostOffer(1, tasks=cluster, task=task)) for task in tasks])
     assert [host.name for host in hosts] == [str(task) for task in range(9)]
     assert [tasks[at] for at in order] == [*range(1, 9)]
 
@@ -141,8 +170,8 @@ def test_objections_to_tasks() -> None:
     assert objects(arrival(2)) == ""
     assert "this job follows TF_CONFIG" in objects(None)
     assert "runs Lockstep 2, but the job uses 1" in objects(arrival(2, version="2"))
-    assert "worker 1 (node2:2222) is on two hosts, 10.0.0.2 and 10.0.0.9" in objects(arrival(1))
-    assert "worker 0 (node1:2222) is on two hosts, the host of the coordinator and" in objects(arrival(0))
+    assert "worker 1 (node2:2222) already runs on 10.0.0.2: start" in objects(arrival(1))
+    assert "worker 0 (node1:2222) already runs on the host of the coordinator: start" in objects(arrival(0))
     for invalid in (arrival(2, 3), arrival(7), arrival(0, 2)):
         assert "names tasks that do not exist" in objects(invalid)
 
@@ -174,4 +203,4 @@ def test_the_hosts_of_tasks_may_come_in_any_order(data: st.DataObject, tasks: in
         JobHost(f"node{node}", len(slots)) for node, slots in sorted(here.items(), key=lambda one: one[1])
     )
     for node in others:
-        assert "is on two hosts" in roster.objection("", HostOffer(1, by_address(firsts[node])), offers)
+        assert "already runs on" in roster.objection("", HostOffer(1, by_address(firsts[node])), offers)

@@ -14,7 +14,7 @@ from lockstep.cli.parameter_types import PARTS
 from lockstep.errors import LockstepError, with_code
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
-from lockstep.system.prose import count
+from lockstep.system.prose import count, printable
 from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 from lockstep.transport.addresses import split_address, with_port
 from lockstep.version import __version__
@@ -91,6 +91,9 @@ def cli(verbose: bool) -> None:
     """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
     if verbose:
         raise click.UsageError("--verbose belongs to --version")
+    from lockstep.system.run_folder import remove_abandoned
+
+    remove_abandoned()
 
 
 @cli.command()
@@ -110,7 +113,7 @@ def checkpoints(folder: Path) -> None:
         fault = entry.fault or f"complete{verified}"
         click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {fault}")
     if not entries:
-        click.echo(f"there is no checkpoint in {folder}")
+        click.echo(printable(f"there is no checkpoint in {folder}"))
     elif entries[-1].step == store.finished():
         click.echo(f"the job is finished after {count(entries[-1].step, 'step')}")
     sys.exit(any(entry.fault for entry in entries))

@@ -16,6 +16,7 @@ from lockstep.system.child_process import command_of
 from lockstep.system.environment import KEY_FILE, key_file
 from lockstep.system.notes import note
 from lockstep.system.prctl import die_with
+from lockstep.system.prose import printable
 from lockstep.transport.addresses import is_loopback, resolve_host
 
 if TYPE_CHECKING:
@@ -143,4 +144,4 @@ def report(run: str, output: Path) -> None:
 
     folder = find_run(run).folder.absolute()
     size = write_report(output, build_report(folder))
-    click.echo(f"{click.format_filename(output)} shows {folder.name} ({size / 1e6:,.1f} MB)")
+    click.echo(printable(f"{click.format_filename(output)} shows {folder.name} ({size / 1e6:,.1f} MB)"))

@@ -76,7 +76,6 @@ from lockstep.system.run_folder import (
     fresh_folder,
     gone_if_refused,
     leave_folder,
-    remove_abandoned,
     remove_unused,
     remove_unused_claim,
 )
@@ -495,7 +494,6 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with socket.socket(fileno=os.dup(exports.metrics)) as listener:
             address, port = listener.getsockname()
         note(f"metrics at http://{address}:{port}/metrics")
-    remove_abandoned()
     if isinstance(place, Here):
         first, rest = spec.describe()
         note(first)
@@ -682,7 +680,12 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
             # Its own name may not be known in the cluster yet.
             _, port = split_address(task.address)
             joins = AgentOptions(
-                task.coordinator, task.here, port=port, encrypted=not options["plain"], task=task.task
+                task.coordinator,
+                task.here,
+                port=port,
+                encrypted=not options["plain"],
+                tasks=task.tasks,
+                task=task.task,
             )
             if scheduler.starts_all:
                 # The coordinator writes to the same terminal, and gets the same signals.
@@ -693,7 +696,7 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
             address, retries = with_port(task.address), not scheduler.starts_all
-            return Listen(task.workers, address, task.here, retries=retries, task=task.name)
+            return Listen(task.workers, address, task.here, retries=retries, task=task.name, tasks=task.tasks)
     return Here(task.workers)
 
 
@@ -799,7 +802,8 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
     threads = options["threads"] or past.get("threads") or 0
     if not threads and here is not None:
         threads = max(1, usable_cores() // replicas)
-    check_limits(workers, threads)
+    if here is not None:
+        check_limits(workers, threads)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     if checkpoints is not None and checkpoints.resume is not None:
         _compare(checkpoints.resume, past, choice.backend)

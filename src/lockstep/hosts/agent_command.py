@@ -32,6 +32,7 @@ from lockstep.protocol.host import (
     RemoteInstruction,
     RemoteReport,
 )
+from lockstep.protocol.rendezvous import Task
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
 from lockstep.system.event_loop import EventLoop
@@ -103,6 +104,7 @@ class AgentOptions:
             signal too and ends the job; None to leave the job at once.
         engine: the engine that has started this agent; None for none.
         inherited: see `StartedWorkers`.
+        tasks: see `HostOffer`.
         task: see `HostOffer`.
     """
 
@@ -117,7 +119,8 @@ class AgentOptions:
     grace: float | None = None
     engine: EngineLink | None = None
     inherited: tuple[int, ...] = ()
-    task: int | None = None
+    tasks: tuple[Task, ...] = ()
+    task: int = 0
 
 
 def run_for_engine(engine: EngineLink) -> int:
@@ -184,7 +187,7 @@ def _join(
         connection = _connect(options, address, command, loop, clock)
         own = options.listen or join_address((connection.getsockname()[0], options.port))
         channel = address.channel(connection)
-        channel.send(HostOffer(options.workers, task=options.task))
+        channel.send(HostOffer(options.workers, tasks=options.tasks, task=options.task))
 
         def begins(begin: BeginJob) -> None:
             room = count(begin.here.workers, "worker")

@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.protocol.host import HostFacts, Prepare
 from lockstep.protocol.job_spec import JobHost
 from lockstep.system.environment import usable_cores
+from lockstep.system.process_limits import open_files, processes_of_user_left, shortage
 from lockstep.topology import place_on_hosts
 from lockstep.worker.program_sources import file_hash
 from lockstep.worker.script import Script
@@ -50,6 +51,8 @@ def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> H
         port=port,
         incarnation=secrets.randbits(63),
         problem=problem,
+        open_files=open_files(),
+        processes_left=processes_of_user_left(),
     )
 
 
@@ -64,15 +67,16 @@ def _versions(backend: str | None) -> dict[str, str]:
 
 
 def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: str) -> None:
-    """Check that the hosts can compute equal bits from the same program.
+    """Check that the hosts can run their workers, and compute equal bits from the same program.
 
     Raises:
         ConfigError: a host cannot run the program, or hosts differ; names the hosts and what differs.
     """
     names = [host.name for host in hosts]
-    for name, own in zip(names, facts, strict=True):
-        if own.problem:
-            raise ConfigError(f"host {name}: {own.problem}")
+    for host, own in zip(hosts, facts, strict=True):
+        # The threads of the job follow from the cores of all hosts, and are not known yet.
+        if problem := own.problem or shortage(host.workers, 1, own.open_files, own.processes_left):
+            raise ConfigError(f"host {host.name}: {problem}")
     libraries = sorted({library for own in facts for library in own.libraries})
     looks: dict[str, Callable[[HostFacts], str]] = {
         "kinds of processor": lambda own: own.machine,

@@ -112,7 +112,8 @@ class _ListeningJob:
         here = own if self.where.here else None
         if engine is None:
             address = _address(own.name) if own is not None else None
-            return OpenRoster(workers, here, "" if address is None or address.is_loopback else str(address))
+            host = "" if address is None or address.is_loopback else str(address)
+            return OpenRoster(workers, here, host, self.where.tasks)
         begins_with = workers if self.spec.parameter_servers else min(workers, engine.found)
         waits = not begins_with or self.clock.now() < self.not_before
         return OpenRoster(begins_with or workers, here, waits=waits, limited=False)

@@ -12,11 +12,14 @@ import msgspec
 
 from lockstep.protocol.host import HostOffer
 from lockstep.protocol.job_spec import JobHost
-from lockstep.protocol.rendezvous import Arrival, Task, refusal
+from lockstep.protocol.rendezvous import Arrival, Task, cluster_difference, refusal
 from lockstep.system.prose import count
 
 Offers = Sequence[tuple[str, HostOffer]]
 """What agents offer, with the IP addresses of their hosts; the first one first."""
+
+
+_NO_SUCH_TASK = "its message names tasks that do not exist; use one version of Lockstep on all hosts"
 
 
 class RefusedOffer(NamedTuple):
@@ -71,6 +74,7 @@ class OpenRoster:
         workers: see `Roster`.
         here: see `Roster`.
         own: the IP address of this host; empty if several agents may run on one host.
+        tasks: the tasks of the cluster, the first of which is this process; empty without a cluster.
         waits: whether the job waits even if there are enough workers.
         limited: whether further agents are too much.
     """
@@ -78,6 +82,7 @@ class OpenRoster:
     workers: int
     here: JobHost | None = None
     own: str = ""
+    tasks: tuple[Task, ...] = ()
     waits: bool = False
     limited: bool = True
 
@@ -94,7 +99,18 @@ class OpenRoster:
                 f"the job already has an agent on host {peer}: start one agent on each host, and tell it "
                 "with -n how many workers to run"
             )
-        return ""
+        return self._objection_to_task(offer, others) if self.tasks and offer.tasks else ""
+
+    def _objection_to_task(self, offer: HostOffer, others: Sequence[tuple[str, HostOffer | None]]) -> str:
+        if not 0 <= offer.task < len(offer.tasks):
+            return _NO_SUCH_TASK
+        task = offer.tasks[offer.task]
+        if difference := cluster_difference(offer.tasks, self.tasks):
+            return f"{task.name} and {self.tasks[0].name} have {difference}"
+        # A user may add hosts that are in no cluster.
+        started = {self.tasks[0]: "the coordinator"}
+        started |= {other.tasks[other.task]: name for name, other in others if other and other.tasks}
+        return _twice(task, started[task]) if task in started else ""
 
     def is_full(self, offers: Offers) -> bool:
         """See `Roster`."""
@@ -111,7 +127,7 @@ class OpenRoster:
 
     def rank(self, offer: HostOffer) -> int:
         """See `Roster`."""
-        return sys.maxsize if offer.task is None else offer.task
+        return offer.task if offer.tasks else sys.maxsize
 
     def _vacancies(self, offers: Offers) -> int:
         """Return how many workers have no host yet."""
@@ -147,17 +163,14 @@ class TaskRoster:
             return "this job follows TF_CONFIG: set it on this host too, and start the program with python"
         tasks, here = len(offer.first.tasks), offer.first.here
         if not here or offer.first.slot not in here or not {*here, *offer.slots} <= {*range(tasks)}:
-            return "its message names tasks that do not exist; use one version of Lockstep on all hosts"
+            return _NO_SUCH_TASK
         if reason := refusal(by_address(self.first), offer.first, None):
             return reason
         claims = [("the host of the coordinator", self.first)]
         claims += [(name, other.first) for name, other in others if other is not None and other.first]
         for name, claim in claims:
             if both := sorted({*claim.here}.intersection(here)):
-                return (
-                    f"{self.first.tasks[both[0]]} is on two hosts, {name} and {peer}: both have its "
-                    "address; give each host an address of its own"
-                )
+                return _twice(self.first.tasks[both[0]], name)
         return ""
 
     def is_full(self, offers: Offers) -> bool:
@@ -191,6 +204,13 @@ class TaskRoster:
         """See `Roster`."""
         assert offer.first is not None
         return min(offer.first.here)
+
+
+def _twice(task: Task, where: str) -> str:
+    return (
+        f"{task} already runs on {where}: start each task once, on the host with its address, and give each "
+        "host an address of its own"
+    )
 
 
 def by_address(arrival: Arrival) -> Arrival:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from lockstep.protocol.rendezvous import Task
+
 
 class TaskRole(Enum):
     """The role of a process."""
@@ -30,7 +32,8 @@ class TaskPlace:
         coordinator: the address of the coordinator; empty if there is none.
         workers: the workers of the job.
         here: those that this process starts.
-        task: the number of its task, in whose order the hosts of the job are placed; None for any order.
+        tasks: the tasks of the cluster, in whose order the hosts of the job are placed; empty for any order.
+        task: the index of its task in `tasks`.
     """
 
     role: TaskRole
@@ -39,4 +42,5 @@ class TaskPlace:
     coordinator: str
     workers: int
     here: int = 1
-    task: int | None = None
+    tasks: tuple[Task, ...] = ()
+    task: int = 0

@@ -4,7 +4,9 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config import TRAINING, parse, training_tasks
 from lockstep.errors import ConfigError
 from lockstep.hosts.task_place import TaskPlace, TaskRole
+from lockstep.protocol.rendezvous import Task
 from lockstep.system.prose import count
+from lockstep.transport.addresses import is_loopback, split_address
 
 
 def find_place(text: str | None, here: int = 1, servers: int = 0) -> TaskPlace:
@@ -37,12 +39,32 @@ def find_place(text: str | None, here: int = 1, servers: int = 0) -> TaskPlace:
     address = config.cluster.task_address(config.task_type, config.task_id)
     if len(tasks) == 1:
         return TaskPlace(TaskRole.ALONE, name, address, "", workers, here)
-    first = tasks[0][2]
-    number = [(kind, index) for kind, index, _ in tasks].index((config.task_type, config.task_id))
-    role = TaskRole.AGENT if number else TaskRole.COORDINATOR
+    everyone = tuple(Task(*task, place=task[2]) for task in tasks)
+    number = [(task.kind, task.index) for task in everyone].index((config.task_type, config.task_id))
+    local = [task for task in everyone if _is_loopback(task.address)]
+    if local and len(local) < len(everyone):
+        raise ConfigError(
+            f"the cluster of TF_CONFIG has {local[0]}, an address that other hosts cannot reach; give the "
+            "name or IP address of that host in its network"
+        )
     return TaskPlace(
-        role=role, name=name, address=address, coordinator=first, workers=workers, here=here, task=number
+        role=TaskRole.AGENT if number else TaskRole.COORDINATOR,
+        name=name,
+        address=address,
+        coordinator=everyone[0].address,
+        workers=workers,
+        here=here,
+        tasks=everyone,
+        task=number,
     )
+
+
+def _is_loopback(address: str) -> bool:
+    host, _ = split_address(address)
+    try:
+        return is_loopback(host)
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def _servers(cluster: ClusterSpec, servers: int, here: int) -> tuple[tuple[str, int, str], ...]:

@@ -13,6 +13,7 @@ from lockstep.hosts import slurm_role, tf_config_role
 from lockstep.hosts.host_list import parse_hosts
 from lockstep.hosts.task_place import TaskPlace
 from lockstep.protocol.job_spec import JobHost
+from lockstep.protocol.rendezvous import Task
 from lockstep.system.environment import tf_config_given
 from lockstep.transport.addresses import with_port
 
@@ -88,6 +89,7 @@ class Listen:
         patience: seconds after which the job stops waiting.
         retries: whether a name that cannot be resolved yet is tried again.
         task: the name of this process in its cluster, for a note; empty without a cluster.
+        tasks: see `HostOffer`.
         engine: the engine that has started this process, and starts the agents; None for none.
     """
 
@@ -97,6 +99,7 @@ class Listen:
     patience: float = 600.0
     retries: bool = False
     task: str = ""
+    tasks: tuple[Task, ...] = ()
     engine: "EngineLink | None" = None
 
 

@@ -17,6 +17,7 @@ from lockstep.observability.run_state import RunState
 from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
 from lockstep.system.clock import Clock
 from lockstep.system.paths import RunPaths
+from lockstep.system.prose import printable
 
 _PATIENCE = 2.0
 """Seconds that a coordinator has for a reply."""
@@ -177,7 +178,7 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
     target = name_or_folder(job)
     name = job_in(target) if isinstance(target, Path) else target
     if isinstance(target, Path) and name is None:
-        return FollowedJob(target.resolve().name, RunFolder(target), clock)
+        return FollowedJob(printable(target.resolve().name), RunFolder(target), clock)
     assert name is not None
     contact = JobContact(name, clock, interval)
     contact.look()

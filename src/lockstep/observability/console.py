@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from lockstep.system.notes import written
 from lockstep.system.output import LinePrefixer, Sink
 
 _FULL = 1024 * 1024
@@ -72,7 +73,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Show a note of one line or several."""
-        self.sinks[1].write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
+        self.sinks[1].write(written(text).encode(errors="backslashreplace"))
         for read in self.readers:
             read(text)
 

@@ -13,7 +13,7 @@ from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.observability.events import LoadMeasured, WorkerExited
 from lockstep.protocol.admin import StackReply, StackRequest
 from lockstep.protocol.job_spec import JobHost, JobSpec
-from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
+from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected, Task
 from lockstep.protocol.worker import (
     AbortExchange,
     EventReport,
@@ -125,15 +125,17 @@ class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
             as places. None if the agent starts the workers.
         slots: the tasks of which a process waits on the host.
         running: the job that runs on the host, whose coordinator was lost; None before a job.
-        task: the number of the agent's task in its cluster: hosts of a new job are placed in this order.
-            None if any order will do.
+        tasks: the tasks of the cluster that the agent is one of, with their addresses as places; empty if it
+            is in none.
+        task: the index of the agent's task in `tasks`: hosts of a new job are placed in this order.
     """
 
     workers: int
     first: Arrival | None = None
     slots: tuple[int, ...] = ()
     running: RunningJob | None = None
-    task: int | None = None
+    tasks: tuple[Task, ...] = ()
+    task: int = 0
 
 
 class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
@@ -150,6 +152,8 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
         port: its port.
         incarnation: a random number of this agent.
         problem: why the host cannot run the job; empty if it can.
+        open_files: the limit on open files of its processes; None without one.
+        processes_left: how many more processes and threads the user may start there; None without a limit.
         checkpoint: the newest complete checkpoint there; None if there is none.
         damaged: a message for each newer checkpoint that is damaged.
     """
@@ -164,6 +168,8 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
     port: int
     incarnation: int
     problem: str = ""
+    open_files: int | None = None
+    processes_left: int | None = None
     checkpoint: HeldCheckpoint | None = None
     damaged: tuple[str, ...] = ()
 

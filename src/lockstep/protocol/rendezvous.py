@@ -3,6 +3,8 @@
 JSON, one message per packet. After `Admitted`, both use `lockstep.protocol.worker` on the same socket.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from lockstep.system.prose import count
@@ -166,11 +168,8 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
     name, version = other.task.name, first.version
     if other.version != version:
         return f"{name} runs Lockstep {other.version}, but the job uses {version}; use one version for all"
-    if mine := _difference(first, other):
-        return (
-            f"{name} and {first.task.name} have different clusters: {mine}. Give all tasks the same "
-            "'cluster' in TF_CONFIG"
-        )
+    if difference := cluster_difference(other.tasks, first.tasks):
+        return f"{name} and {first.task.name} have {difference}"
     if pid is not None:
         return (
             f"{name} ({other.task.address}) is already running: process {pid}. Each process needs its own "
@@ -184,18 +183,26 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
     return ""
 
 
-def _difference(first: Arrival, other: Arrival) -> str:
-    """Return how the tasks of two arrivals differ; empty if they do not."""
-    mine, theirs = other.tasks, first.tasks
-    if len(mine) != len(theirs):
-        return (
-            f"{count(len(mine), 'task')} ({_listed(mine)}), {count(len(theirs), 'task')} ({_listed(theirs)})"
+def cluster_difference(first: Sequence[Task], second: Sequence[Task]) -> str:
+    """Return how the tasks of two clusters differ, and what to do; empty if they do not."""
+    if len(first) != len(second):
+        difference = (
+            f"{count(len(first), 'task')} ({_listed(first)}), "
+            f"{count(len(second), 'task')} ({_listed(second)})"
         )
-    for own, its in zip(mine, theirs, strict=True):
-        if (own.kind, own.index, own.place) != (its.kind, its.index, its.place):
-            return f"{own} in the one, {its} in the other"
-    return ""
+    else:
+        unlike = [
+            pair for pair in zip(first, second, strict=True) if _identity(pair[0]) != _identity(pair[1])
+        ]
+        if not unlike:
+            return ""
+        difference = f"{unlike[0][0]} in the one, {unlike[0][1]} in the other"
+    return f"different clusters: {difference}. Give all tasks the same 'cluster' in TF_CONFIG"
 
 
-def _listed(tasks: tuple[Task, ...]) -> str:
+def _identity(task: Task) -> tuple[str, int, str]:
+    return task.kind, task.index, task.place
+
+
+def _listed(tasks: Sequence[Task]) -> str:
     return ", ".join(task.address for task in tasks)

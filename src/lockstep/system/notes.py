@@ -4,7 +4,14 @@ import contextlib
 import os
 import sys
 
+from lockstep.system.prose import printable
+
 _STDERR = 2
+
+
+def written(text: str) -> str:
+    """Return the lines of a note. The name of a file or an argument in it must not control the terminal."""
+    return "lockstep: " + printable(text, kept="\n\t") + "\n"
 
 
 def note(text: str) -> None:
@@ -12,7 +19,7 @@ def note(text: str) -> None:
     stream = sys.stderr
     if stream is None:
         return
-    line = f"lockstep: {text}\n"
+    line = written(text)
     with contextlib.suppress(OSError, ValueError):
         if _descriptor(stream) == _STDERR:
             stream.flush()

@@ -28,21 +28,42 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
     Raises:
         UnfitError: a limit is too low; the message names it and the required number.
     """
-    files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + _FILES_OF_WORKER * workers
-    if files != resource.RLIM_INFINITY and files < needed:
-        raise UnfitError(
+    if why := shortage(workers, threads, open_files(), processes_of_user_left(proc)):
+        raise UnfitError(why)
+
+
+def shortage(workers: int, threads: int, files: int | None, processes: int | None) -> str:
+    """Return which limit of a host is too low for its workers, and what to do; empty if none is.
+
+    Args:
+        workers: number of workers on the host.
+        threads: number of threads that compute one replica.
+        files: the limit on open files of a process; None if there is none.
+        processes: how many more processes and threads the user may start; None without a limit.
+    """
+    needed = _FILES + _FILES_OF_WORKER * workers
+    if files is not None and files < needed:
+        return (
             f"the limit on open files is {files}, and {count(workers, 'worker')} need {needed}: "
             f"raise it with ulimit -n {needed}, or use a smaller -n"
         )
-    left, needed = processes_of_user_left(proc), _PROCESSES + workers * (_THREADS_OF_WORKER + threads)
-    if left is not None and left < needed:
-        raise UnfitError(
-            f"the limit on this user's processes and threads leaves {left}, and {count(workers, 'worker')} "
-            f"need {needed}: raise it with ulimit -u, stop other programs, or use a smaller -n"
+    needed = _PROCESSES + workers * (_THREADS_OF_WORKER + threads)
+    if processes is not None and processes < needed:
+        return (
+            f"the limit on this user's processes and threads leaves {processes}, and "
+            f"{count(workers, 'worker')} need {needed}: raise it with ulimit -u, stop other programs, or use "
+            "a smaller -n"
         )
+    return ""
 
 
-def processes_of_user_left(proc: Path) -> int | None:
+def open_files() -> int | None:
+    """Return the limit on open files of this process; None if there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def processes_of_user_left(proc: Path = Path("/proc")) -> int | None:
     """Return how many more processes and threads this user may start; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # The kernel does not apply the limit to root.
