@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,9 @@ from lockstep.cli import notifier
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, encode
 from lockstep.transport.keys import JobKey
 from lockstep.transport.page_certificate import page_certificate
+from webhook import SECRET, Webhook
 
 SCRIPT = Path(__file__).parent / "notifying.py"
-SECRET = "T0KEN"
 NAN = Notification(what="nan", text="train-1: loss is not a finite number", steps=3, workers=2)
 END = Notification(what="failed", text="train-1: ended with status 1", status=1, steps=7, workers=1)
 IDENTITY = {
@@ -34,42 +33,10 @@ IDENTITY = {
 }
 
 
-class Server(ThreadingHTTPServer):
-    """A server that keeps the messages that it gets, and answers with a status."""
-
-    def __init__(self, status: int = 204) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.status = status
-        self.got: list[tuple[str, str, dict[str, Any]]] = []
-        self.redirects_to = ""
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def url(self, scheme: str = "http", host: str = "127.0.0.1") -> str:
-        return f"{scheme}://{host}:{self.server_port}/hook/{SECRET}?key={SECRET}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.got.append((self.path, self.headers["Content-Type"], body))
-        self.send_response(self.server.status)
-        if self.server.redirects_to:
-            self.send_header("Location", self.server.redirects_to)
-        self.end_headers()
-
-    do_GET = do_POST
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
-def server() -> Iterator[Server]:
-    with Server() as made:
+def server() -> Iterator[Webhook]:
+    with Webhook() as made:
         yield made
-        made.shutdown()
 
 
 Notify = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -106,13 +73,13 @@ def without_time(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name != "time"}
 
 
-def test_a_url_gets_each_message_once(server: Server, notify: Notify) -> None:
+def test_a_url_gets_each_message_once(server: Webhook, notify: Notify) -> None:
     done = notify("env:HOOK", NAN, ProgressMade(60.0, 5), END, "end 1", HOOK=server.url())
     assert (done.returncode, done.stderr) == (0, "")
-    assert [(path, kind) for path, kind, _ in server.got] == [
+    assert [(path, kind) for path, kind, _ in server.received] == [
         (f"/hook/{SECRET}?key={SECRET}", "application/json")
     ] * 2
-    first, last = (without_time(message) for _, _, message in server.got)
+    first, last = (without_time(message) for _, _, message in server.received)
     assert first == IDENTITY | {
         "what": "nan",
         "text": "train-1: loss is not a finite number",
@@ -157,16 +124,16 @@ def test_a_stall_is_told_once_until_there_is_progress(notify: Notify, tmp_path: 
     assert messages[0]["text"] == "train-1: no step was completed for 0 s"
 
 
-def test_the_end_is_told_though_everything_was_killed(notify: Notify, server: Server) -> None:
+def test_the_end_is_told_though_everything_was_killed(notify: Notify, server: Webhook) -> None:
     assert notify("env:HOOK", NAN, "kill", HOOK=server.url()).returncode == -9
     # The notifier outlives the command, and holds the pipes of its output: `notify` has waited for it.
-    assert [message["what"] for _, _, message in server.got] == ["nan", "failed"]
-    assert server.got[-1][2]["text"] == "train-1: all processes of the job on node1 were killed"
+    assert [message["what"] for _, _, message in server.received] == ["nan", "failed"]
+    assert server.received[-1][2]["text"] == "train-1: all processes of the job on node1 were killed"
 
 
-def test_the_command_tells_of_an_end_that_the_job_could_not_tell(notify: Notify, server: Server) -> None:
+def test_the_command_tells_of_an_end_that_the_job_could_not_tell(notify: Notify, server: Webhook) -> None:
     notify("env:HOOK", "end 137", HOOK=server.url())
-    ((_, _, message),) = server.got
+    ((_, _, message),) = server.received
     assert (message["what"], message["status"]) == ("failed", 137)
     assert message["text"] == "train-1: ended with status 137; its process did not say why"
 
@@ -181,15 +148,15 @@ def test_the_command_tells_of_an_end_that_the_job_could_not_tell(notify: Notify,
     ],
 )
 def test_an_answer_that_is_not_success_is_noted_without_the_url(
-    status: int, to: str, problem: str, server: Server, notify: Notify
+    status: int, to: str, problem: str, server: Webhook, notify: Notify
 ) -> None:
     server.status, server.redirects_to = status, to
     done = notify("env:HOOK", END, HOOK=server.url())
     assert done.stderr == f"lockstep: --notify env:HOOK: a message is lost: {problem}\n"
-    assert len(server.got) == 1
+    assert len(server.received) == 1
 
 
-def test_a_server_that_is_gone_is_noted(server: Server, notify: Notify) -> None:
+def test_a_server_that_is_gone_is_noted(server: Webhook, notify: Notify) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/{SECRET}"
@@ -249,19 +216,19 @@ def test_a_command_that_fails_is_noted(notify: Notify) -> None:
     assert done.stderr == "lockstep: --notify exec:exit 3: the command exited with status 3\n"
 
 
-def test_certificates_are_verified(server: Server, notify: Notify, tmp_path: Path) -> None:
+def test_certificates_are_verified(server: Webhook, notify: Notify, tmp_path: Path) -> None:
     own = page_certificate(JobKey.generate(), "localhost", "127.0.0.1")
     server.socket = own.server_context().wrap_socket(server.socket, server_side=True)
     done = notify("env:HOOK", END, HOOK=server.url("https"))
     assert done.stderr.startswith("lockstep: --notify env:HOOK: a message is lost: ")
     assert "self-signed certificate" in done.stderr or "unable to get local issuer" in done.stderr
-    assert server.got == []
+    assert server.received == []
     # The user trusts it.
     pem = ssl.get_server_certificate(("127.0.0.1", server.server_port))
     (tmp_path / "ca.pem").write_text(pem)
     trusted = {"SSL_CERT_FILE": str(tmp_path / "ca.pem"), "HOOK": server.url("https")}
     assert notify("env:HOOK", END, **trusted).stderr == ""
-    assert len(server.got) == 1
+    assert len(server.received) == 1
 
 
 @pytest.mark.parametrize(

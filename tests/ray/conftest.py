@@ -10,6 +10,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from job_on_ray import HOSTS, Job
 from ray_cluster import RayCluster
 
+from webhook import Webhook
+
 Start = Callable[..., Job]
 
 
@@ -18,6 +20,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     """Two nodes with a CPU each."""
     with closing(RayCluster(2, tmp_path_factory.mktemp("cluster"))) as made:
         yield made
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    with Webhook() as server:
+        yield server
 
 
 @pytest.fixture

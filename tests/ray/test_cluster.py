@@ -12,6 +12,8 @@ import pytest
 from job_on_ray import PATIENCE, Job, kill
 from ray_cluster import RayCluster
 
+from webhook import SECRET, Webhook
+
 Start = Callable[..., Job]
 TRAINING = Path(__file__).parents[1] / "training"
 
@@ -62,9 +64,15 @@ def test_a_job_that_has_ended_does_not_begin_again(cluster: RayCluster, start: S
 
 @pytest.mark.slow
 @pytest.mark.ci
-def test_losses_and_a_new_node(cluster: RayCluster, start: Start) -> None:
-    """The actor of the coordinator is killed, then a node, and another node joins."""
-    job = start(cluster, 1000)
+def test_losses_and_a_new_node(
+    cluster: RayCluster, start: Start, monkeypatch: pytest.MonkeyPatch, webhook: Webhook
+) -> None:
+    """The actor of the coordinator is killed, then a node, and another node joins.
+
+    The next coordinator has the secret URL of the receiver from the agents.
+    """
+    monkeypatch.setenv("HOOK", webhook.url())
+    job = start(cluster, 1000, "-n 2 --notify env:HOOK")
     job.wait_until(lambda: job.steps(1) > 3)
     kill(cluster.actors("CoordinatorActor"))
     job.wait_until(lambda: "taking over a job of 2 hosts whose coordinator was lost" in job.text)
@@ -73,7 +81,12 @@ def test_losses_and_a_new_node(cluster: RayCluster, start: Start) -> None:
     cluster.tell("add")
     job.wait_until(lambda: job.steps(2) > 1)
     assert 2 in job.finish()
-    assert len(list(job.folder.glob("runs/*"))) == 1
+    (run,) = job.folder.glob("runs/*")
+    assert [(message["job"], message["what"], message["status"]) for message in webhook.messages] == [
+        (run.name, "finished", 0)
+    ]
+    kept = [file.read_bytes() for file in job.folder.rglob("*") if file.is_file()]
+    assert not any(SECRET.encode() in text for text in kept)
 
 
 @pytest.mark.slow

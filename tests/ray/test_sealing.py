@@ -3,16 +3,17 @@
 import pytest
 from cryptography.exceptions import InvalidTag
 
-from lockstep.ray.sealing import Opener, seal
+from lockstep.ray.sealing import JobSecrets, Opener, seal
 from lockstep.transport.keys import JobKey
 
 KEY = JobKey.generate().text
+SECRETS = JobSecrets(KEY, {"A_TOKEN": "unrecorded"})
 
 
 def test_only_the_opener_reads_a_sealed_key() -> None:
     opener = Opener()
-    sealed = seal(KEY, opener.public)
-    assert opener.open(sealed) == KEY
+    sealed = seal(SECRETS, opener.public)
+    assert opener.open(sealed) == SECRETS
     with pytest.raises(InvalidTag):
         Opener().open(sealed)
 
@@ -20,7 +21,7 @@ def test_only_the_opener_reads_a_sealed_key() -> None:
 @pytest.mark.parametrize("at", [0, 40, -1])
 def test_a_changed_key_is_not_opened(at: int) -> None:
     opener = Opener()
-    sealed = seal(KEY, opener.public)
+    sealed = seal(SECRETS, opener.public)
     data = bytearray(sealed.data)
     data[at] ^= 1
     with pytest.raises(InvalidTag):
@@ -29,10 +30,12 @@ def test_a_changed_key_is_not_opened(at: int) -> None:
 
 def test_nothing_that_passes_contains_the_key() -> None:
     opener = Opener()
-    sealed = seal(KEY, opener.public)
+    sealed = seal(SECRETS, opener.public)
     secret = KEY.split()[-1].encode()
     assert len(secret) > 20
     assert all(
         secret not in part and bytes.fromhex(secret.decode()) not in part for part in (*sealed, opener.public)
     )
-    assert seal(KEY, opener.public) != sealed
+    assert all(b"unrecorded" not in part for part in sealed)
+    assert "unrecorded" not in repr(SECRETS)
+    assert seal(SECRETS, opener.public) != sealed

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lockstep.cli.notifier import variable_with_url
 from lockstep.cli.parameter_types import PARTS
 from lockstep.cli.run import check_numbers, given, refuse_without_checkpoint, run
 from lockstep.cli.systemd_unit import unit
@@ -80,7 +81,7 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     if options["checkpoint"] is None:
         note("without --checkpoint, the job begins anew after a reboot, unless the script resumes by itself")
     lacks = [f"--env {name}" for name in options["env"] if "=" not in name]
-    lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if notify.startswith("env:")]
+    lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
     if lacks:
         note(f"the service lacks the variable of {' and '.join(lacks)}: add a line EnvironmentFile= to it")
     command = command_of("lockstep", "run", *given(context, ()), "--", script, *arguments)

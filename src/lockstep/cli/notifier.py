@@ -67,6 +67,12 @@ class JobIdentity(msgspec.Struct, frozen=True):
     host: str
 
 
+def variable_with_url(option: str) -> str | None:
+    """Return the name of the variable that a value of `--notify` names; None if it names none."""
+    form, _, name = option.partition(":")
+    return name if form.lower() == "env" and name else None
+
+
 def parse_receiver(option: str) -> Receiver:
     """Return the receiver that `--notify` names.
 

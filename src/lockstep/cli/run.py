@@ -18,7 +18,14 @@ from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
 from lockstep.cli.job_restarts import folder_of_job, start_again
-from lockstep.cli.notifier import JobIdentity, Notifier, Receiver, notifier_beside, parse_receiver
+from lockstep.cli.notifier import (
+    JobIdentity,
+    Notifier,
+    Receiver,
+    notifier_beside,
+    parse_receiver,
+    variable_with_url,
+)
 from lockstep.cli.page import page_beside
 from lockstep.cli.parameter_types import PARTS, Folder, Seconds, Tag
 from lockstep.cli.witness import Calls, witness_beside
@@ -634,6 +641,9 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
         needs = worker_needs(engine.cpus, engine.gpus, parse_resources(engine.resources))
         env = parse_variables(options["env"])
         require_variables(env)
+        variables = unrecorded(env)
+        if (url := variable_with_url(options["notify"] or "")) is not None:
+            variables[url] = parse_receiver(options["notify"]).url
         status = run_on_ray(
             address=engine.address,
             name=name,
@@ -641,7 +651,7 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
             workers=engine.processes,
             resources=needs,
             detached=engine.detached,
-            variables=unrecorded(env),
+            variables=variables,
         )
         sys.exit(status)
     assert isinstance(link.start, StartCoordinator)

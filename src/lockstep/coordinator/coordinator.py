@@ -118,6 +118,7 @@ class Coordinator:
         events: publishes the events of the run.
         clock: for deadlines.
         state: the state of supervision.
+        before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get what follows from it.
         notifies: whether the agents of other hosts show the notes of this process.
@@ -136,6 +137,7 @@ class Coordinator:
     events: Bus
     clock: Clock
     state: State
+    before_loss: Callable[[], None] = lambda: None
     when_lost: Callable[[int], None] = lambda host: None
     keep: Callable[[KeepRecord], None] = lambda record: None
     notifies: bool = False
@@ -579,6 +581,7 @@ class Coordinator:
             case Unreadable(error):
                 self._see_gone(host, f"sent an invalid message: {error}")
             case PeerGone():
+                self.before_loss()
                 self._see_gone(host, "was lost: the connection to its agent is closed")
             case _ if isinstance(report, job_events.Event):
                 self._decide(report)

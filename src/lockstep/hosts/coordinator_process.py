@@ -5,6 +5,7 @@ that one of them has, and gets the reports on which that record is not based.
 """
 
 import os
+import select
 import signal
 import socket
 import sys
@@ -229,6 +230,7 @@ class CoordinatorProcess:
                 events=events,
                 clock=clock,
                 state=record.state,
+                before_loss=self._end_without_keeper,
                 when_lost=self._drop,
                 keep=self._keep,
                 notifies=first.notifies,
@@ -248,6 +250,16 @@ class CoordinatorProcess:
     def _drop(self, host: int) -> None:
         self.keeper.send(HostDropped(host))
 
+    def _end_without_keeper(self) -> None:
+        """End this process if the keeper has ended, and all connections with it.
+
+        No host is lost then, and the job has not ended: another coordinator may take it over.
+        """
+        poll = select.poll()
+        poll.register(self.keeper.fileno(), 0)
+        if poll.poll(0):
+            sys.exit(1)
+
     def _hear(self, coordinator: Coordinator, user: StopChannel) -> None:
         while (message := self.keeper.receive()) is not None:
             match message:
@@ -262,9 +274,7 @@ class CoordinatorProcess:
                 case StopRequest():
                     user.send(message)
                 case PeerGone():
-                    self.loop.unwatch(self.keeper.fileno())
-                    user.close()
-                    return
+                    sys.exit(1)
 
     def _tend(self, coordinator: Coordinator) -> float:
         """Admit hosts that have joined, say when no other one can, and that this process lives."""

@@ -11,7 +11,7 @@ from lockstep.functions.transport import Giver, ResultBox, hold
 from lockstep.hosts.engine_process import EngineProcess
 from lockstep.protocol.engine import CoordinatorMoved, EndKnown, Retire, StartAgent
 from lockstep.ray.node import end_with_raylet
-from lockstep.ray.sealing import Opener, Sealed, seal
+from lockstep.ray.sealing import JobSecrets, Opener, Sealed, seal
 
 _UNUSED = 600.0
 """Seconds without a call of a coordinator's actor after which this one ends, and the agent with it. Ray needs
@@ -23,12 +23,12 @@ class AgentState(NamedTuple):
 
     Attributes:
         workers: how many the agent offers; 0 if none has begun.
-        key: the key of the job, sealed; None if no agent has begun.
+        secrets: those of the job, sealed; None if no agent has begun.
         status: the exit status of the job, if the agent knows that it has ended; None otherwise.
     """
 
     workers: int
-    key: Sealed | None
+    secrets: Sealed | None
     status: int | None
 
 
@@ -44,7 +44,7 @@ class AgentActor:
         # All workers of this node inherit the memory of the call and of the result, whenever they start.
         self._inherited = (hold(call), self._box.descriptor) if call is not None else ()
         self._opener = Opener()
-        self._key = ""
+        self._secrets = JobSecrets("", {})
         self._agent: EngineProcess | None = None
         self._retires = ""
         self._status: int | None = None
@@ -53,16 +53,16 @@ class AgentActor:
         threading.Thread(target=self._end_unused, daemon=True).start()
 
     def public_key(self) -> bytes:
-        """Return the key for which the key of the job must be sealed."""
+        """Return the key for which the secrets of the job must be sealed."""
         return self._opener.public
 
     def begin(
-        self, key: Sealed, coordinator: str, workers: int, folder: str | None, environment: dict[str, str]
+        self, secrets: Sealed, coordinator: str, workers: int, folder: str | None, environment: dict[str, str]
     ) -> None:
         """Start the agent.
 
         Args:
-            key: the key of the job.
+            secrets: those of the job. This process keeps them for another coordinator's actor.
             coordinator: HOST:PORT.
             workers: how many it offers.
             folder: the folder of the script; None for that of this process.
@@ -71,14 +71,14 @@ class AgentActor:
         Raises:
             OSError: it cannot be started.
         """
-        self._key = self._opener.open(key)
+        self._secrets = self._opener.open(secrets)
         self._start(coordinator, workers, folder, environment)
 
     def _start(self, coordinator: str, workers: int, folder: str | None, environment: dict[str, str]) -> None:
         if self._agent is not None:
             self._agent.end()
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        start = StartAgent(self._key, coordinator, workers, address, self._inherited)
+        start = StartAgent(self._secrets.key, coordinator, workers, address, self._inherited)
         self._agent = EngineProcess(
             ["agent"], start, folder or str(Path.cwd()), environment, inherited=self._inherited
         )
@@ -106,11 +106,11 @@ class AgentActor:
         return self._status
 
     def state(self, public: bytes) -> AgentState:
-        """Return what another coordinator needs; `public` is the key for which it gets the job's."""
+        """Return what another coordinator needs; `public` is the key for which it gets the secrets."""
         self._hear()
         if self._agent is None:
             return AgentState(0, None, None)
-        return AgentState(self._begun[0], seal(self._key, public), self._status)
+        return AgentState(self._begun[0], seal(self._secrets, public), self._status)
 
     def giver(self) -> Giver:
         """Return which worker of this node has written the function's result."""

@@ -1,7 +1,6 @@
 """Has a cluster run a job, and shows what it writes: in a terminal, for `lockstep run --on ray`."""
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -53,7 +52,7 @@ def run_on_ray(
         workers: number of workers.
         resources: what each worker needs, by Ray's name for it.
         detached: whether to return at once, while the job runs.
-        variables: those of the script whose values Ray must not see.
+        variables: those whose values Ray must not see: of the script, and of the receiver of `--notify`.
 
     Raises:
         ConfigError: there is no such cluster.
@@ -169,9 +168,9 @@ def submit(
         .remote(job)
     )
     if variables:
-        from lockstep.ray.sealing import seal
+        from lockstep.ray.sealing import JobSecrets, seal
 
-        sealed = seal(json.dumps(variables), ray.get(actor.public_key.remote()))
+        sealed = seal(JobSecrets("", variables), ray.get(actor.public_key.remote()))
         ray.get(actor.take_variables.remote(sealed))
     return actor
 

@@ -1,7 +1,6 @@
 """The actor that keeps one coordinator of a job alive, and an agent on each node of the cluster."""
 
 import contextlib
-import json
 import os
 import secrets
 import signal
@@ -29,7 +28,7 @@ from lockstep.ray.control_store import NAMESPACE, ControlStore
 from lockstep.ray.function_run import FunctionRun, Outcome, SentFunction
 from lockstep.ray.node import end_with_raylet
 from lockstep.ray.placement import WorkerNeeds, places
-from lockstep.ray.sealing import Opener, Sealed, seal
+from lockstep.ray.sealing import JobSecrets, Opener, Sealed, seal
 from lockstep.system.prose import count
 from lockstep.transport.keys import JobKey
 
@@ -68,7 +67,7 @@ class RayJob:
         environment: the variables of the user that can change what a script computes.
         detached: whether the job continues without its command.
         function: the function that workers run; None if they run a script.
-        is_given_variables: whether the command gives variables of the script, sealed, before the job begins.
+        is_given_variables: whether the command gives variables, sealed, before the job begins.
     """
 
     name: str
@@ -205,12 +204,12 @@ class CoordinatorActor:
             self._coordinator.signal(number)
 
     def public_key(self) -> bytes:
-        """Return the key for which the variables of the script must be sealed."""
+        """Return the key for which the variables of the command must be sealed."""
         return self._opener.public
 
     def take_variables(self, sealed: Sealed) -> None:
-        """Take variables of the script as JSON; see `RayJob`."""
-        self._variables = json.loads(self._opener.open(Sealed(*sealed)))
+        """Take the variables of the command; see `RayJob`."""
+        self._variables = self._opener.open(Sealed(*sealed)).variables
 
     def outcome(self) -> Outcome:
         """Return how the job of a function has ended, once `show` has returned a status."""
@@ -273,7 +272,7 @@ class CoordinatorActor:
         """Start what is missing, and see what has ended."""
         if self._variables is None:
             if time.monotonic() - self._begun > _FOLLOWED:
-                self._fail("the command was lost before it gave the variables of --env")
+                self._fail("the command was lost before it gave the variables of --env or --notify")
         elif self._coordinator is None:
             self._start(self._variables)
         elif (status := self._coordinator.status) is not None:
@@ -324,7 +323,7 @@ class CoordinatorActor:
     # Agents that a process of this actor before has started.
 
     def _find_agents(self) -> None:
-        """Take over the agents that live, and the key of the job; learn whether they know of its end."""
+        """Take over the agents that live, and the secrets of the job; learn whether they know of its end."""
         prefix = self._job.actor("agent/")
         asked: dict[Any, tuple[str, Any, Opener]] = {}
         for found in ray.util.list_named_actors(all_namespaces=True):
@@ -340,11 +339,12 @@ class CoordinatorActor:
             if question in answered:
                 with contextlib.suppress(ray.exceptions.RayError):
                     state = AgentState(*ray.get(question))
-            if state.key is None:
+            if state.secrets is None:
                 # It is lost, or has nothing that is worth keeping.
                 _kill(actor)
                 continue
-            self._key = opener.open(Sealed(*state.key))
+            secrets = opener.open(Sealed(*state.secrets))
+            self._key, self._variables = secrets.key, secrets.variables
             node = named.removeprefix(prefix).partition("/")[0]
             self._nodes[node] = _Node(actor, state.workers, begun=True)
             if state.status is not None:
@@ -414,7 +414,7 @@ class CoordinatorActor:
                 return
             if not self._address or not ray.wait([node.key], timeout=0.0)[0]:
                 return
-            sealed = seal(self._key, ray.get(node.key))
+            sealed = seal(JobSecrets(self._key, self._variables or {}), ray.get(node.key))
             job = self._job
             ray.get(
                 node.actor.begin.remote(sealed, self._address, node.workers, job.folder, job.environment),

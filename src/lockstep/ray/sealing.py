@@ -1,4 +1,4 @@
-"""Passes the key of a job through Ray, whose object store and logs never contain it.
+"""Passes the secrets of a job through Ray, whose object store and logs never contain them.
 
 The receiver makes a pair of keys for one message (X25519, RFC 7748), and the sender seals the text for it:
 HKDF-SHA256 of the shared secret (RFC 5869) gives the key of ChaCha20-Poly1305 (RFC 8439). This hides the text
@@ -8,6 +8,7 @@ actor of the same cluster, which could ask for the key itself.
 
 from typing import NamedTuple
 
+import msgspec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -17,12 +18,27 @@ _NONCE = bytes(12)
 """Each key encrypts one message."""
 
 
+class JobSecrets(msgspec.Struct, frozen=True):
+    """What the actors of a job know and Ray must not see.
+
+    Attributes:
+        key: the key of the job; empty before there is one.
+        variables: variables of the command for the coordinator, by their names.
+    """
+
+    key: str
+    variables: dict[str, str]
+
+    def __repr__(self) -> str:
+        return "JobSecrets"
+
+
 class Sealed(NamedTuple):
-    """A text that only the maker of one pair of keys can open.
+    """Secrets that only the maker of one pair of keys can open.
 
     Attributes:
         public: the public key of the sender, 32 bytes.
-        data: the encrypted text.
+        data: the encrypted secrets.
     """
 
     public: bytes
@@ -30,7 +46,7 @@ class Sealed(NamedTuple):
 
 
 class Opener:
-    """Opens one text that is sealed for it.
+    """Opens one message that is sealed for it.
 
     Attributes:
         public: the public key to seal it for, 32 bytes.
@@ -40,22 +56,24 @@ class Opener:
         self._private = X25519PrivateKey.generate()
         self.public = self._private.public_key().public_bytes_raw()
 
-    def open(self, sealed: Sealed) -> str:
-        """Return the text.
+    def open(self, sealed: Sealed) -> JobSecrets:
+        """Return the secrets.
 
         Raises:
             cryptography.exceptions.InvalidTag: it is sealed for another opener, or changed.
         """
         shared = self._private.exchange(X25519PublicKey.from_public_bytes(sealed.public))
-        return _cipher(shared, sealed.public, self.public).decrypt(_NONCE, sealed.data, None).decode()
+        text = _cipher(shared, sealed.public, self.public).decrypt(_NONCE, sealed.data, None)
+        return msgspec.json.decode(text, type=JobSecrets)
 
 
-def seal(text: str, public: bytes) -> Sealed:
-    """Seal a text for the opener with a public key."""
+def seal(secrets: JobSecrets, public: bytes) -> Sealed:
+    """Seal secrets for the opener with a public key."""
     private = X25519PrivateKey.generate()
+    text = msgspec.json.encode(secrets)
     own = private.public_key().public_bytes_raw()
     shared = private.exchange(X25519PublicKey.from_public_bytes(public))
-    return Sealed(own, _cipher(shared, own, public).encrypt(_NONCE, text.encode(), None))
+    return Sealed(own, _cipher(shared, own, public).encrypt(_NONCE, text, None))
 
 
 def _cipher(shared: bytes, sender: bytes, receiver: bytes) -> ChaCha20Poly1305:
