@@ -11,6 +11,7 @@
     |   |-- PeerLostError      it ended, or its script raised
     |   |-- PeerStuckError     it did not arrive in the stated time
     |   `-- DisagreementError  it computes something different from this worker
+    |       `-- WrongStateError    the state was wrong; the job starts again from a checkpoint before that
     |-- UnfitError             this machine or environment does not support the request
     |   |-- BackendError       the Keras backend is missing or not supported
     |   |-- SharedMemoryError  too little memory to exchange gradients in
@@ -83,6 +84,10 @@ class DisagreementError(PeerError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class WrongStateError(DisagreementError):
+    """A state of the training was wrong in the memory of a worker, and a checkpoint from before is left."""
 
 
 class UnfitError(LockstepError):

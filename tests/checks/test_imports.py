@@ -130,7 +130,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     },
     {"backends"},
     {"python_replicas", "kept_saves", "rounds", "shared_saves"},
-    {"step_digests", "verification"},
+    {"state_verification", "step_digests", "verification"},
     {"state"},
     {"replica_run"},
     {"input"},

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+import flips
 from lockstep.checkpoint.store import Store
 from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.plan import ReducePlan
@@ -20,7 +21,6 @@ from lockstep.keras import verification
 from lockstep.keras.rounds import Round
 from lockstep.keras.verification import (
     Answer,
-    Answers,
     Roles,
     VerificationPlan,
     Verifier,
@@ -101,7 +101,7 @@ def test_only_the_worker_at_fault_is_named(workers: int, how: str, guilty: int) 
     attempts = [
         tuple(one.attempt() for _ in range(2 if number < 2 else 1)) for number, one in enumerate(kinds)
     ]
-    found = judge(Answers(*(Answer(worker, made) for worker, made in enumerate(attempts))))
+    found = judge([Answer(worker, made) for worker, made in enumerate(attempts)])
     third_may_decide = workers > 2
     if how == "right" or guilty >= len(kinds) or (guilty == 2 and how == "attempt 2"):
         assert found.kind == "equal"
@@ -115,10 +115,10 @@ def test_a_step_that_is_not_deterministic_accuses_no_worker() -> None:
     drawn = random.Random(2)
     noisy = [tuple(drawn.randbytes(8) for _ in range(2)) for _ in range(3)]
     two = [Answer(worker, attempts) for worker, attempts in enumerate(noisy[:2])]
-    assert judge(Answers(*two)).kind == judge(Answers(*two, Answer(2, noisy[2][:1]))).kind == "step"
-    assert judge(Answers(two[0])).kind == "step"
+    assert judge(two).kind == judge([*two, Answer(2, noisy[2][:1])]).kind == "step"
+    assert judge(two[:1]).kind == "step"
     own = [Answer(worker, (attempts[0],) * 2) for worker, attempts in enumerate(noisy)]
-    assert judge(Answers(own[0], own[1], Answer(2, noisy[2][:1]))).kind == "everyone"
+    assert judge([*own[:2], Answer(2, noisy[2][:1])]).kind == "everyone"
 
 
 class VerifiedRound(Round):
@@ -160,8 +160,7 @@ def verified(
         verifications.begin(1)
         round_ = VerifiedRound(worker, compute)
         try:
-            Verifier(own.exchange, own, verifications).verify(round_)
-            total = own.exchange(round_.sum)
+            total = Verifier(own.exchange, own, verifications).sum(round_)
         except DisagreementError as differs:
             if differs.workers == (worker,):
                 left = tuple(other for other in range(workers) if other != worker)
@@ -234,14 +233,22 @@ def figures(run: Any, worker: int) -> list[str]:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("how", "what"),
+    [
+        ("once", "replica "),
+        ("sum", "the sum over all replicas"),
+        ("update", "the state after the update"),
+    ],
+)
 def test_a_wrong_bit_changes_no_result(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, how: str, what: str
 ) -> None:
     backend = thorough_backend
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
     options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
-    run = launch(options, "verified.py", "once", "1", "3", backend=backend)
-    assert "step 3 of fit 1: replica " in run.stderr
+    run = launch(options, "verified.py", how, "1", "3", backend=backend)
+    assert f"step 3 of fit 1: {what}" in run.stderr
     assert ", computed on worker 1, has the wrong bits in " in run.stderr
     assert figures(run, 0) == figures(right, 0) != []
     assert " computations verified; digest " in run.stderr
@@ -249,6 +256,53 @@ def test_a_wrong_bit_changes_no_result(
     (failed,) = [json.loads(line) for line in lines if '"verification failed"' in line]
     assert (failed["step"], failed["workers"], failed["verdict"]) == (3, [1], "worker")
     assert len(failed["arrays"]) == 1
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, workers: int, tmp_path: Path
+) -> None:
+    backend, saved = thorough_backend, tmp_path / "saved"
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
+    options = f"-n {workers} --replicas 4 --verify-every 3 --checkpoint {saved} --checkpoint-every 1 --keep 9"
+    run = launch(options, "verified.py", "memory", "1", "5", backend=backend)
+    assert "step 6 of fit 1: the state before the step" in run.stderr
+    if workers == 3:
+        assert "on worker 1, has the wrong bits in sequential/out/kernel: workers 0 and 2 agree" in run.stderr
+    assert "and the job continues from that of step 3" in run.stderr
+    assert "starts again" in run.stderr
+    assert figures(run, 0)[-1] == figures(right, 0)[0]
+
+
+@pytest.mark.ci
+def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> None:
+    run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "memory", "1", "5")
+    assert run.status == 1
+    assert "wrong after step 3, the last one after which it was found right" in run.stderr
+    assert ", and there is no checkpoint from before: start over" in run.stderr
+
+
+FLIPS = {"found", "harmless", "unseen"}
+
+
+def test_no_wrong_bit_survives() -> None:
+    assert_none_survives(range(15))
+
+
+@pytest.mark.slow
+def test_no_wrong_bit_of_200_survives() -> None:
+    assert_none_survives(range(1000, 1200))
+
+
+def assert_none_survives(seeds: range) -> None:
+    for where, became in flips.count(seeds, 1).items():
+        assert became.keys() <= FLIPS, (where, became)
+
+
+def test_what_is_not_verified_is_not_called_right_or_blamed_on_others() -> None:
+    for where, became in flips.count(range(15), 2).items():
+        assert became["wrong"] == 0, (where, became)
 
 
 @pytest.mark.slow

@@ -3,9 +3,10 @@
     verified.py [FAULT WORKER STEP]
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `once`: only
-the first time that it computes one in STEP or later. `random`: from step 3 on, the loss of all workers
-depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the
-host node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
+the first time that it computes one in STEP or later. `sum`: once in the total, as it has it. `update`: once
+in a weight, in an update. `memory`: once in a weight, before STEP. `random`: from step 3 on, the loss of
+all workers depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the host
+node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
 """
 
 import os
@@ -18,13 +19,16 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep.collectives.shared.packed_reduce import PackedReduce
 from lockstep.keras import host_report
+from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""
-WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in ("flip", "once") else (-1, 0)
+FAULTS = ("flip", "once", "sum", "update", "memory")
+WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
 flips = 0
 
 
@@ -36,12 +40,61 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
     own = job.current()
     step = verifications_of(own).step
     for replica in round_.started.keys() - before.keys():
-        if own.worker == WORKER and step >= STEP and not (FAULT == "once" and flips):
+        if (
+            FAULT in ("flip", "once")
+            and own.worker == WORKER
+            and step >= STEP
+            and not (FAULT == "once" and flips)
+        ):
             flips += 1
             arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
             round_.parts(arrays)["gradient/2"].reshape(-1).view("uint32")[0] ^= 1 << 20
             round_.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
     return layout
+
+
+def is_due(fault: str) -> bool:
+    """Whether this worker has this fault now, which it has once, also if the job starts again."""
+    own = job.current()
+    if fault != FAULT or own.worker != WORKER or verifications_of(own).step < STEP - (fault == "memory"):
+        return False
+    assert own.context.folder is not None
+    mark = own.context.folder / "flipped"
+    if mark.exists():
+        return False
+    mark.touch()
+    return True
+
+
+def add(reduce: PackedReduce, adder: Any, original: Any = PackedReduce.sum) -> None:
+    """Flip a bit of the total, as a faulty processor would."""
+    original(reduce, adder)
+    if is_due("sum"):
+        reduce.total[0].out.view("uint32")[3] ^= 1 << 20
+
+
+def flipped(step: GlobalStep, state: Any) -> Any:
+    """Flip a bit of a weight in a state."""
+    arrays = {
+        name: np.array(step.backend.to_numpy(value))
+        for name, value in step.program.named_state(state).items()
+    }
+    name = next(name for name in arrays if "out/kernel" in name)
+    arrays[name].reshape(-1).view("uint32")[0] ^= 1 << 20
+    return step.program.load(state, arrays)
+
+
+def apply(step: GlobalStep, state: Any, totals: Any, original: Any = GlobalStep._apply) -> Any:
+    """Make an update, perhaps a wrong one."""
+    logs, state = original(step, state, totals)
+    return logs, flipped(step, state) if is_due("update") else state
+
+
+def take(step: GlobalStep, state: Any, element: Any, original: Any = GlobalStep.take) -> Any:
+    """Take a step, perhaps with a state that has changed in memory since the last one."""
+    if step.kind == "train" and FAULT == "memory" and step.calls.taken + 1 == STEP and is_due("memory"):
+        state = flipped(step, state)
+    return original(step, state, element)
 
 
 class Noisy(keras.losses.Loss):  # type: ignore[misc]
@@ -60,6 +113,9 @@ if FAULT in ("unlike", "alike-program") and job.current().context.host == "node2
 if FAULT == "alike-program":
     host_report.computed_bits = lambda: "equal"
 Round.begin = begin  # type: ignore[method-assign]
+PackedReduce.sum = add  # type: ignore[method-assign]
+GlobalStep._apply = apply  # type: ignore[method-assign]
+GlobalStep.take = take  # type: ignore[method-assign]
 keras.utils.set_random_seed(1)
 numbers = np.random.default_rng(0)
 rows = numbers.normal(size=(96, 8)).astype("float32")

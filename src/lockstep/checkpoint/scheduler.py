@@ -193,6 +193,18 @@ class CheckpointScheduler:
             except CheckpointError as error:
                 self._failed(str(error))
 
+    def roll_back(self, step: int) -> int:
+        """Remove the checkpoints of later steps than `step`; return that of the newest one left, or -1.
+
+        Save none from now on.
+        """
+        self.drop()
+        if not self._wait_for_disk(_PATIENCE_SECONDS, "training, which was wrong,"):
+            note(
+                "a checkpoint is still being written: remove it if its step is later than those that are kept"
+            )
+        return self._writer.remove_after(step)
+
     def close(self, seconds: float) -> bool:
         """Wait until all requested checkpoints are on the disk; return False if `seconds` pass first."""
         return self._writer.close(seconds)

@@ -4,9 +4,10 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
@@ -73,8 +74,9 @@ class Store:
         """Write a checkpoint; it replaces one of the same step.
 
         Then remove checkpoints that are older than the newest `keep` complete ones, but never the one just
-        written. If the disk is full, first remove checkpoints one by one, the oldest first, but never the
-        newest complete one. The others stay complete even if the process is killed at any time.
+        written, nor the newest one that is verified. If the disk is full, first remove checkpoints one by
+        one, the oldest first, but never the newest complete one. The others stay complete even if the
+        process is killed at any time.
 
         Args:
             contents: to write.
@@ -98,7 +100,7 @@ class Store:
             with locked(self._folder / _LOCK):
                 self._clean()
                 self._write_freeing_space(contents, path, removed)
-                self._prune(path)
+                self._prune(path, contents.manifest)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"cannot write a checkpoint to {self._folder}: {reason(error)}; free space there, or give "
@@ -168,6 +170,28 @@ class Store:
         """
         return {_step(path): path for path in self._paths()}
 
+    def remove_after(self, step: int) -> None:
+        """Remove the checkpoints of later steps than `step`.
+
+        Raises:
+            CheckpointError: one cannot be removed.
+        """
+        try:
+            with locked(self._folder / _LOCK):
+                self._clean()
+                for path in self._paths():
+                    if _step(path) > step:
+                        self._remove(path)
+                sync(self._folder)
+        except FileNotFoundError:
+            # Nothing was written yet.
+            return
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot remove the checkpoints of steps after {step} in {self._folder}: {reason(error)}; "
+                "remove them before you resume the job"
+            ) from None
+
     def finish(self, step: int) -> None:
         """Record on the disk that the job finished with its checkpoint of `step`.
 
@@ -214,7 +238,7 @@ class Store:
                 whole.rename(path)
                 sync(self._folder)
                 shutil.rmtree(replaced, ignore_errors=True)
-                self._prune(path)
+                self._prune(path, {})
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {path}: {reason(error)}") from None
         return path
@@ -271,15 +295,17 @@ class Store:
             raise
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _prune(self, written: Path) -> None:
+    def _prune(self, written: Path, manifest: Mapping[str, Any]) -> None:
         """Remove checkpoints older than the newest `keep` complete ones and than the one just written.
 
-        Newer damaged ones stay: they may become readable again, or are replaced.
+        Newer damaged ones stay: they may become readable again, or are replaced. The job may have to roll
+        back to the newest one whose step is not later than `verified` in the `manifest` of the one written.
         """
         complete = [path for path in self._paths() if _looks_complete(path)]
         oldest = min(_step(path) for path in [*complete[-max(self._keep, 1) :], written])
+        verified = [path for path in complete if _step(path) <= manifest.get("verified", -1)][-1:]
         for path in self._paths():
-            if _step(path) < oldest:
+            if _step(path) < oldest and path not in verified:
                 # If this fails, the next writer tries again.
                 with contextlib.suppress(OSError):
                     self._remove(path)

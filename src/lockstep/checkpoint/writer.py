@@ -55,6 +55,11 @@ class Writer:
                 threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
                 self._running = True
 
+    def remove_after(self, step: int) -> int:
+        """Remove the checkpoints of later steps than `step`; return that of the newest one left, or -1."""
+        self._store.remove_after(step)
+        return max(self._store.steps(), default=-1)
+
     def busy(self) -> bool:
         """Whether a checkpoint is being written or waits to be."""
         return self._running

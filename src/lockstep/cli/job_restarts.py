@@ -17,6 +17,9 @@ from lockstep.system.standard_streams import flush_streams
 _STEADY = 60.0
 """Seconds after which the failure of a job does not delay the next start."""
 
+_ROLL_BACKS = 3
+"""How often a job whose state was wrong starts again, even if no restart was asked for."""
+
 _FINAL = (0, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
 """The exit statuses of a job that has succeeded, was refused, or was stopped."""
 
@@ -27,7 +30,7 @@ def folder_of_job() -> Path | None:
     return Path(folder) if folder else None
 
 
-def start_again(restarts: int, status: int, run_dir: Path, seconds: float) -> None:
+def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, rolls_back: bool) -> None:
     """Start the job again, if it has failed and a restart is left; otherwise return.
 
     Args:
@@ -35,8 +38,11 @@ def start_again(restarts: int, status: int, run_dir: Path, seconds: float) -> No
         status: the exit status of the job.
         run_dir: its folder.
         seconds: how long the job took.
+        rolls_back: whether a job with the status of `WrongStateError` starts again in any case.
     """
     number, _ = attempt()
+    if rolls_back and status == os.EX_TEMPFAIL:
+        restarts = max(restarts, _ROLL_BACKS)
     if status in _FINAL or not restarts:
         return
     if number >= restarts:

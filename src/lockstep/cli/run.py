@@ -535,7 +535,13 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         if notifier is not None and engine is None:
             notifier.end(status)
     leave_folder(spec.run_dir)
-    start_again(options["restart_job"], status, spec.run_dir, time.monotonic() - begun)
+    start_again(
+        options["restart_job"],
+        status,
+        spec.run_dir,
+        time.monotonic() - begun,
+        rolls_back=bool(spec.verification.every) and isinstance(place, Here | Hosts),
+    )
     if created:
         remove_unused(spec.run_dir)
     if folder is not None and not existed:

@@ -96,6 +96,8 @@ class Round(ABC):
         verified: whether other workers have computed some of its partials, too, as far as that was due.
         contributed: the arrays of the replicas that this worker has given to a sum, in the order of the
             layout's names, valid until the next round.
+        sums: what the last sum of the round has returned for the arrays of `PartialLayout.summed`, in their
+            order, valid until the next call of the exchange.
     """
 
     advice = "every replica has to compute the same things"
@@ -116,6 +118,7 @@ class Round(ABC):
         self.started: dict[int, Partial] = {}
         self.verified = False
         self.contributed: dict[int, Sequence[Array]] = {}
+        self.sums: Sequence[Array] = ()
         self._forms: set[str] = set()
         self._joined: dict[str, Array] = {}
 
@@ -261,24 +264,17 @@ class Round(ABC):
         partials = self.partials(owned)
         self.contributed.update(partials)
         self.settle()
-        summed = partials
-        if layout.scalars or layout.joined or layout.equal:
+        if layout.joined and not self._joined:
+            # Complete for all members: the next view does not repeat it.
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
-            if layout.joined and not self._joined:
-                # Complete for all members: the next view does not repeat it.
-                contributions = {r: arrays for r, arrays in named.items() if r in self.started}
-                self._joined = _joined(layout, contributions, communicator, self.what)
-            if self._joined and not layout.summed and not check:
-                return self._joined
-            for replica, arrays in named.items():
-                for name in layout.scalars:
-                    arrays[name] = spread(arrays[name], replica, view.replicas)
-                for name in layout.equal:
-                    arrays[name] = evidence(arrays[name], replica in self.started and self.counts(replica))
-            summed = {r: [arrays[name] for name in layout.summed] for r, arrays in named.items()}
+            contributions = {r: arrays for r, arrays in named.items() if r in self.started}
+            self._joined = _joined(layout, contributions, communicator, self.what)
+        if self._joined and not layout.summed and not check:
+            return self._joined
+        summands = self.summands(partials, view.replicas)
         try:
-            leaves = communicator.reduce(
-                {Span(r, r + 1): arrays for r, arrays in summed.items()}, check=check, what=self.what
+            self.sums = communicator.reduce(
+                {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.what
             )
         except InternalError:
             self._refuse_other_shapes(partials)
@@ -287,7 +283,36 @@ class Round(ABC):
             # So do all members.
             self._refuse_other_forms(communicator)
             raise
-        total = dict(zip(layout.summed, leaves, strict=True))
+        return self.total_of(self.sums)
+
+    def summands(
+        self, partials: Mapping[int, Sequence[Array]], replicas: int
+    ) -> Mapping[int, Sequence[Array]]:
+        """Return the arrays of each replica that are summed, in the order of `PartialLayout.summed`.
+
+        Args:
+            partials: see `Round.partials`.
+            replicas: R.
+        """
+        layout = self.layout
+        assert layout is not None
+        if not (layout.scalars or layout.joined or layout.equal):
+            return partials
+        summands = {}
+        for replica, arrays in partials.items():
+            named = dict(zip(layout.names, arrays, strict=True))
+            for name in layout.scalars:
+                named[name] = spread(named[name], replica, replicas)
+            for name in layout.equal:
+                named[name] = evidence(named[name], replica in self.started and self.counts(replica))
+            summands[replica] = [named[name] for name in layout.summed]
+        return summands
+
+    def total_of(self, sums: Sequence[Array]) -> Total:
+        """Return the total, given the sums in the order of `PartialLayout.summed`."""
+        layout = self.layout
+        assert layout is not None
+        total = dict(zip(layout.summed, sums, strict=True))
         for name in layout.equal:
             shape, dtype = layout.leaves[name]
             value = equal_value(total[name], dtype)

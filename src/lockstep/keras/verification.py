@@ -1,24 +1,40 @@
-"""Verification: now and then a second worker computes a partial again, before the total is applied.
+"""Verification: now and then a second worker computes a part of a step again, before the step counts.
 
 A partial is a function of the state, the examples, the seed and the earlier totals. So two workers that
 compute a replica get equal bits, unless a processor, a memory or a library of one of them is at fault, or the
 step is not deterministic. Comparing states cannot show that: a total enters the state of all workers alike.
+The sum over the replicas enters it alike, too.
 
 In a verified step, `VerificationPlan` draws replicas. The owner of each and a second worker, its checker,
 hash the partial that each has computed. If the hashes differ, both compute it again, a third worker computes
 it once, and `judge` decides from these answers. All workers get all answers, so all decide alike.
+
+Then the workers sum. The bytes of a total are divided into R parts, and those with the numbers of the drawn
+replicas are verified: all owners send their summands of such a part to its checker, which adds them up along
+the tree. No sum that can be computed from the total alone would do: floating-point addition rounds, so a
+checksum of a total is not the sum of the checksums of its summands. All workers compare their hashes of the
+total, as each of them has it, with the checker's. If they differ, another worker adds up the part, and
+`judge_sum` decides.
+
+What follows the sum, the update, is verified in `lockstep.keras.state_verification`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import msgspec
+import numpy as np
 
-from lockstep.collectives.contract import Communicator
+from lockstep.collectives.adder import Adder, flat
+from lockstep.collectives.contract import Bytes, Communicator, Span
+from lockstep.collectives.layout import Layout, Piece, allocate
+from lockstep.collectives.network.lane_reduce import summer_of
+from lockstep.collectives.plan import Sum
 from lockstep.data.digest import digest_array
-from lockstep.errors import DisagreementError
+from lockstep.errors import DisagreementError, WrongStateError
+from lockstep.keras.backends.contract import Total
 from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
 from lockstep.keras.rounds import ExchangeCall, Round
 from lockstep.keras.seeds import seed_at
@@ -35,6 +51,9 @@ _HOSTS_EVERY = 1000
 """Steps between two comparisons of all hosts, which may have joined meanwhile."""
 _HASH = 8
 """Bytes of the hash of an array."""
+_ROOM = 1 << 26
+"""Bytes of the summands that are sent at once, if they are of several parts."""
+_SUM = "the sum over all replicas"
 
 _ENDS = {
     "undecided": "{who} get different bits in {shown}, each time the same, and no third worker can decide "
@@ -45,8 +64,9 @@ _ENDS = {
     "operations that are not deterministic",
     "everyone": "{who} get different bits in {shown}: the step depends on the worker; look for random "
     "numbers that no seed of Keras determines, for the time, and for hosts that differ",
+    "sum": "it is wrong in {shown}, twice: the memory that the workers of a host share is at fault",
 }
-_MACHINE = "its processor, its memory or a library of its host is at fault"
+MACHINE = "its processor, its memory or a library of its host is at fault"
 
 Hashes = bytes
 """The hashes of the arrays of a partial, one after the other; empty for a replica without examples."""
@@ -151,70 +171,98 @@ class Answers(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """The conclusion from the answers for a replica.
+    """The conclusion from the answers for a part of a step.
 
     Attributes:
-        kind: `equal`; `worker`: the one of `workers` is at fault; `undecided`: one of the two is;
-            `step`: the step is not deterministic; `everyone`: each worker computes something else.
+        kind: `equal`; `worker`: the `workers` are at fault; `undecided`: some of them are; `step`: the step
+            is not deterministic; `everyone`: each worker computes something else; `sum`: all workers have
+            the same wrong sum; `repeated`: likewise, and it is summed again.
         workers: see above.
-        why: the reason, for people; follows the name of the worker at fault.
+        why: the reason, for people; follows the names of the workers at fault.
     """
 
-    kind: Literal["equal", "worker", "undecided", "step", "everyone"]
+    kind: Literal["equal", "worker", "undecided", "step", "everyone", "sum", "repeated"]
     workers: tuple[int, ...] = ()
     why: str = ""
 
 
-def judge(answers: Answers) -> Verdict:
-    """Decide which worker is at fault. Pure.
+def judge(answers: Sequence[Answer]) -> Verdict:
+    """Decide which workers are at fault. Pure.
 
     Args:
-        answers: two attempts of the owner and of the checker, if there is one, and one of the third worker.
+        answers: of different workers: two attempts of each, or one of a worker that decides between others.
     """
-    owner, checker, third = answers
-    if answers.are_equal:
+    if len({hashes for answer in answers for hashes in answer.attempts}) == 1:
         return Verdict("equal")
-    if checker is None:
-        return Verdict("step", (owner.worker,))
-    both = tuple(sorted((owner.worker, checker.worker)))
-    if owner.is_steady and checker.is_steady:
-        if third is None:
-            return Verdict("undecided", both)
-        if owner.attempts[0] == checker.attempts[0]:
-            return Verdict("worker", (third.worker,), _agree(owner, checker))
-        for guilty, other in ((checker, owner), (owner, checker)):
-            if third.attempts[0] == other.attempts[0]:
-                return Verdict("worker", (guilty.worker,), _agree(other, third))
-        return Verdict("everyone", tuple(sorted((*both, third.worker))))
-    if not (owner.is_steady or checker.is_steady):
-        return Verdict("step", both)
-    steady, shaky = (owner, checker) if owner.is_steady else (checker, owner)
-    if third is not None and third.attempts[0] != steady.attempts[0]:
-        return Verdict("step", tuple(sorted((*both, third.worker))))
-    again = f"its second computation gave other bits, and {_agree(steady, third)}"
-    return Verdict("worker", (shaky.worker,), again)
+    steady = [answer for answer in answers if answer.is_steady]
+    shaky = [answer for answer in answers if not answer.is_steady]
+    alike: dict[Hashes, list[Answer]] = {}
+    for answer in steady:
+        alike.setdefault(answer.attempts[0], []).append(answer)
+    groups = sorted(alike.values(), key=len, reverse=True)
+    if len(shaky) > len(steady) or (shaky and len(groups) > 1):
+        return Verdict("step", _workers(answers if steady else shaky))
+    if shaky:
+        again = f"its second computation gave other bits, and {_agree(steady)}"
+        return Verdict("worker", _workers(shaky), again)
+    first, second, *_ = groups
+    if len(first) > len(second):
+        others = [answer for answer in steady if answer not in first]
+        return Verdict("worker", _workers(others), _agree(first))
+    divided = len(answers) == 2 or len(first) > 1
+    return Verdict("undecided" if divided else "everyone", _workers(answers))
 
 
-def _agree(steady: Answer, third: Answer | None) -> str:
-    if third is None:
-        return f"worker {steady.worker} computed the same bits twice"
-    return f"workers {steady.worker} and {third.worker} agree"
+def judge_sum(readings: Mapping[int, Hashes], sums: Sequence[tuple[int, Hashes]]) -> Verdict:
+    """Decide which workers are at fault for a part of a total. Pure.
+
+    Args:
+        readings: by worker, the hash of the part as that worker has it.
+        sums: the two workers that have added up the summands again, and the hashes of what they got.
+    """
+    (checker, first), (other, second) = sums
+    if first == second:
+        wrong = tuple(worker for worker, hashes in readings.items() if hashes != first)
+        if not wrong:
+            return Verdict("equal")
+        if len(wrong) == len(readings):
+            return Verdict("sum")
+        return Verdict("worker", wrong, "added up twice more, it has other bits")
+    for right, guilty in ((first, other), (second, checker)):
+        if set(readings.values()) == {right} and len(readings) > 1:
+            return Verdict("worker", (guilty,), "all workers have another sum")
+    return Verdict("everyone", tuple(sorted({checker, other})))
+
+
+def _workers(answers: Sequence[Answer]) -> tuple[int, ...]:
+    return tuple(sorted(answer.worker for answer in answers))
+
+
+def _agree(answers: Sequence[Answer]) -> str:
+    workers = _workers(answers)
+    if len(workers) == 1:
+        return f"worker {workers[0]} computed the same bits twice"
+    return f"{name_workers(workers)} agree"
 
 
 class Verifications:
-    """A record of what the job has verified so far; equal on all its members.
+    """A record of what the job has verified so far.
 
     Attributes:
         plan: which replicas are verified in which steps.
-        step: the training step in progress; 0 in a step that does not train.
+        step: the step in progress, of training or of an evaluation; 0 if nothing is verified in it.
+        trains: whether it is a training step.
         count: number of partials that this process knows to be verified.
+        compared: the last step after which this worker has known that all have equal states; 0 before.
         compares_hosts: whether each host computes a replica of the step in progress.
     """
 
     def __init__(self, job: Job) -> None:
         self.plan = VerificationPlan(job.settings.seed, job.view.replicas, job.settings.verification)
         self.step = 0
+        self.trains = False
         self.count = 0
+        self.compared = 0
         self.compares_hosts = False
         self._job = job
         self._told = 0
@@ -240,18 +288,26 @@ class Verifications:
         """The last verified step of each replica, for `unpack`."""
         return list(self._verified)
 
-    def unpack(self, packed: Sequence[int]) -> None:
-        """Continue from `packed`, of a process of the same job; empty if nothing was recorded."""
-        self._verified = list(packed) or self._verified
+    def unpack(self, packed: Sequence[int], step: int) -> None:
+        """Continue from `packed`, of a process of the same job; empty if nothing was recorded.
 
-    def begin(self, step: int, *, first: bool = False) -> None:
+        Args:
+            packed: see above.
+            step: the last step of the training so far, whose state this worker has taken over.
+        """
+        self._verified = list(packed) or self._verified
+        self.compared = step
+
+    def begin(self, step: int, *, first: bool = False, trains: bool = True) -> None:
         """Begin a step.
 
         Args:
-            step: its number, counted from 1 over the whole job; 0 for a step that does not train.
+            step: its number, counted from 1: over the whole job, or in its evaluation; 0 for another step.
             first: whether it is the first one of its program.
+            trains: whether it is a training step.
         """
         self.step = step
+        self.trains = trains
         self.compares_hosts = self._job.context.over_hosts and (
             first or bool(step and step % _HOSTS_EVERY == 0)
         )
@@ -263,10 +319,106 @@ class Verifications:
             self._told = self.count
             self._job.events.publish(ReplicasVerified(self.count, self.up_to))
 
+    def follow(self, verdict: Verdict, what: str, names: Sequence[str], part: str, replica: int = -1) -> None:
+        """Publish a verdict; end the workers at fault, or all; return on the others.
+
+        Args:
+            verdict: equal on all workers.
+            what: names what workers have computed.
+            names: of the arrays that differ.
+            part: of the step: "gradient", "sum" or "update".
+            replica: the number of the replica, or of the part of a total; -1 for the state.
+
+        Raises:
+            DisagreementError: the verdict names nobody.
+        """
+        if verdict.kind == "equal":
+            return
+        self.publish(verdict, names, part, replica)
+        shown = listed(names)
+        who = name_workers(verdict.workers) if verdict.workers else ""
+        if verdict.kind == "worker":
+            if self._job.worker in verdict.workers:
+                message = (
+                    f"{what}, computed on {who}, has the wrong bits in {shown}: {verdict.why}; {MACHINE}"
+                )
+                self._job.membership.end_differing(DisagreementError(message, verdict.workers))
+        elif verdict.kind != "repeated":
+            end = _ENDS[verdict.kind].format(who=who, shown=shown)
+            raise DisagreementError(f"{what}: {end}{self._advice()}")
+
+    def publish(self, verdict: Verdict, names: Sequence[str], part: str, replica: int = -1) -> None:
+        """Publish a verdict, on the chief; see `follow`."""
+        if self._job.is_chief:
+            self._job.events.publish(
+                VerificationFailed(
+                    step=self.step,
+                    part=part,
+                    replica=replica,
+                    arrays=tuple(names),
+                    workers=verdict.workers,
+                    verdict=verdict.kind,
+                )
+            )
+
+    def roll_back(self, message: str, workers: tuple[int, ...], since: int) -> NoReturn:
+        """End the job, whose state may be wrong; it starts again from the newest checkpoint before that.
+
+        All workers call this.
+
+        Args:
+            message: what is wrong.
+            workers: those at fault.
+            since: the last step after which the state is known to be right.
+
+        Raises:
+            WrongStateError: there is a checkpoint of this step, or of an earlier one.
+            DisagreementError: there is none.
+        """
+        left = -1
+        if self._job.checkpoints.scheduler is not None:
+            left = self._job.exchange(partial(self._remove_later, since))
+        when = f"after step {since}, the last one after which it was found right" if since else "in any step"
+        message = f"{message}; the state of all workers may be wrong {when}"
+        if left < 0:
+            raise DisagreementError(f"{message}, and there is no checkpoint from before: start over", workers)
+        raise WrongStateError(
+            f"{message}, and so may files that callbacks have written since; later checkpoints are removed, "
+            f"and the job continues from that of step {left}",
+            workers,
+        )
+
+    def _remove_later(self, step: int, view: View, communicator: Communicator) -> int:
+        """Remove checkpoints that are later than a step; return the step of the chief's newest one, or -1.
+
+        All workers wait until this is done. If a view ends before, the next one repeats it.
+        """
+        left = -1
+        scheduler = self._job.checkpoints.scheduler
+        if scheduler is not None and any(host[0] == self._job.worker for host in view.hosts):
+            left = scheduler.roll_back(step)
+        blob = msgspec.msgpack.encode(left) if self._job.is_chief else b""
+        blobs = communicator.gather(blob, what="the removal of checkpoints")
+        return next(msgspec.msgpack.decode(other, type=int) for other in blobs if other)
+
+    def right_until(self, worker: int) -> int:
+        """Return the last step at which all replicas of a worker were verified; 0 before."""
+        return min(self._verified[replica] for replica in self._job.view.replicas_of(worker))
+
+    def _advice(self) -> str:
+        if self._job.checkpoints.scheduler is None:
+            return ""
+        return (
+            f"; the steps up to {self.up_to} are verified: remove the checkpoints of later steps before you "
+            "resume the job"
+            if self.up_to
+            else "; no step is verified yet: start over"
+        )
+
     def note(self, replicas: Sequence[int]) -> None:
         """Note that the step in progress has verified `replicas`."""
         self.count += len(replicas)
-        for replica in replicas:
+        for replica in replicas if self.trains else ():
             self._verified[replica] = self.step
 
 
@@ -294,15 +446,126 @@ class _Attempts:
             if hashes and started.get(replica) is self.newest[replica]:
                 started.pop(replica, None)
             self.round_.begin([replica])
-            (arrays,) = self.round_.partials([replica]).values()
-            parts = self.round_.named_parts(arrays).values() if replica in started else ()
-            hashes.append(b"".join(map(digest_array, parts)))
+            hashes.append(_hashes_of(self.round_, replica))
             self.newest[replica] = started.get(replica)
         return hashes
 
 
+class _SumAnswer(NamedTuple):
+    """What a worker knows of the verified parts of a total.
+
+    Attributes:
+        worker: its id.
+        readings: by part, the hash of the total as this worker has it.
+        sums: by part for which it is the checker, the hash of what it has added up, and the first byte of
+            the total in which that differs from what it has; -1 if none does.
+        changed: by verified replica that it owns, the hashes of its partial, if they are others by now.
+    """
+
+    worker: int
+    readings: dict[int, Hashes]
+    sums: dict[int, tuple[Hashes, int]]
+    changed: dict[int, Hashes]
+
+
+class _Fault(NamedTuple):
+    """A wrong total, or a wrong partial in it.
+
+    Attributes:
+        verdict: who is at fault.
+        what: names what is wrong.
+        names: of the arrays that are wrong.
+        part: of the step; see `follow`.
+        replica: the number of the replica, or of the part of the total.
+        byte: the first one of the total that is wrong; -1 if it is not known.
+    """
+
+    verdict: Verdict
+    what: str
+    names: Sequence[str]
+    part: str
+    replica: int
+    byte: int = -1
+
+
+class _Total:
+    """A copy of the sums of a round, which later calls of the exchange leave as it is.
+
+    Attributes:
+        layout: of the sums.
+        memory: all of them, with zeros between them.
+    """
+
+    def __init__(self, sums: Sequence[Any]) -> None:
+        self.layout = Layout.of(sums)
+        self.memory = allocate(self.layout.size)
+        self.memory.fill(0)
+        self._leaves = self.layout.views(self.memory)
+        for leaf, array in zip(self._leaves, flat(sums), strict=True):
+            np.copyto(leaf, array)
+
+    @property
+    def leaves(self) -> Sequence[Any]:
+        """The sums, in their shapes."""
+        return self.layout.shaped(self._leaves)
+
+
+@dataclass(frozen=True)
+class TotalPart:
+    """One of R parts of a total, and its sum from the summands of all replicas. Pure.
+
+    Attributes:
+        layout: of the total.
+        replicas: R.
+        number: of the part, as that of a replica.
+    """
+
+    layout: Layout
+    replicas: int
+    number: int
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The bytes of the total that belong to it."""
+        return self.layout.bounds(self.replicas)[self.number]
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The elements of the leaves that belong to it."""
+        return self.layout.pieces(*self.bounds)
+
+    def of(self, leaves: Sequence[Any]) -> list[Bytes]:
+        """Return the bytes of the pieces in flat leaves."""
+        return [leaves[leaf][start:stop].view(np.uint8) for leaf, start, stop in self.pieces]
+
+    def sum(self, summands: Mapping[int, Bytes], adder: Adder) -> Bytes:
+        """Return the bytes of the part of the total.
+
+        Args:
+            summands: of each replica, the bytes of its pieces, joined.
+            adder: adds.
+        """
+        start, stop = self.bounds
+        of_replicas = [allocate(stop - start) for _ in range(self.replicas)]
+        total = allocate(stop - start)
+        total.fill(0)
+        plan = Sum.of(Span(0, self.replicas), [Span(r, r + 1) for r in range(self.replicas)])
+        end = 0
+        for piece in self.pieces:
+            dtype = self.layout.dtypes[piece.leaf]
+            size = (piece.stop - piece.start) * dtype.itemsize
+            place = self.layout.offsets[piece.leaf] + piece.start * dtype.itemsize - start
+            for replica, memory in enumerate(of_replicas):
+                memory[place : place + size] = summands[replica][end : end + size]
+            operands = [memory[place : place + size].view(dtype) for memory in of_replicas]
+            with np.errstate(all="ignore"):
+                adder.add(plan, operands, total[place : place + size].view(dtype))
+            end += size
+        return total
+
+
 class Verifier:
-    """Verifies the partials of rounds before they are summed.
+    """Verifies the partials of rounds before they are summed, and then their sums.
 
     Args:
         exchange: makes calls between the workers.
@@ -323,15 +586,26 @@ class Verifier:
         self._verifications = verifications
         self._describe = describe
         self._attempts: _Attempts | None = None
+        self._verified: dict[int, Hashes] = {}
+        self._adder = Adder()
 
-    def verify(self, round_: Round) -> None:
-        """Verify a round, if that is due.
+    def sum(self, round_: Round) -> Total:
+        """Return the total of a round, as `Round.sum` does; verify its partials and the sum, if that is due.
 
         A worker that is at fault ends here, and the others verify the round again without it.
 
         Raises:
             DisagreementError: workers compute different bits, and it is unknown which are right.
         """
+        self._verified = {}
+        self._verify_partials(round_)
+        total = self._exchange(round_.sum, round_.catching_up)
+        parts = self._verifications.drawn
+        if not parts or not round_.sums or self._job.joins:
+            return total
+        return self._verified_total(round_, parts)
+
+    def _verify_partials(self, round_: Round) -> None:
         drawn, compares_hosts = self._verifications.drawn, self._verifications.compares_hosts
         if not (drawn or compares_hosts) or not round_.anywhere or round_.verified or self._job.joins:
             return
@@ -358,8 +632,8 @@ class Verifier:
         unlike = [(made, report) for made, report in others if made != hashes]
         if unlike:
             made, other = unlike[0]
-            answers = Answers(Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
-            shown = _listed(self._differing(round_, answers))
+            answers = (Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
+            shown = listed(self._differing(round_, answers))
             reports = (first, *(report for _, report in unlike))
             refuse_unlike(self._job, round_.what, shown, reports, texts_of_all(communicator, what))
 
@@ -369,11 +643,29 @@ class Verifier:
             answers_of = self._exchange(partial(self._answers, round_, drawn, 1), round_.catching_up)
             differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
             if not differing:
+                self._verified = {r: answers.owner.attempts[0] for r, answers in answers_of.items()}
                 break
             answers_of = self._exchange(partial(self._answers, round_, differing, 2), round_.catching_up)
             for replica, answers in answers_of.items():
-                self._act(round_, replica, answers, judge(answers))
+                self._judge(round_, replica, answers)
         self._verifications.note(drawn)
+
+    def _judge(self, round_: Round, replica: int, answers: Answers) -> None:
+        """End the workers that are at fault for a replica; return on the others."""
+        verdict, names = judge(answers.present), self._differing(round_, answers.present)
+        what = f"{round_.what}: replica {replica}"
+        lasting = {answer.worker for answer in answers.present if answer.is_steady}.intersection(
+            verdict.workers
+        )
+        if verdict.kind == "worker" and lasting and self._verifications.trains:
+            # It may have computed wrongly before.
+            since = min(map(self._verifications.right_until, lasting))
+            if since < self._verifications.step - 1:
+                self._verifications.publish(verdict, names, "gradient", replica)
+                who = name_workers(verdict.workers)
+                message = f"{what}, computed on {who}, has the wrong bits in {listed(names)}: {verdict.why}"
+                self._verifications.roll_back(f"{message}; {MACHINE}", verdict.workers, since)
+        self._verifications.follow(verdict, what, names, "gradient", replica)
 
     def _answers(
         self, round_: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator
@@ -409,59 +701,202 @@ class Verifier:
         assert self._attempts is not None
         return self._attempts.made(replica, number)[:number]
 
-    def _act(self, round_: Round, replica: int, answers: Answers, verdict: Verdict) -> None:
-        """End the worker at fault, or all; return on the others."""
-        if verdict.kind == "equal":
-            return
-        names = self._differing(round_, answers)
-        what = f"{round_.what}: replica {replica}"
-        who = name_workers(verdict.workers)
-        event = VerificationFailed(
-            step=self._verifications.step,
-            replica=replica,
-            arrays=tuple(names),
-            workers=verdict.workers,
-            verdict=verdict.kind,
-        )
-        if self._job.is_chief:
-            self._job.events.publish(event)
-        shown = _listed(names)
-        if verdict.kind == "worker":
-            (guilty,) = verdict.workers
-            if guilty == self._job.worker:
-                message = (
-                    f"{what}, computed on {who}, has the wrong bits in {shown}: {verdict.why}; {_MACHINE}"
-                )
-                self._job.membership.end_differing(DisagreementError(message, verdict.workers))
-            return
-        raise DisagreementError(f"{what}: {_ENDS[verdict.kind].format(who=who, shown=shown)}{self._advice()}")
+    def _verified_total(self, round_: Round, parts: Sequence[int]) -> Total:
+        """Return the total of a round that was summed, once its `parts` are right."""
+        was_wrong = False
+        while True:
+            total = _Total(round_.sums)
+            fault = self._fault(round_, total, parts)
+            if fault is None:
+                return round_.total_of(total.leaves)
+            verdict, alone = fault.verdict, len(self._job.view.workers) == 1
+            if verdict.kind == "sum":
+                summer = summer_of(total.layout, self._job.view, fault.byte)
+                workers = () if summer is None else (summer,)
+                if was_wrong and workers and not alone:
+                    verdict = Verdict("worker", workers, "others add up the same summands to another sum")
+                elif not was_wrong:
+                    # Nobody knows whether the sum, or a summand on its way, was wrong.
+                    verdict = Verdict("repeated", workers)
+                was_wrong = True
+            elif fault.part == "gradient" and alone:
+                round_.started.pop(fault.replica)
+                verdict = Verdict("repeated", verdict.workers)
+            self._verifications.follow(verdict, fault.what, fault.names, fault.part, fault.replica)
+            self._exchange(round_.sum, round_.catching_up)
 
-    def _differing(self, round_: Round, answers: Answers) -> list[str]:
+    def _fault(self, round_: Round, total: _Total, parts: Sequence[int]) -> _Fault | None:
+        """Return the first fault in the `parts` of a total, or in a verified partial; None without one."""
+        size = max(1, _ROOM // max(1, total.layout.size))
+        for start in range(0, len(parts), size):
+            answers = self._sum_answers(round_, total, parts[start : start + size], again=False)
+            for answer in answers:
+                for replica, hashes in answer.changed.items():
+                    names = self._part_names(round_)
+                    names = differing_names(names, [self._verified[replica], hashes])
+                    verdict = Verdict("worker", (answer.worker,), "it has changed since it was computed")
+                    what = f"{round_.what}: replica {replica}"
+                    return _Fault(verdict, what, names, "gradient", replica)
+            for part in parts[start : start + size]:
+                got = {answer.readings[part] for answer in answers}
+                got |= {answer.sums[part][0] for answer in answers if part in answer.sums}
+                if len(got) > 1:
+                    others = self._sum_answers(round_, total, [part], again=True)
+                    return self._judged(round_, total.layout, part, answers, others)
+        return None
+
+    def _judged(
+        self,
+        round_: Round,
+        layout: Layout,
+        part: int,
+        answers: Sequence[_SumAnswer],
+        others: Sequence[_SumAnswer],
+    ) -> _Fault | None:
+        """Return the fault in a part of a total, about which some answers differ."""
+        sums, byte = list[tuple[int, Hashes]](), -1
+        for some in (answers, others):
+            checked = next(answer for answer in some if part in answer.sums)
+            hashes, differs = checked.sums[part]
+            sums.append((checked.worker, hashes))
+            byte = max(byte, differs)
+        verdict = judge_sum({answer.worker: answer.readings[part] for answer in others}, sums)
+        names = [self._describe(_name_at(round_, layout, byte))] if byte >= 0 else []
+        return _Fault(verdict, f"{round_.what}: {_SUM}", names, "sum", part, byte)
+
+    def _sum_answers(
+        self, round_: Round, total: _Total, parts: Sequence[int], *, again: bool
+    ) -> list[_SumAnswer]:
+        """Return the answers of all workers.
+
+        Args:
+            round_: the round.
+            total: its total, as this worker has it.
+            parts: the parts to verify.
+            again: whether other workers than the checkers add up.
+        """
+        worker, what = self._job.worker, f"the verification of the sum of {round_.what}"
+        while True:
+            summands = self._exchange(
+                partial(self._summands, round_, total.layout, parts, again), round_.catching_up
+            )
+            readings, sums = {}, {}
+            for number in parts:
+                part = TotalPart(total.layout, self._verifications.plan.replicas, number)
+                start, stop = part.bounds
+                reading = total.memory[start:stop]
+                readings[number] = digest_array(reading)
+                if len(summands.get(number, ())) == part.replicas:
+                    summed = part.sum(summands[number], self._adder)
+                    differs = np.flatnonzero(summed != reading)[:1]
+                    sums[number] = (digest_array(summed), start + int(differs[0]) if differs.size else -1)
+            changed = {
+                replica: hashes
+                for replica, verified in self._verified.items()
+                if replica in self._job.view.replicas_of(worker)
+                and (hashes := _hashes_of(round_, replica)) != verified
+            }
+            blob = msgspec.msgpack.encode((worker, readings, sums, changed))
+
+            def gather(_: View, communicator: Communicator, blob: bytes = blob) -> list[bytes]:
+                return communicator.gather(blob, what=what)
+
+            blobs = self._exchange(gather, round_.catching_up)
+            answers = [_SumAnswer(*msgspec.msgpack.decode(other, type=_PackedAnswer)) for other in blobs]
+            if all(any(number in answer.sums for answer in answers) for number in parts):
+                return answers
+            # A checker was lost in between.
+
+    def _summands(
+        self,
+        round_: Round,
+        layout: Layout,
+        parts: Sequence[int],
+        again: bool,
+        view: View,
+        communicator: Communicator,
+    ) -> dict[int, dict[int, Bytes]]:
+        """Send the summands of this worker to the checkers; return what it gets, by part and replica."""
+        round_.entered()
+        owned, replicas = view.replicas_of(self._job.worker), view.replicas
+        round_.begin(owned)
+        leaves = {
+            replica: flat(arrays)
+            for replica, arrays in round_.summands(round_.partials(owned), replicas).items()
+        }
+        sent: dict[int, list[Bytes]] = {worker: [] for worker in view.workers}
+        sizes = {}
+        for number in parts:
+            part = TotalPart(layout, replicas, number)
+            roles = Roles.of(view, number, self._verifications.turn)
+            second = roles.owner if roles.third is None else roles.third
+            checker = second if again or roles.checker is None else roles.checker
+            for replica in owned:
+                pieces = part.of(leaves[replica])
+                sizes[number] = sum(piece.size for piece in pieces)
+                # With several hosts, the call may have completed in an earlier view.
+                sent[checker] += [np.array([number, replica], np.int64).view(np.uint8), *pieces]
+        what = f"the summands of {round_.what}"
+        received: dict[int, dict[int, Bytes]] = {}
+        for data in communicator.all_to_all([sent[worker] for worker in view.workers], what=what):
+            for number, replica, summand in _summands_in(data, sizes):
+                received.setdefault(number, {})[replica] = summand
+        return received
+
+    def _differing(self, round_: Round, answers: Sequence[Answer]) -> list[str]:
         """Return the names of the arrays that two attempts differ in."""
-        assert round_.layout is not None
-        attempts = [hashes for answer in answers.present for hashes in answer.attempts]
-        other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
-        names = round_.named_parts(round_.layout.zeros)
-        pairs = zip(names, _parts(attempts[0]), _parts(other), strict=False)
-        return [self._describe(name) for name, first, second in pairs if first != second]
+        attempts = [hashes for answer in answers for hashes in answer.attempts]
+        return differing_names(self._part_names(round_), attempts)
 
-    def _advice(self) -> str:
-        if self._job.checkpoints.scheduler is None:
-            return ""
-        up_to = self._verifications.up_to
-        return (
-            f"; the steps up to {up_to} are verified: remove the checkpoints of later steps before you "
-            "resume the job"
-            if up_to
-            else "; no step is verified yet: start over"
-        )
+    def _part_names(self, round_: Round) -> list[str]:
+        assert round_.layout is not None
+        return [self._describe(name) for name in round_.named_parts(round_.layout.zeros)]
+
+
+_PackedAnswer = tuple[int, dict[int, bytes], dict[int, tuple[bytes, int]], dict[int, bytes]]
+
+
+def _hashes_of(round_: Round, replica: int) -> Hashes:
+    """Return the hashes of the arrays of a replica that has begun; empty if it contributes nothing."""
+    (arrays,) = round_.partials([replica]).values()
+    parts = round_.named_parts(arrays).values() if replica in round_.started else ()
+    return b"".join(map(digest_array, parts))
+
+
+def _summands_in(data: Bytes, sizes: Mapping[int, int]) -> Iterator[tuple[int, int, Bytes]]:
+    """Yield the parts, replicas and summands in what a worker has sent."""
+    end = 0
+    while end < data.size:
+        number, replica = map(int, data[end : end + 16].copy().view(np.int64))
+        end += 16 + sizes[number]
+        yield number, replica, data[end - sizes[number] : end]
+
+
+def _name_at(round_: Round, layout: Layout, byte: int) -> str:
+    """Return the name of the part of the total that has a byte."""
+    assert round_.layout is not None
+    leaf = max(leaf for leaf, start in enumerate(layout.offsets) if start <= byte)
+    name, dtype = round_.layout.summed[leaf], layout.dtypes[leaf]
+    element = (byte - layout.offsets[leaf]) // dtype.itemsize
+    if name in round_.layout.equal or name in round_.layout.scalars:
+        return name
+    marked = np.zeros(layout.shapes[leaf], dtype)
+    marked.reshape(-1)[element : element + 1] = 1
+    return next((part for part, array in round_.parts({name: marked}).items() if array.any()), name)
+
+
+def differing_names(names: Sequence[str], attempts: Sequence[Hashes]) -> list[str]:
+    """Return those of the names of arrays whose hashes differ in two attempts; none if these are equal."""
+    other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
+    pairs = zip(names, _parts(attempts[0]), _parts(other), strict=False)
+    return [name for name, first, second in pairs if first != second]
 
 
 def _parts(hashes: Hashes) -> list[Hashes]:
     return [hashes[start : start + _HASH] for start in range(0, len(hashes), _HASH)]
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the first names of arrays, and how many more there are."""
     if not names:
         return "its examples"

@@ -22,6 +22,7 @@ from lockstep.errors import (
     LockstepError,
     PeerLostError,
     PeerStuckError,
+    WrongStateError,
     with_code,
 )
 from lockstep.observability.bus import Bus
@@ -70,7 +71,11 @@ from lockstep.worker.tf_caches import CacheOwner, divide_caches
 if TYPE_CHECKING:
     from lockstep.worker.job import Job
 
-_STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
+_STATUS: dict[type[BaseException], int] = {
+    KeyboardInterrupt: 128 + signal.SIGINT,
+    ChangedError: 2,
+    WrongStateError: os.EX_TEMPFAIL,
+}
 """The exit status for errors that are not faults of the script; otherwise 1."""
 
 

@@ -353,13 +353,16 @@ class StepsSkipped(_Event, frozen=True, tag="skips steps"):
 
 
 class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification failed"):
-    """In training step `step`, workers got different bits for `replica` in the `arrays` with these names.
+    """In training step `step`, workers got different bits in the `arrays` with these names.
 
-    `verdict` is that of `lockstep.keras.verification.judge`, about `workers`.
+    `part` is the part of the step: "gradient", "sum", "update", or "memory" for the state before it.
+    `replica` is the replica, or the part of the total with its number; -1 for the state. `verdict` is that of
+    `lockstep.keras.verification.judge` or `judge_sum`, about `workers`.
     """
 
     step: int
-    replica: int
+    part: str = "gradient"
+    replica: int = -1
     arrays: tuple[str, ...]
     workers: tuple[int, ...]
     verdict: str

@@ -22,7 +22,9 @@ from lockstep.collectives.adder import Adder, Array
 from lockstep.collectives.contract import Bytes, Span
 from lockstep.collectives.layout import ALIGNMENT, Layout, Piece, allocate
 from lockstep.collectives.plan import HostPlan, Sum
+from lockstep.collectives.shared.packed_reduce import SMALL
 from lockstep.collectives.shared.slice_reduce import PieceSum, run_sums
+from lockstep.topology import View
 
 CHUNK = 1 << 19
 """Bytes that a host receives before it sums: so few that they stay in the cache."""
@@ -71,6 +73,19 @@ class LanePlacement:
     def whole(self, lane: int) -> Range:
         """Return the bytes of a lane."""
         return self.slices[lane][0][0], self.slices[lane][-1][1]
+
+
+def summer_of(layout: Layout, view: View, byte: int) -> int | None:
+    """Return the worker that sums a byte of a total, on one host or several; None if each worker sums all."""
+    if layout.size <= SMALL or byte < 0:
+        return None
+    placement = LanePlacement.of(layout, HostPlan.of(view, 0))
+    return next(
+        view.hosts[host][lane]
+        for lane, ranges in enumerate(placement.slices)
+        for host, (start, stop) in enumerate(ranges)
+        if start <= byte < stop
+    )
 
 
 def published_beside(hosts: HostPlan, local: int) -> tuple[Span, ...]:

@@ -31,6 +31,7 @@ from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.seeds import seed_at
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.state_verification import StateVerifier
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
 from lockstep.keras.verification import Verifier, verifications_of
 from lockstep.keras.worker_exchange import (
@@ -96,6 +97,7 @@ class GlobalStep:
         self._describe = variable_names(model)
         self._verifications = verifications_of(job)
         self._verifier = Verifier(job.exchange, job, self._verifications, self._describe)
+        self._states = StateVerifier(job, backend, self._verifications)
         self.layouts: dict[int, dict[frozenset[str], PartialLayout]] = {}
         self.gathering: set[int] = set()
         self._trials: tuple[NumberedCall, OutputTrials] = (calls.current, OutputTrials())
@@ -145,9 +147,16 @@ class GlobalStep:
         self.timer.lap("input")
         trains = self.kind == "train"
         record = self._digests.begin(self.calls.taken + trains, call.name, number, trains=trains)
-        self._verifications.begin(self.calls.taken + 1 if trains else 0, first=call.steps == 0)
+        self._verifications.begin(
+            self.calls.taken + 1 if trains else number, first=call.steps == 0, trains=trains
+        )
         traced = self._traced
-        logs, state = self._step(state, batch, record)
+        where, totals = self.calls.where(), list[Total]()
+        before = self._states.begin(self.program, state, where)
+        logs, state = self._step(state, batch, record, totals)
+        if before is not None:
+            again = partial(self._apply, totals=totals)
+            logs, state = self._states.end(before, self.program, (logs, state), where, again)
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
         owned = len(self.job.view.replicas_of(self.job.worker))
@@ -194,8 +203,7 @@ class GlobalStep:
         complete = False
         while not complete:
             round_ = StepRound(self, state, batch, list(totals), record)
-            self._verifier.verify(round_)
-            total = self.job.exchange(round_.sum, round_.catching_up)
+            total = self._verifier.sum(round_)
             complete = self.program.is_last(len(totals))
             if is_gather(total):
                 self.gathering.add(len(totals))
@@ -205,12 +213,15 @@ class GlobalStep:
             if record is not None:
                 record.add_round(round_, totals[-1])
         self._digests.before_update(record, self.program, state)
-        # What was gathered has served its purpose, and is not the same in each step.
-        result = self.program.apply(state, [{} if is_gather(total) else total for total in totals])
+        result = self._apply(state, totals)
         if self.program.varies and not self.job.joins:
             self.python.end()
         self.timer.lap("update")
         return result
+
+    def _apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        # What was gathered has served its purpose, and is not the same in each step.
+        return self.program.apply(state, [{} if is_gather(total) else total for total in totals])
 
     def _predict(self, state: Any, element: Any) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""

@@ -87,18 +87,16 @@ class RunRounds:
             # In a loop of the script, each call of strategy.run counts as a step.
             self._verifications.begin(self._runs, first=self._is_first)
         self.job.timer.lap("compute")
-        self._verifier.verify(round_)
-        total = self._sum(round_)
+        total = self._summed(round_, self._verifier.sum(round_))
         self.job.note_step()
         return total
 
     def merged(self, round_: Round) -> Total:
         """Return the total of a round that merges values which replicas have computed before."""
         self.job.timer.lap("compute")
-        return self._sum(round_)
+        return self._summed(round_, self._exchange(round_.sum, round_.catching_up))
 
-    def _sum(self, round_: Round) -> Total:
-        total = self._exchange(round_.sum, round_.catching_up)
+    def _summed(self, round_: Round, total: Total) -> Total:
         self.job.timer.lap("exchange")
         self._digests.take_loop_round(round_, total, driven=self.job.driven)
         return total

@@ -17,6 +17,7 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.state_verification import StateVerifier
 from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.variables import named_arrays, refuse_misfits
 from lockstep.keras.verification import verifications_of
@@ -48,6 +49,7 @@ class StepLoops:
         self._last = last
         self._digests = recorder_of(job, backend.to_numpy)
         self._verifications = verifications_of(job)
+        self._states = StateVerifier(job, backend, self._verifications)
 
     def steps(
         self, count: int, state: Mapping[str, Any], checkpoint: Checkpoint | None = None
@@ -104,7 +106,10 @@ class StepLoops:
                         taken = self._calls.taken + 1
                         self._digests.begin_loop_step(taken, call.name, call.steps + 1, loop)
                         self._verifications.begin(taken, first=call.steps == 0)
+                        before = self._states.begin(loop, None, self._calls.where())
                         yield call.steps
+                        if before is not None:
+                            self._states.end(before, loop, (None, None), self._calls.where())
                         self._verifications.begin(0)
                         self._end_step(call, loop, count, compilations)
             except GeneratorExit:

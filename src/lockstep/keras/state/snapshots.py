@@ -274,7 +274,7 @@ class Snapshots:
             assign(model, current, whole=True)
         call = self._calls.current
         self._calls.move_to(facts["methods"], facts["taken"])
-        verifications_of(self._job).unpack(facts.get("verified", ()))
+        verifications_of(self._job).unpack(facts.get("verified", ()), facts["taken"])
         try:
             if program is not None:
                 call.inner = dict(facts["inner"])

@@ -1,0 +1,194 @@
+"""Verification of the state: in a verified step, all workers compare theirs before the step and after it.
+
+An update is a function of the state and the total, and every worker applies the same total to the same
+state. A worker whose update is wrong, or whose memory has changed since, has another state than the others.
+
+* If states differ after the update, but not before it, each worker restores its copy of the state before the
+  step and updates it again. `judge` decides from both attempts of all workers, as it does for partials: the
+  worker at fault ends, and the others have the right state. A worker without others compares with itself.
+* If states differ before the step, a wrong state may have been the origin of gradients since the last
+  comparison, which are now in the totals, and so in the states of all. No worker has a right state any more.
+  The checkpoints that are later than that comparison are removed, and the job ends with `WrongStateError`;
+  the command starts it again from the newest one left. Without one, the job ends for good.
+
+The copy takes as much memory as the state, during the step.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.contract import Communicator
+from lockstep.data.digest import digest_array
+from lockstep.keras.backends.contract import Backend, TrainingState
+from lockstep.keras.verification import (
+    MACHINE,
+    Answer,
+    Hashes,
+    Verdict,
+    Verifications,
+    differing_names,
+    judge,
+    listed,
+)
+from lockstep.system.prose import name_workers
+from lockstep.topology import View
+from lockstep.worker.job import Job
+
+Result = tuple[Any, Any]
+"""The logs of a step, and the state after it."""
+
+
+class StateBefore(NamedTuple):
+    """A copy of the state before a step.
+
+    Attributes:
+        arrays: by name, as `TrainingState.load` takes them.
+        hashes: of the arrays.
+    """
+
+    arrays: Mapping[str, npt.NDArray[Any]]
+    hashes: Hashes
+
+
+class _StateAnswer(NamedTuple):
+    """The hashes that a worker has of its state.
+
+    Attributes:
+        worker: its id.
+        compared: the last step after which it has known that all states are equal.
+        attempts: the hashes, of one attempt or of two.
+    """
+
+    worker: int
+    compared: int
+    attempts: tuple[Hashes, ...]
+
+
+class StateVerifier:
+    """Verifies the state of a training in its verified steps.
+
+    Args:
+        job: of this worker.
+        backend: of the model.
+        verifications: what the job verifies.
+    """
+
+    def __init__(self, job: Job, backend: Backend, verifications: Verifications) -> None:
+        self._job = job
+        self._backend = backend
+        self._verifications = verifications
+
+    def begin(self, program: TrainingState, state: Any, what: str) -> StateBefore | None:
+        """Copy the state before a step, which all workers have; return None if it is not to be verified.
+
+        Args:
+            program: whose step it is.
+            state: before the step.
+            what: names the step.
+
+        Raises:
+            WrongStateError: a state is wrong, and there is a checkpoint from before.
+            DisagreementError: a state is wrong, and there is none.
+        """
+        if not (self._verifications.drawn and self._verifications.trains) or self._job.joins:
+            return None
+        self._backend.settle()
+        values = program.named_state(state)
+        if any(getattr(value, "is_deleted", bool)() for value in values.values()):
+            # Keras itself cannot read them either.
+            return None
+        arrays = {name: np.array(self._backend.to_numpy(value)) for name, value in values.items()}
+        before = StateBefore(arrays, _hashed(arrays))
+        answers = self._answers((before.hashes,), what, lambda: program.published(state))
+        self._compare(answers, list(arrays), f"{what}: the state before the step", "memory")
+        return before
+
+    def end(
+        self,
+        before: StateBefore,
+        program: TrainingState,
+        result: Result,
+        what: str,
+        again: Callable[[Any], Result] | None = None,
+    ) -> Result:
+        """Return the result of a step, once the state after it is right.
+
+        A worker that is at fault ends here.
+
+        Args:
+            before: as `begin` has returned it.
+            program: whose step it is.
+            result: of the step.
+            what: names the step.
+            again: makes the update again from the state before the step, which it is given; None if only the
+                script could.
+
+        Raises:
+            WrongStateError: a state is wrong that cannot be computed again, and there is a checkpoint.
+            DisagreementError: likewise, and there is none, or it is unknown which state is right.
+        """
+        hashes, names = self._hashes(program, result)
+        answers = self._answers((hashes,), what, lambda: program.published(result[1]))
+        if again is None:
+            self._compare(answers, names, f"{what}: the state after the step", "update")
+        elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1:
+            result = again(program.load(result[1], before.arrays))
+            second, names = self._hashes(program, result)
+            answers = self._answers((hashes, second), what, lambda: program.published(result[1]))
+            verdict, differing = _judged(answers, names)
+            self._verifications.follow(verdict, f"{what}: the state after the update", differing, "update")
+        self._verifications.compared = self._verifications.step
+        return result
+
+    def _compare(self, answers: Sequence[_StateAnswer], names: Sequence[str], what: str, part: str) -> None:
+        """Roll back if the states of workers differ."""
+        verdict, differing = _judged(answers, names)
+        if verdict.kind == "equal":
+            return
+        self._verifications.publish(verdict, differing, part)
+        who, shown = name_workers(verdict.workers), listed(differing)
+        self._verifications.roll_back(
+            f"{what}, on {who}, has the wrong bits in {shown}: {verdict.why}; {MACHINE}"
+            if verdict.kind == "worker"
+            else f"{what} has different bits on {who} in {shown}, and no further worker can decide which "
+            f"are right; {MACHINE}",
+            verdict.workers,
+            min(answer.compared for answer in answers),
+        )
+
+    def _hashes(self, program: TrainingState, result: Result) -> tuple[Hashes, list[str]]:
+        self._backend.settle()
+        values = program.named_state(result[1])
+        return _hashed({name: self._backend.to_numpy(value) for name, value in values.items()}), list(values)
+
+    def _answers(
+        self,
+        attempts: tuple[Hashes, ...],
+        what: str,
+        catching_up: Callable[[], AbstractContextManager[None]],
+    ) -> list[_StateAnswer]:
+        """Return the answers of all workers."""
+        blob = msgspec.msgpack.encode((self._job.worker, self._verifications.compared, attempts))
+
+        def gather(_: View, communicator: Communicator) -> list[bytes]:
+            return communicator.gather(blob, what=f"the verification of the state in {what}")
+
+        return [
+            _StateAnswer(*msgspec.msgpack.decode(other, type=tuple[int, int, tuple[bytes, ...]]))
+            for other in self._job.exchange(gather, catching_up)
+        ]
+
+
+def _judged(answers: Sequence[_StateAnswer], names: Sequence[str]) -> tuple[Verdict, list[str]]:
+    """Return who is at fault, and the names of the arrays that differ."""
+    verdict = judge([Answer(answer.worker, answer.attempts) for answer in answers])
+    return verdict, differing_names(names, [hashes for answer in answers for hashes in answer.attempts])
+
+
+def _hashed(arrays: Mapping[str, npt.NDArray[Any]]) -> Hashes:
+    return b"".join(map(digest_array, arrays.values()))

@@ -1,0 +1,404 @@
+"""Flips a bit at a seeded random place of a training, without a framework, and says what becomes of it.
+
+    flips.py [--flips N] [--first-seed N] [--every K]
+
+Workers are threads that take the steps of a small training with the exchange of workers on one host, and
+verify them. One of them has one wrong bit once, at one of `PLACES`. What became of it is one of
+
+* found: a verification has failed, and whoever is left has the right state, or the job has ended;
+* harmless: none has failed, and the state at the end is that of an undisturbed training;
+* missed: none has failed, and the state is wrong: possible only if a step or part was not verified;
+* unseen: likewise, of a single worker, whose memory no other worker has a copy of;
+* wrong: a verification has failed, and the state is wrong nevertheless, or the wrong worker was named.
+"""
+
+import argparse
+import os
+import random
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from lockstep.collectives.contract import WaitPolicy
+from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.packed_reduce import SMALL, PackedReduce
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.collectives.shared.slice_reduce import SliceReduce
+from lockstep.data.digest import digest_array
+from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.keras import state_verification, verification
+from lockstep.keras.rounds import Round
+from lockstep.keras.state_verification import StateVerifier
+from lockstep.keras.verification import Verifications, Verifier
+from lockstep.observability.bus import Bus, PublishedEvent
+from lockstep.observability.events import VerificationFailed
+from lockstep.protocol.job_spec import JobSettings, Verification
+from lockstep.system.clock import SystemClock
+from lockstep.topology import View, place
+from lockstep.worker.job import Alone, EnteredView, Job, JobContext
+
+REPLICAS = 4
+STEPS = 5
+SIZES = (50, SMALL // 4 + 1000)
+"""Numbers of elements: with a total that is summed at once, and in slices."""
+PLACES = (
+    "input",
+    "gradient",
+    "partial",
+    "published",
+    "summed",
+    "total",
+    "update",
+    "state",
+    "hash",
+)
+KINDS = ("found", "harmless", "unseen", "missed", "wrong")
+OF_MEMORY = ("total", "state")
+"""Places whose bits only other workers have, too."""
+SHARED = ("published", "summed")
+"""Places in the memory of the host, where the worker that is named may be another one."""
+
+Arrays = dict[str, Any]
+
+
+@dataclass
+class Flip:
+    """One wrong bit of one worker, in `step` or later, when it next passes `place`."""
+
+    place: str
+    worker: int
+    step: int
+    random: random.Random
+    now: int = 0
+    done: bool = False
+
+    def due(self, place: str) -> bool:
+        """Whether the bit is due here; it is only once."""
+        if self.done or self.place != place or self.now < self.step:
+            return False
+        self.done = True
+        return True
+
+    def strike(self, arrays: Sequence[Any]) -> None:
+        """Flip a bit of one of the arrays, in place."""
+        bits = [array.reshape(-1).view(np.uint8) for array in arrays if array.nbytes]
+        chosen = self.random.choice(bits)
+        chosen[self.random.randrange(chosen.size)] ^= 1 << self.random.randrange(8)
+
+
+_here = threading.local()
+
+
+def _flip() -> Flip | None:
+    return getattr(_here, "flip", None)
+
+
+def _after(method: Callable[..., Any], place: str, arrays: Callable[[Any], list[Any]]) -> Callable[..., Any]:
+    def wrapped(self: Any, *given: Any) -> None:
+        method(self, *given)
+        flip, outs = _flip(), arrays(self)
+        if flip is not None and outs and flip.due(place):
+            flip.strike(outs)
+
+    return wrapped
+
+
+def _hashed(array: Any) -> bytes:
+    digest = digest_array(array)
+    flip = _flip()
+    if flip is not None and flip.due("hash"):
+        bits = bytearray(digest)
+        bits[flip.random.randrange(len(bits))] ^= 1 << flip.random.randrange(8)
+        return bytes(bits)
+    return digest
+
+
+@contextmanager
+def _places() -> Iterator[None]:
+    """Within the block, the exchange and the hashes have places for flips."""
+    published = _after(SliceReduce.publish, "published", lambda reduce: [s.out for s in reduce.local_sums])
+    summed = _after(SliceReduce.sum, "summed", lambda reduce: [s.out for s in reduce.total])
+    packed = _after(
+        PackedReduce.publish,
+        "published",
+        lambda reduce: [a for given in reduce.given.values() for a in given],
+    )
+    added = _after(PackedReduce.sum, "summed", lambda reduce: [s.out for s in reduce.total])
+    with (
+        mock.patch.object(SliceReduce, "publish", published),
+        mock.patch.object(SliceReduce, "sum", summed),
+        mock.patch.object(PackedReduce, "publish", packed),
+        mock.patch.object(PackedReduce, "sum", added),
+        mock.patch.object(verification, "digest_array", _hashed),
+        mock.patch.object(state_verification, "digest_array", _hashed),
+    ):
+        yield
+
+
+class Program:
+    """A small training: its state is a dict of arrays."""
+
+    def __init__(self, size: int) -> None:
+        numbers = np.random.default_rng(size)
+        names = ("weights", "slots")
+        self.state: Arrays = {name: numbers.normal(size=size).astype("f4") for name in names}
+
+    def published(self, state: Arrays) -> Any:
+        """Do nothing: there are no variables."""
+        return nullcontext()
+
+    def settle(self) -> None:
+        """Do nothing: NumPy has computed when it returns."""
+
+    def to_numpy(self, array: Any) -> Any:
+        """Return the array."""
+        return array
+
+    def named_state(self, state: Arrays) -> Arrays:
+        """Return the state."""
+        return state
+
+    def load(self, state: Arrays, arrays: Mapping[str, Any]) -> Arrays:
+        """Return a copy of the arrays."""
+        return {name: array.copy() for name, array in arrays.items()}
+
+    def compute(self, state: Arrays, step: int, replica: int, flip: Flip | None) -> Arrays:
+        """Return the partial of a replica."""
+        weights = state["weights"]
+        x = np.random.default_rng((step, replica)).normal(size=weights.size).astype("f4")
+        if flip is not None and flip.due("input"):
+            flip.strike([x])
+        gradient = np.tanh(weights * x) + x
+        partial = {"gradient/0": gradient, "metric/0": np.float32(gradient[:9].sum()).reshape(1)}
+        if flip is not None and flip.due("gradient"):
+            flip.strike(list(partial.values()))
+        return partial
+
+    def apply(self, state: Arrays, total: Mapping[str, Any], flip: Flip | None) -> tuple[None, Arrays]:
+        """Return the state after an update."""
+        slots = np.float32(0.9) * state["slots"] + total["gradient/0"]
+        updated = {"weights": state["weights"] - np.float32(0.01) * slots, "slots": slots}
+        if flip is not None and flip.due("update"):
+            flip.strike(list(updated.values()))
+        return None, updated
+
+
+class FlippedRound(Round):
+    """The round of a step."""
+
+    def __init__(self, worker: int, program: Program, state: Arrays, step: int, flip: Flip | None) -> None:
+        super().__init__(f"step {step} of fit 1", worker)
+        self._of = program, state, step, flip
+
+    def compute(self, replica: int) -> Arrays:
+        """Compute a replica."""
+        program, state, step, flip = self._of
+        return program.compute(state, step, replica, flip)
+
+    def sum(self, view: View, communicator: Any) -> Any:
+        """Sum, perhaps with a partial that has changed since it was computed."""
+        flip = self._of[-1]
+        owned = [self.started[r] for r in view.replicas_of(self.worker) if r in self.started]
+        if flip is not None and owned and flip.due("partial"):
+            flip.strike(list(flip.random.choice(owned).values()))
+        return super().sum(view, communicator)
+
+
+class _Next(Alone):
+    """A membership with prepared next views."""
+
+    def __init__(self) -> None:
+        self.following: list[EnteredView] = []
+
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
+        """Return the prepared one."""
+        return self.following.pop(0)
+
+
+def _opened(view: View) -> list[SharedCommunicator]:
+    segment, pool = ControlSegment.create(len(view.workers)), SharedPool.create()
+    return [
+        SharedCommunicator(
+            ControlSegment.attach(os.dup(segment.fd)),
+            Buffers(SharedPool.attach(os.dup(pool.fd))),
+            position,
+            ReducePlan.of(view),
+            WaitPolicy(timeout=120.0),
+        )
+        for position in range(len(view.workers))
+    ]
+
+
+@dataclass
+class Training:
+    """One training of some workers, with at most one flip.
+
+    Attributes:
+        workers: their number.
+        size: number of elements of the weights.
+        setting: of the verification.
+        flip: the flip.
+        failed: the verifications that have failed.
+        states: the hash of the last state of each worker that is left.
+        ended: the messages of the errors that have ended workers.
+    """
+
+    workers: int
+    size: int
+    setting: Verification
+    flip: Flip | None = None
+    failed: list[VerificationFailed] = field(default_factory=list)
+    states: set[str] = field(default_factory=set)
+    ended: list[DisagreementError] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Train."""
+        view = place(REPLICAS, tuple(range(self.workers)))
+        settings = JobSettings(workers=self.workers, threads=1, verification=self.setting)
+        communicators = _opened(view)
+        self._memberships = [_Next() for _ in view.workers]
+        self._jobs = [
+            Job(
+                JobContext(worker, Bus(SystemClock(), worker), settings),
+                (view, communicators[worker]),
+                self._memberships[worker],
+            )
+            for worker in view.workers
+        ]
+        for job in self._jobs:
+            job.events.subscribe(self._note, VerificationFailed)
+        with ThreadPoolExecutor(self.workers) as threads:
+            list(threads.map(self._train, view.workers))
+
+    def _note(self, published: PublishedEvent) -> None:
+        assert isinstance(published.event, VerificationFailed)
+        self.failed.append(published.event)
+
+    def _train(self, worker: int) -> None:
+        job, program = self._jobs[worker], Program(self.size)
+        flip = self.flip if self.flip is not None and self.flip.worker == worker else None
+        _here.flip = flip
+        verifications = Verifications(job)
+        verifier = Verifier(job.exchange, job, verifications)
+        states = StateVerifier(job, program, verifications)  # type: ignore[arg-type]
+        state = program.state
+        try:
+            for step in range(1, STEPS + 1):
+                if flip is not None:
+                    flip.now = step
+                    if flip.due("state"):
+                        flip.strike(list(state.values()))
+                verifications.begin(step)
+                what = f"step {step} of fit 1"
+                before = states.begin(program, state, what)  # type: ignore[arg-type]
+                total = verifier.sum(FlippedRound(worker, program, state, step, flip))
+                if flip is not None and flip.due("total"):
+                    total = {name: array.copy() for name, array in total.items()}
+                    flip.strike([total["gradient/0"]])
+
+                def again(state: Arrays, total: Any = total) -> Any:
+                    return program.apply(state, total, flip)
+
+                result = again(state)
+                if before is not None:
+                    result = states.end(before, program, result, what, again)  # type: ignore[arg-type]
+                state = result[1]
+        except DisagreementError as error:
+            self.ended.append(error)
+            if worker in error.workers:
+                self._leave(job, error)
+            return
+        finally:
+            _here.flip = None
+        self.states.add(b"".join(map(digest_array, state.values())).hex())
+
+    def _leave(self, job: Job, error: DisagreementError) -> None:
+        """Give the others the next view, and end this one."""
+        left = tuple(worker for worker in job.view.workers if worker not in error.workers)
+        if left and job.worker == min(error.workers):
+            following = place(REPLICAS, left, job.view.number + 1)
+            for worker, communicator in zip(left, _opened(following), strict=True):
+                self._memberships[worker].following.append((following, communicator))
+        job.communicator.abort(f"worker {job.worker} has ended")
+
+
+def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
+    """Flip a bit; return its place, and what became of it.
+
+    Args:
+        seed: determines everything.
+        every: K; with 1, all replicas are verified.
+        right: the hashes of the states of an undisturbed training, by its size.
+    """
+    drawn = random.Random(seed)
+    place_ = drawn.choice(PLACES)
+    workers = drawn.randint(1, REPLICAS)
+    flip = Flip(place_, drawn.randrange(workers), drawn.randint(1, STEPS - 1), drawn)
+    training = Training(workers, drawn.choice(SIZES), Verification(every, every == 1), flip)
+    training.run()
+    is_right = training.states <= {right[training.size]}
+    if not training.failed:
+        named = [error for error in training.ended if error.workers]
+        unseen = workers == 1 and place_ in OF_MEMORY
+        missed = "unseen" if unseen else "missed"
+        return place_, "wrong" if named else "harmless" if is_right else missed
+    accused = {worker for event in training.failed if event.verdict == "worker" for worker in event.workers}
+    return place_, "found" if is_right and (place_ in SHARED or accused <= {flip.worker}) else "wrong"
+
+
+def undisturbed() -> dict[int, str]:
+    """Return the hashes of the states at the end of trainings without a flip, by their sizes."""
+    states = {}
+    for size in SIZES:
+        training = Training(1, size, Verification())
+        training.run()
+        (states[size],) = training.states
+    return states
+
+
+def count(seeds: range, every: int) -> dict[str, Counter[str]]:
+    """Flip a bit for each seed; return the numbers of outcomes by place."""
+    right = undisturbed()
+    found: dict[str, Counter[str]] = {name: Counter() for name in PLACES}
+    with _places():
+        for seed in seeds:
+            where, became = outcome(seed, every, right)
+            found[where][became] += 1
+            if became in ("wrong", "missed") and every == 1:
+                print(f"seed {seed}: {where}: {became}", flush=True)
+    return found
+
+
+def main() -> int:
+    """Flip bits, and print a table; the status is 1 if one was wrong, or missed although all is verified."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--flips", type=int, default=200)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1)
+    options = parser.parse_args()
+    seeds = range(options.first_seed, options.first_seed + options.flips)
+    counts = count(seeds, options.every)
+    print(f"{'':12}" + "".join(f"{kind:>10}" for kind in KINDS))
+    for name, numbers in counts.items():
+        print(f"{name:12}" + "".join(f"{numbers[kind]:10}" for kind in KINDS))
+    bad = sum(
+        numbers["wrong"] + (numbers["missed"] if options.every == 1 else 0) for numbers in counts.values()
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
