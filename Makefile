@@ -85,11 +85,13 @@ rules: .venv/dev
 bench: .venv/mpi
 	$(BIN)/python bench/run.py
 
-# Kills thousands of workers, and hosts and coordinators, and runs thousands of random programs on every installed
-# backend; simulates 100,000 jobs. Takes hours, and root for the hosts.
+# Kills thousands of workers, and hosts and coordinators, flips bits, and runs thousands of random programs on every
+# installed backend; simulates 100,000 jobs. Takes hours, and root for the hosts.
 soak: export LOCKSTEP_WITNESS = off
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
+	$(BIN)/python tests/flips.py --flips 10000
+	$(BIN)/python tests/flips.py --flips 1000 --every 2
 	$(BIN)/python tests/hosts/soak_hosts.py
 	$(BIN)/python tests/ray/soak_ray.py
 	$(BIN)/python tests/supervisor/soak_simulation.py

@@ -240,6 +240,8 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _run(command: Sequence[str]) -> None:
     """Run what `python command...` runs."""
+    # With these, a command starts a job again.
+    sys.orig_argv[:] = [sys.executable, *command]
     if command[:2] == ["-m", "lockstep"]:
         sys.argv[:] = ["lockstep", *command[2:]]
         importlib.import_module("lockstep.cli.main").main()

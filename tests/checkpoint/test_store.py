@@ -4,6 +4,7 @@ import json
 import math
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,27 @@ def test_older_checkpoints_are_removed(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 10]
     Store(tmp_path, keep=1).write(sample(11))
     assert steps(tmp_path) == [11]
+
+
+def test_the_newest_verified_checkpoint_is_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for step, verified in ((2, 0), (4, 0), (5, 4), (6, 4), (7, 4), (8, 4), (9, 7), (10, 9), (11, 9), (12, 9)):
+        written = sample(step)
+        store.write(replace(written, manifest={**written.manifest, "verified": verified}))
+        if step == 8:
+            assert steps(tmp_path) == [4, 7, 8]
+    assert steps(tmp_path) == [9, 11, 12]
+
+
+def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=9)
+    store.remove_after(3)
+    for step in (1, 3, 4, 10):
+        store.write(sample(step))
+    store.remove_after(3)
+    assert steps(tmp_path) == [1, 3]
+    store.remove_after(0)
+    assert steps(tmp_path) == []
 
 
 def test_the_checkpoint_just_written_is_kept_even_if_it_is_old(tmp_path: Path) -> None:

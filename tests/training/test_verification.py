@@ -259,7 +259,7 @@ def test_a_wrong_bit_changes_no_result(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
     launch: Launch, undisturbed_run: Launch, thorough_backend: str, workers: int, tmp_path: Path
 ) -> None:
@@ -269,10 +269,23 @@ def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
     run = launch(options, "verified.py", "memory", "1", "5", backend=backend)
     assert "step 6 of fit 1: the state before the step" in run.stderr
     if workers == 3:
-        assert "on worker 1, has the wrong bits in sequential/out/kernel: workers 0 and 2 agree" in run.stderr
+        assert (
+            "computed on worker 1, has the wrong bits in sequential/out/kernel: workers 0 and 2 agree"
+            in run.stderr
+        )
     assert "and the job continues from that of step 3" in run.stderr
     assert "starts again" in run.stderr
     assert figures(run, 0)[-1] == figures(right, 0)[0]
+
+
+@pytest.mark.ci
+def test_a_wrong_bit_of_an_evaluation_is_found(launch: Launch, undisturbed_run: Launch) -> None:
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", "evaluated")
+    options = "-n 2 --replicas 4 --verify-every 2 --verify-replicas all"
+    run = launch(options, "verified.py", "evaluation", "1", "4")
+    assert "step 4 of evaluate 1: replica " in run.stderr
+    assert ", computed on worker 1, has the wrong bits in metric " in run.stderr
+    assert figures(run, 0) == figures(right, 0) != []
 
 
 @pytest.mark.ci

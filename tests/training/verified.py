@@ -4,7 +4,8 @@
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `once`: only
 the first time that it computes one in STEP or later. `sum`: once in the total, as it has it. `update`: once
-in a weight, in an update. `memory`: once in a weight, before STEP. `random`: from step 3 on, the loss of
+in a weight, in an update. `memory`: once in a weight, before STEP. `evaluation`: once in a metric, in STEP of
+an evaluation. `random`: from step 3 on, the loss of
 all workers depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the host
 node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
 """
@@ -27,7 +28,7 @@ from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""
-FAULTS = ("flip", "once", "sum", "update", "memory")
+FAULTS = ("flip", "once", "sum", "update", "memory", "evaluation")
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
 flips = 0
 
@@ -38,22 +39,19 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
     before = dict(round_.started)
     layout: PartialLayout = original(round_, replicas)
     own = job.current()
-    step = verifications_of(own).step
+    verifications = verifications_of(own)
+    once, part = ("once", "gradient/2") if verifications.trains else ("evaluation", "metric/0")
     for replica in round_.started.keys() - before.keys():
-        if (
-            FAULT in ("flip", "once")
-            and own.worker == WORKER
-            and step >= STEP
-            and not (FAULT == "once" and flips)
-        ):
+        is_due = verifications.step >= STEP and (FAULT == "flip" or (once == FAULT and not flips))
+        if own.worker == WORKER and is_due:
             flips += 1
             arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
-            round_.parts(arrays)["gradient/2"].reshape(-1).view("uint32")[0] ^= 1 << 20
+            round_.parts(arrays)[part].reshape(-1).view("uint32")[0] ^= 1 << 20
             round_.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
     return layout
 
 
-def is_due(fault: str) -> bool:
+def has(fault: str) -> bool:
     """Whether this worker has this fault now, which it has once, also if the job starts again."""
     own = job.current()
     if fault != FAULT or own.worker != WORKER or verifications_of(own).step < STEP - (fault == "memory"):
@@ -69,7 +67,7 @@ def is_due(fault: str) -> bool:
 def add(reduce: PackedReduce, adder: Any, original: Any = PackedReduce.sum) -> None:
     """Flip a bit of the total, as a faulty processor would."""
     original(reduce, adder)
-    if is_due("sum"):
+    if has("sum"):
         reduce.total[0].out.view("uint32")[3] ^= 1 << 20
 
 
@@ -87,12 +85,12 @@ def flipped(step: GlobalStep, state: Any) -> Any:
 def apply(step: GlobalStep, state: Any, totals: Any, original: Any = GlobalStep._apply) -> Any:
     """Make an update, perhaps a wrong one."""
     logs, state = original(step, state, totals)
-    return logs, flipped(step, state) if is_due("update") else state
+    return logs, flipped(step, state) if has("update") else state
 
 
 def take(step: GlobalStep, state: Any, element: Any, original: Any = GlobalStep.take) -> Any:
     """Take a step, perhaps with a state that has changed in memory since the last one."""
-    if step.kind == "train" and FAULT == "memory" and step.calls.taken + 1 == STEP and is_due("memory"):
+    if step.kind == "train" and FAULT == "memory" and step.calls.taken + 1 == STEP and has("memory"):
         state = flipped(step, state)
     return original(step, state, element)
 
@@ -134,4 +132,6 @@ history = model.fit(
     rows, targets, batch_size=16, epochs={"long": 1667, "unlike": 40}.get(FAULT, 2), verbose=0
 )
 print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
+if FAULT in ("evaluation", "evaluated"):
+    print("digest:", model.evaluate(rows, targets, batch_size=16, verbose=0))
 print("verified:", verifications_of(job.current()).count, verifications_of(job.current()).up_to)

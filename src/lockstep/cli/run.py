@@ -361,15 +361,15 @@ _GROUPS = {
     "--verify-every",
     type=click.IntRange(min=1, max=_TIMES),
     metavar="K",
-    help="Every K training steps, let a second worker compute one replica again, and compare the bits before "
-    "they are used.",
+    help="Every K training steps, let a second worker compute one replica and a part of the sum again, "
+    "compare the bits before they are used, and compare the states of all workers.",
 )
 @click.option(
     "--verify-replicas",
     type=click.Choice(["one", "all"]),
     default="one",
     show_default=True,
-    help="With --verify-every, verify one replica, each in turn, or all of them.",
+    help="With --verify-every, verify one replica and its part of the sum, each in turn, or all of them.",
 )
 @click.option(
     "--allow-unlike",

@@ -26,7 +26,6 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_array
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.verification import (
-    MACHINE,
     Answer,
     Hashes,
     Verdict,
@@ -153,10 +152,10 @@ class StateVerifier:
         self._verifications.publish(verdict, differing, part)
         who, shown = name_workers(verdict.workers), listed(differing)
         self._verifications.roll_back(
-            f"{what}, on {who}, has the wrong bits in {shown}: {verdict.why}; {MACHINE}"
+            verdict.accusation(what, differing)
             if verdict.kind == "worker"
             else f"{what} has different bits on {who} in {shown}, and no further worker can decide which "
-            f"are right; {MACHINE}",
+            "are right; the processor, the memory or a library of one of their hosts is at fault",
             verdict.workers,
             min(answer.compared for answer in answers),
         )

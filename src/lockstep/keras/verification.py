@@ -66,7 +66,6 @@ _ENDS = {
     "numbers that no seed of Keras determines, for the time, and for hosts that differ",
     "sum": "it is wrong in {shown}, twice: the memory that the workers of a host share is at fault",
 }
-MACHINE = "its processor, its memory or a library of its host is at fault"
 
 Hashes = bytes
 """The hashes of the arrays of a partial, one after the other; empty for a replica without examples."""
@@ -184,6 +183,13 @@ class Verdict(NamedTuple):
     kind: Literal["equal", "worker", "undecided", "step", "everyone", "sum", "repeated"]
     workers: tuple[int, ...] = ()
     why: str = ""
+
+    def accusation(self, what: str, names: Sequence[str]) -> str:
+        """Return a message on the workers at fault; see `Verifications.follow`."""
+        return (
+            f"{what}, computed on {name_workers(self.workers)}, has the wrong bits in {listed(names)}: "
+            f"{self.why}; its processor, its memory or a library of its host is at fault"
+        )
 
 
 def judge(answers: Sequence[Answer]) -> Verdict:
@@ -339,9 +345,7 @@ class Verifications:
         who = name_workers(verdict.workers) if verdict.workers else ""
         if verdict.kind == "worker":
             if self._job.worker in verdict.workers:
-                message = (
-                    f"{what}, computed on {who}, has the wrong bits in {shown}: {verdict.why}; {MACHINE}"
-                )
+                message = verdict.accusation(what, names)
                 self._job.membership.end_differing(DisagreementError(message, verdict.workers))
         elif verdict.kind != "repeated":
             end = _ENDS[verdict.kind].format(who=who, shown=shown)
@@ -400,10 +404,6 @@ class Verifications:
         blob = msgspec.msgpack.encode(left) if self._job.is_chief else b""
         blobs = communicator.gather(blob, what="the removal of checkpoints")
         return next(msgspec.msgpack.decode(other, type=int) for other in blobs if other)
-
-    def right_until(self, worker: int) -> int:
-        """Return the last step at which all replicas of a worker were verified; 0 before."""
-        return min(self._verified[replica] for replica in self._job.view.replicas_of(worker))
 
     def _advice(self) -> str:
         if self._job.checkpoints.scheduler is None:
@@ -653,19 +653,16 @@ class Verifier:
     def _judge(self, round_: Round, replica: int, answers: Answers) -> None:
         """End the workers that are at fault for a replica; return on the others."""
         verdict, names = judge(answers.present), self._differing(round_, answers.present)
-        what = f"{round_.what}: replica {replica}"
-        lasting = {answer.worker for answer in answers.present if answer.is_steady}.intersection(
-            verdict.workers
-        )
-        if verdict.kind == "worker" and lasting and self._verifications.trains:
-            # It may have computed wrongly before.
-            since = min(map(self._verifications.right_until, lasting))
-            if since < self._verifications.step - 1:
-                self._verifications.publish(verdict, names, "gradient", replica)
-                who = name_workers(verdict.workers)
-                message = f"{what}, computed on {who}, has the wrong bits in {listed(names)}: {verdict.why}"
-                self._verifications.roll_back(f"{message}; {MACHINE}", verdict.workers, since)
-        self._verifications.follow(verdict, what, names, "gradient", replica)
+        what, verifications = f"{round_.what}: replica {replica}", self._verifications
+        guilty = [answer for answer in answers.present if answer.worker in verdict.workers]
+        lasts = any(answer.is_steady and len(answer.attempts) > 1 for answer in guilty)
+        since = verifications.up_to
+        if verdict.kind == "worker" and lasts and verifications.trains and since < verifications.step - 1:
+            # It may have computed wrongly in earlier steps.
+            verifications.publish(verdict, names, "gradient", replica)
+            message = verdict.accusation(what, names)
+            verifications.roll_back(message, verdict.workers, since)
+        verifications.follow(verdict, what, names, "gradient", replica)
 
     def _answers(
         self, round_: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator

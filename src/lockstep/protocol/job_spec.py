@@ -63,11 +63,11 @@ class Checkpoints:
 
 
 class Verification(msgspec.Struct, frozen=True, rename={"every": "verify_every", "all": "verify_all"}):
-    """Which replicas a second worker computes again.
+    """Which part of a step a second worker computes again.
 
     Attributes:
         every: the interval in training steps; 0 for never.
-        all: whether it is all replicas, instead of one.
+        all: whether it is all of the step, instead of one replica and its part of the sum.
     """
 
     every: int = 0
@@ -107,7 +107,7 @@ class JobSettings:
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
         checkpoints: the checkpoints to save; None for none.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
-        verification: which replicas are computed twice.
+        verification: what is computed twice.
         exact_batch: whether replicas also exchange large rows for losses and metrics that compare examples.
         allow_unlike: whether hosts may compute different bits.
         parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
