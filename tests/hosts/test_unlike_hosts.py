@@ -13,11 +13,11 @@ PROGRAM = Path(__file__).parents[1] / "training/verified.py"
 Lean = Callable[..., dict[str, str]]
 
 
-def start(hosts: Sequence[Host], lean: Lean, fault: str, *options: str) -> Running:
+def start(hosts: Sequence[Host], lean: Lean, fault: str, *options: str, where: Sequence[str] = ()) -> Running:
     for host in hosts[:2]:
         shutil.copy(PROGRAM, host.work)
     shared = ("--hosts", "node1,node2", "--backend", "jax", "--threads-per-worker", "1", "--run-dir", "run")
-    return hosts[0].lockstep("run", *shared, *options, PROGRAM.name, fault, **lean(PROGRAM, "jax"))
+    return hosts[0].lockstep("run", *shared, *options, PROGRAM.name, fault, *where, **lean(PROGRAM, "jax"))
 
 
 def test_a_host_with_other_bits_is_refused(hosts: Sequence[Host], lean: Lean) -> None:
@@ -44,3 +44,19 @@ def test_unlike_hosts_train_if_that_is_allowed(hosts: Sequence[Host], lean: Lean
     events = [json.loads(line) for line in (hosts[0].work / "run/events.jsonl").read_text().splitlines()]
     assert [one["what"] for one in events if one["event"] == "hosts differ"]
     assert "finished in " in job.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [("once", "replica "), ("update", "the state after the update"), ("memory", "the state")],
+)
+def test_a_wrong_bit_of_another_host_is_found(
+    hosts: Sequence[Host], lean: Lean, fault: str, what: str
+) -> None:
+    options = ("--replicas", "4", "--verify-every", "1", "--verify-replicas", "all", "--checkpoint", "saved")
+    job = start(hosts, lean, fault, *options, "--checkpoint-every", "1", where=("1", "3"))
+    assert job.end() == 0, job.err
+    assert f"step 3 of fit 1: {what}" in job.err
+    assert ("the job continues from that of step 2" in job.err) == (fault == "memory")
+    assert job.err.splitlines()[-1].startswith("lockstep: finished in ")
