@@ -1,6 +1,6 @@
 """The distributed calls of a process (`fit`, `evaluate`, `steps` ...), numbered, and its position in them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +30,8 @@ class NumberedCall:
         samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.
+        generators: of random numbers, which the examples hold that it reads or trains on.
+        validation_generators: those that the validation data of a `fit` holds.
         inner: number of calls within it that have begun, by method.
         result_of: returns the result to record when it ends, if that is not its return value.
         logs: the logs of its last step.
@@ -52,6 +54,8 @@ class NumberedCall:
     samples: int = 0
     passes: int = 0
     states: Mapping[str, Any] = field(default_factory=dict)
+    generators: Sequence[Any] = ()
+    validation_generators: Sequence[Any] = ()
     inner: dict[str, int] = field(default_factory=dict)
     result_of: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
@@ -61,6 +65,11 @@ class NumberedCall:
     def forwarding(self) -> bool:
         """Whether the call is skipping steps."""
         return self.steps < self.skipped
+
+    @property
+    def held_generators(self) -> Sequence[Any]:
+        """The generators that all its inputs hold."""
+        return [*self.generators, *self.validation_generators]
 
 
 @dataclass

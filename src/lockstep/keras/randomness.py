@@ -373,14 +373,21 @@ def imported_frameworks() -> list[str]:
 
 
 def generator_state(generator: Any) -> Any:
-    """Return the state of a generator of Python, NumPy or PyTorch, of types that a checkpoint can hold."""
+    """Return the state of a generator of Python, NumPy, PyTorch, Keras or TensorFlow.
+
+    Its parts are of types that a checkpoint can hold.
+    """
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return copy.deepcopy(generator.bit_generator.state)
+        return generator_state(generator.bit_generator)
+    if isinstance(generator, np.random.BitGenerator):
+        return copy.deepcopy(generator.state)
     if isinstance(generator, np.random.RandomState):
         return generator.get_state()
-    return generator.get_state().numpy().copy()
+    if hasattr(generator, "get_state"):
+        return generator.get_state().numpy().copy()
+    return np.array(keras.ops.convert_to_numpy(generator.state))
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
@@ -389,14 +396,22 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = state
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
-    else:
+    elif hasattr(generator, "set_state"):
         generator.set_state(sys.modules["torch"].from_numpy(np.array(state)))
+    else:
+        generator.state.assign(state)
 
 
-def random_states() -> dict[str, Any]:
-    """Return the states of Python and NumPy, and of Keras, TensorFlow and PyTorch if they are in use."""
+def random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return the states of Python and NumPy, and of Keras, TensorFlow and PyTorch if they are in use.
+
+    Args:
+        generators: others, whose states are included.
+    """
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     generator = global_generator()
     if generator is not None:
@@ -407,6 +422,8 @@ def random_states() -> dict[str, Any]:
             states["tensorflow"] = seed, numbers.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
+    if generators:
+        states["held"] = [generator_state(generator) for generator in generators]
     return states
 
 
@@ -417,8 +434,10 @@ def digest_of_states(names: Sequence[str]) -> str:
     return digest_arrays(map(np.asarray, leaves)).hex()[:16]
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
+def set_random_states(states: Mapping[str, Any], generators: Sequence[Any] = ()) -> None:
     """Restore the result of `random_states`."""
+    for generator, state in zip(generators, states.get("held", ()), strict=False):
+        set_generator_state(generator, state)
     random.setstate(states["python"])
     _set_numpy_state(states["numpy"])
     if "keras" in states:
@@ -454,7 +473,9 @@ def same_state(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_state(part, other[key]) for key, part in one.items())
-    if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):
+    if isinstance(one, list) or (
+        isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one)
+    ):
         return len(one) == len(other) and all(map(same_state, one, other))
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))

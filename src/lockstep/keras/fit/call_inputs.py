@@ -4,13 +4,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
+from keras.random import SeedGenerator
 
 from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
+from lockstep.keras.input.held_state import generators_held
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
+from lockstep.keras.input.sources import GlobalBatchSource
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.private.common import layers_of
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.state.snapshots import Snapshots
@@ -30,6 +34,22 @@ class CallInputs:
         self._job = job
         self._calls = calls
         self._models, self._resumable = snapshots.models, snapshots.resumable
+
+    def note_generators(self, call: NumberedCall, model: Any, x: Any, validation: Any = None) -> None:
+        """Note the generators that the inputs of a call of the script hold: they are part of its state.
+
+        Those that the model holds are part of the model's. Only the script's own calls are resumed.
+        """
+        if len(self._calls.stack) == 2:
+            variables = {id(variable) for variable in model.variables}
+            call.generators, call.validation_generators = (
+                [
+                    generator
+                    for generator in generators_held((name, _dataset_of(data)))
+                    if not (isinstance(generator, SeedGenerator) and id(generator.state) in variables)
+                ]
+                for name, data in (("x", x), ("validation_data", validation))
+            )
 
     def of_training(self, given: Mapping[str, Any]) -> tuple[GlobalInput, Any]:
         """Return the input that a `fit` with arguments `given` trains on, and its validation data."""
@@ -99,3 +119,10 @@ class CallInputs:
     def first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
         """Yield the first batch in the form of Keras's epoch iterators; read it only when asked for it."""
         yield 0, 0, [self.sample(data, model, "train")]
+
+
+def _dataset_of(data: Any) -> Any:
+    """Return the dataset that a program has distributed, or `data` itself; None for pipelines of replicas."""
+    if not isinstance(data, DistributedDataset):
+        return data
+    return data.source.stream.dataset if isinstance(data.source, GlobalBatchSource) else None

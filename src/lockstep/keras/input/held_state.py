@@ -57,13 +57,11 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
 
 
 def generators_held(*roots: tuple[str, Any]) -> list[Any]:
-    """Return the generators of Python, NumPy and PyTorch that some objects hold, each once.
+    """Return the generators of random numbers that some objects hold, each once.
 
     They have the same order in all processes that run the same script.
     """
-    kinds: list[type] = [random.Random, np.random.Generator, np.random.RandomState]
-    kinds += [torch.Generator] if (torch := sys.modules.get("torch")) is not None else []
-    return [one for _, one in _objects(roots) if isinstance(one, tuple(kinds)) and _is_generator(one)]
+    return [held for _, held in _objects(roots) if _is_generator(held)]
 
 
 def held_variable(*roots: tuple[str, Any]) -> str | None:

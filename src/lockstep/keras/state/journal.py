@@ -8,7 +8,7 @@ script several times, as scheduled functions do, has a log of its own in the jou
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
@@ -98,8 +98,18 @@ class Journal:
         failure: Failure | None = None,
         *,
         key: str = "",
+        generators: Sequence[Any] = (),
     ) -> None:
-        """Record a call that has finished or ended with an error."""
+        """Record a call that has finished or ended with an error, and the random states at its end.
+
+        Args:
+            result: what is kept of it.
+            methods: the number of calls of each method at its end.
+            taken: the number of training steps at its end.
+            failure: the error that ended it, if any.
+            key: of its turn.
+            generators: of random numbers, which its inputs hold.
+        """
         number = len(self._codes)
         if key:
             self._keys[number] = key
@@ -115,7 +125,7 @@ class Journal:
         if form in ("", "error"):
             self._others[number] = result if failure is None else (failure, result)
         self._end.advance(kind)
-        states = random_states()
+        states = random_states(generators)
         if not same_states(states, self._last_states):
             self._last_states = self._states[number] = states
 

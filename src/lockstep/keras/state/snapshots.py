@@ -162,7 +162,9 @@ class Snapshots:
             "callbacks": callback_states(callbacks, call.callback_hashes),
             "settings": self._settings(model, program),
             "sources": own_sources(),
-            "random": random_states() if program is not None else self.resumable.journal.states,
+            "random": self.resumable.journal.states
+            if program is None
+            else random_states(call.validation_generators),
             "heard": callbacks_done,
             "stops": callbacks_done and bool(model.stop_training),
             "verified": verifications_of(self._job).packed,
@@ -280,7 +282,8 @@ class Snapshots:
                 call.inner = dict(facts["inner"])
                 set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
             set_python(model, facts.get("python", ()))
-            set_random_states(facts["random"])
+            # A process that skips steps reads the examples again, but validates nothing.
+            set_random_states(facts["random"], call.validation_generators)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
