@@ -2,8 +2,9 @@
 
     drawing.py KIND [HOW CALL STEP]
 
-KIND is `loader`, a DataLoader with a generator, or `dataset`, a PyDataset with generators of Python, NumPy and
-Keras. After a step of a call of `fit`, from 1, all workers are `killed` in the first run, or worker 1 is `lost`.
+KIND is `loader`, a DataLoader with a generator, or `dataset`, a PyDataset with generators of Python, NumPy
+and Keras. After a step of a call of `fit`, from 1, all workers are `killed` in the first run, or worker 1 is
+`lost`.
 """
 
 import os

@@ -169,6 +169,14 @@ def test_events_are_numbered_and_small_and_come_about_once_a_second(recorded: Re
     assert 9 <= len(events) <= 12
 
 
+def test_a_step_that_a_joining_worker_computes_by_itself_is_not_recorded(recorded: Recorded) -> None:
+    recorded.step()
+    with recorded.job.detached():
+        recorded.step()
+    recorded.step()
+    assert [step.step for step in recorded.steps] == [1, 3]
+
+
 def test_wishes() -> None:
     nothing = Recorded("off")
     nothing.step()

@@ -372,6 +372,11 @@ def imported_frameworks() -> list[str]:
     return [name for name in _FRAMEWORKS if name in sys.modules]
 
 
+def is_in_variable(generator: Any) -> bool:
+    """Whether the state of a generator is in a variable, as Keras's and TensorFlow's are."""
+    return hasattr(getattr(generator, "state", None), "assign")
+
+
 def generator_state(generator: Any) -> Any:
     """Return the state of a generator of Python, NumPy, PyTorch, Keras or TensorFlow.
 
@@ -385,9 +390,9 @@ def generator_state(generator: Any) -> Any:
         return copy.deepcopy(generator.state)
     if isinstance(generator, np.random.RandomState):
         return generator.get_state()
-    if hasattr(generator, "get_state"):
-        return generator.get_state().numpy().copy()
-    return np.array(keras.ops.convert_to_numpy(generator.state))
+    if is_in_variable(generator):
+        return np.array(keras.ops.convert_to_numpy(generator.state))
+    return generator.get_state().numpy().copy()
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
@@ -400,10 +405,10 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.state = state
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
-    elif hasattr(generator, "set_state"):
-        generator.set_state(sys.modules["torch"].from_numpy(np.array(state)))
-    else:
+    elif is_in_variable(generator):
         generator.state.assign(state)
+    else:
+        generator.set_state(sys.modules["torch"].from_numpy(np.array(state)))
 
 
 def random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:

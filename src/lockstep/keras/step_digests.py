@@ -198,7 +198,8 @@ class DigestRecorder:
         step += self._rounds
         if trains:
             self._taken = step - self._rounds
-        if not self.active or not self._is_due(step, number, trains):
+        # A worker that is about to join computes a step only to compile it.
+        if self._job.joins or not self.active or not self._is_due(step, number, trains):
             return None
         full = self._all or step == 1 or step % _FULL_EVERY == 0 or (number == 1 and step <= ALL_UNTIL)
         may_hold_state = (

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
-from keras.random import SeedGenerator
 
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.input.distributed_dataset import DistributedDataset
@@ -16,6 +15,7 @@ from lockstep.keras.input.sources import GlobalBatchSource
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.private.common import layers_of
+from lockstep.keras.randomness import is_in_variable
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.worker.job import Job
@@ -46,7 +46,7 @@ class CallInputs:
                 [
                     generator
                     for generator in generators_held((name, _dataset_of(data)))
-                    if not (isinstance(generator, SeedGenerator) and id(generator.state) in variables)
+                    if not (is_in_variable(generator) and id(generator.state) in variables)
                 ]
                 for name, data in (("x", x), ("validation_data", validation))
             )

@@ -23,7 +23,6 @@ from lockstep.keras.fit.mirrored import Mirrored, replay_fit
 from lockstep.keras.fit.one_replica import OneReplica, Outside
 from lockstep.keras.fit.trainer import Original, TrainerParts, bind
 from lockstep.keras.input.fit_inputs import GlobalInput
-from lockstep.keras.input.held_state import generators_held
 from lockstep.keras.input.loader_reading import is_loader
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
@@ -91,8 +90,10 @@ class Served(Mirrored):
         self._iterators.refuse_again(bound.arguments["x"])
         self._parts.last.trains(model)
         with self._resumable.call("fit") as call:
+            given = bound.arguments
+            self._parts.inputs.note_generators(call, model, given["x"], given["validation_data"])
             if finished := self._resumable.resume():
-                return replay_fit(model, bound.arguments["callbacks"], finished)
+                return replay_fit(model, given["callbacks"], finished)
             return self._fit(call, original, model, bound)
 
     def _fit(self, call: NumberedCall, original: Original, model: Any, bound: inspect.BoundArguments) -> Any:
@@ -122,7 +123,6 @@ class Served(Mirrored):
             model=model,
             options=parts.models.options(model),
             tables=tables,
-            generators=generators_held(("x", given["x"])),
             trained=parts.calls.taken,
             install=lambda step: setattr(
                 model, "train_function", parts.backend.function(model, step, "train")

@@ -67,8 +67,8 @@ class ChiefProcess(FitProcess):
         self._known.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
         self._known.weights, self._known.values = self._values(None)
         self._known_others = self._others(None)
-        self._first_others, self._random = self._known_others, random_states()
-        self.reading = ReadingStates(self.served.generators)
+        self._first_others, self._random = self._known_others, random_states(self.call.held_generators)
+        self.reading = ReadingStates(self.call.generators)
         batches = training.batches
         training.batches = lambda: self.one_ahead(self.reading.read(batches), training.num_batches)
         with self.job.apart():
@@ -235,8 +235,7 @@ class ChiefProcess(FitProcess):
         weights = zip(self.model.trainable_variables, self._known.weights, strict=True)
         slots = zip(self.model.optimizer.variables, self._known.values, strict=True)
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        facts = self.mesh.facts() | {"generators": self.reading.begun}
-        known = KnownApart(self._random, facts, [*weights, *slots, *others])
+        known = KnownApart(self._random, self.mesh.facts(), [*weights, *slots, *others])
         return self.served.take(whole, self._steps, known)
 
     def _compare_batches(self) -> None:

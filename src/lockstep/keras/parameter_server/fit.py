@@ -30,12 +30,7 @@ from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_process import ServerProcess
 from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
-from lockstep.keras.randomness import (
-    generator_state,
-    random_states,
-    set_generator_state,
-    set_random_states,
-)
+from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
 from lockstep.keras.variables import assign, step_state
 from lockstep.keras.worker_exchange import Packed, gather, pack, unpack
@@ -117,8 +112,7 @@ def _shared(
         kept, arrays = values.pack(
             {
                 "callbacks": of_callbacks,
-                "random": random_states(),
-                "generators": [generator_state(one) for one in served.generators],
+                "random": random_states(call.held_generators),
             },
             "chief",
         )
@@ -145,9 +139,7 @@ def _shared(
         model.history.set_model(model)
         chiefs = values.unpack(kept, dict(map(unpack, packed)))
         set_callback_states(listeners(callbacks, model), chiefs["callbacks"])
-        set_random_states(chiefs["random"])
-        for one, generator in zip(served.generators, chiefs["generators"], strict=True):
-            set_generator_state(one, generator)
+        set_random_states(chiefs["random"], call.held_generators)
     return model.history
 
 

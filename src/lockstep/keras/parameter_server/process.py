@@ -62,7 +62,6 @@ class ServedCall:
         model: built, equal in all processes.
         options: of the strategy.
         tables: of which workers read rows.
-        generators: of random numbers, which the input holds.
         trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
         take: returns the state for a worker that joins, or only the position; given the number of completed
@@ -76,7 +75,6 @@ class ServedCall:
     model: Any
     options: ServerOptions
     tables: EmbeddingTables
-    generators: Sequence[Any]
     trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
     take: Callable[[bool, int, KnownApart], Contents]

@@ -11,6 +11,7 @@ from typing import Any
 from lockstep.keras.randomness import (
     current_states,
     generator_state,
+    is_in_variable,
     restore_states,
     same_state,
     set_generator_state,
@@ -24,17 +25,13 @@ class ReadingStates:
     """The states from which an input draws.
 
     Args:
-        generators: that the input holds.
+        generators: that the input holds. Those in variables do not count: TensorFlow's pipelines draw from
+            them in threads of their own.
     """
 
     def __init__(self, generators: Sequence[Any]) -> None:
-        self._generators = generators
+        self._generators = [one for one in generators if not is_in_variable(one)]
         self._begun = self._own = self._now()
-
-    @property
-    def begun(self) -> list[Any]:
-        """The states of the generators at the beginning."""
-        return [self._begun[i] for i in range(len(self._generators))]
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass; yield its batches."""

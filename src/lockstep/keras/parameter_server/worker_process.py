@@ -13,7 +13,6 @@ from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.servers import Gradients
 from lockstep.keras.parameter_server.worker_step import ANY_STEP, WorkerStep
-from lockstep.keras.randomness import set_generator_state
 from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, WorkDone
 
 Array = npt.NDArray[Any]
@@ -51,8 +50,6 @@ class WorkerProcess(FitProcess):
             PeerLostError: the chief or a server has ended.
         """
         joins = self.served.joins
-        for one, state in zip(self.served.generators, (joins or {}).get("generators", ()), strict=False):
-            set_generator_state(one, state)
         if joins is None:
             self.meet()
         else:

@@ -222,7 +222,7 @@ class Snapshots:
         if model is not None:
             assign(model, below("current/", arrays))
             self._calls.move_to(facts["methods"], facts["taken"])
-        set_random_states(facts["random"])
+        set_random_states(facts["random"], self._calls.current.held_generators)
         self.resumable.arrive()
         self._calls.current.skipped = 0
         where = f"step {resumption.steps} of {call}" if resumption.steps else call
