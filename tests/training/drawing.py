@@ -1,10 +1,10 @@
-"""Inputs that hold generators of random numbers, read by several calls; workers are lost in a later one.
+"""Inputs that hold generators and numbers, read by several calls; workers are lost in a later one.
 
     drawing.py KIND [HOW CALL STEP]
 
-KIND is `loader`, a DataLoader with a generator, or `dataset`, a PyDataset with generators of Python, NumPy
-and Keras. After a step of a call of `fit`, from 1, all workers are `killed` in the first run, or worker 1 is
-`lost`.
+KIND is `loader`, a DataLoader with a generator, whose sampler counts passes; `dataset`, a PyDataset with
+generators of Python, NumPy and Keras; or `ordered`, one that shuffles its rows after each epoch. After a step
+of a call of `fit`, from 1, all workers are `killed` in the first run, or worker 1 is `lost`.
 """
 
 import os
@@ -41,12 +41,51 @@ class Noisy(keras.utils.PyDataset):  # type: ignore[misc]
         return x.astype("float32"), X[rows, :1]
 
 
+class Ordered(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of rows that are shuffled after each epoch, from where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.files, self.epoch = np.arange(48), list(range(4)), 0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        rows = self.rows[12 * self.files[index] :][:12]
+        return X[rows] + 0.1 * self.epoch, X[rows, :1]
+
+    def on_epoch_end(self) -> None:
+        np.random.shuffle(self.rows)
+        random.shuffle(self.files)
+        self.epoch += 1
+
+
+class Rolled:
+    """A sampler that depends on a generator and on the number of the pass."""
+
+    def __init__(self, generator: Any) -> None:
+        self.generator, self.passes = generator, 0
+
+    def __len__(self) -> int:
+        return 48
+
+    def __iter__(self) -> Any:
+        import torch
+
+        self.passes += 1
+        return iter(torch.randperm(48, generator=self.generator).roll(self.passes).tolist())
+
+
 def loader() -> Any:
     import torch
 
     rows = torch.utils.data.TensorDataset(torch.from_numpy(X), torch.from_numpy(X[:, :1]))
-    generator = torch.Generator().manual_seed(4)
-    return torch.utils.data.DataLoader(rows, batch_size=12, shuffle=True, generator=generator)
+    sampler = Rolled(torch.Generator().manual_seed(4))
+    return torch.utils.data.DataLoader(rows, batch_size=12, sampler=sampler)
+
+
+INPUTS: Any = {"loader": loader, "dataset": Noisy, "ordered": Ordered}
 
 
 class Loses(keras.callbacks.Callback):  # type: ignore[misc]
@@ -74,7 +113,7 @@ def main() -> None:
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(1)])
         model.compile("adam", "mse")
-    data, validation = (loader() if KIND == "loader" else Noisy()), Noisy()
+    data, validation = INPUTS[KIND](), Noisy()
     model.fit(data, epochs=2, verbose=0, callbacks=[Loses(1)], validation_data=validation)
     print("evaluate", model.evaluate(data, verbose=0))
     fit = model.fit(data, epochs=3, verbose=0, callbacks=[Loses(2)], validation_data=validation)

@@ -1,4 +1,4 @@
-"""Generators that inputs hold are part of the state: whoever comes later reads what the others read."""
+"""What reading changes in inputs is part of the state: whoever comes later reads what the others read."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +15,12 @@ def results(run: Any, worker: int) -> list[str]:
     return [line for mark in MARKS for line in run.marked(worker, mark)]
 
 
-KINDS = pytest.mark.parametrize(
-    ("backend", "kind"), [("torch", "loader"), ("jax", "dataset")], indirect=["backend"]
-)
+KINDS = {"loader": "torch", "dataset": "jax", "ordered": "jax"}
+"""The kinds of inputs, and the backends on which they are tested."""
 
 
 @pytest.mark.ci
-@KINDS
+@pytest.mark.parametrize(("kind", "backend"), KINDS.items(), indirect=["backend"])
 def test_a_worker_that_joins_in_a_later_fit_reads_what_the_others_read(
     launch: Launch, undisturbed_run: Launch, backend: str, kind: str
 ) -> None:
@@ -32,8 +31,11 @@ def test_a_worker_that_joins_in_a_later_fit_reads_what_the_others_read(
 
 
 @pytest.mark.ci
-@KINDS
-@pytest.mark.parametrize("place", ["1 7", "2 1", "2 6"])
+@pytest.mark.parametrize(
+    ("backend", "kind", "place"),
+    [("jax", "dataset", "1 7"), *((KINDS[kind], kind, place) for kind in KINDS for place in ("2 1", "2 6"))],
+    indirect=["backend"],
+)
 def test_a_job_that_resumes_reads_on_where_it_was(
     launch: Launch, undisturbed_run: Launch, tmp_path: Path, backend: str, kind: str, place: str
 ) -> None:

@@ -1,6 +1,6 @@
 """The distributed calls of a process (`fit`, `evaluate`, `steps` ...), numbered, and its position in them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +30,8 @@ class NumberedCall:
         samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.
-        generators: of random numbers, which the examples hold that it reads or trains on.
-        validation_generators: those that the validation data of a `fit` holds.
+        held: what reading its examples changes in the objects that hold them; see `states_held`.
+        held_by_validation: the same of the validation data of a `fit`.
         inner: number of calls within it that have begun, by method.
         result_of: returns the result to record when it ends, if that is not its return value.
         logs: the logs of its last step.
@@ -54,8 +54,8 @@ class NumberedCall:
     samples: int = 0
     passes: int = 0
     states: Mapping[str, Any] = field(default_factory=dict)
-    generators: Sequence[Any] = ()
-    validation_generators: Sequence[Any] = ()
+    held: Mapping[str, Any] = field(default_factory=dict)
+    held_by_validation: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
     result_of: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
@@ -67,9 +67,9 @@ class NumberedCall:
         return self.steps < self.skipped
 
     @property
-    def held_generators(self) -> Sequence[Any]:
-        """The generators that all its inputs hold."""
-        return [*self.generators, *self.validation_generators]
+    def held_by_inputs(self) -> Mapping[str, Any]:
+        """What reading changes in all its inputs."""
+        return {**self.held, **self.held_by_validation}
 
 
 @dataclass

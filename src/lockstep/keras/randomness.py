@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -380,9 +381,9 @@ def is_in_variable(generator: Any) -> bool:
 def generator_state(generator: Any) -> Any:
     """Return the state of a generator of Python, NumPy, PyTorch, Keras or TensorFlow.
 
-    Its parts are of types that a checkpoint can hold.
+    Its parts are of types that a checkpoint can hold. What has the methods of `random.Random` counts, too.
     """
-    if isinstance(generator, random.Random):
+    if hasattr(generator, "getstate"):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator_state(generator.bit_generator)
@@ -397,7 +398,7 @@ def generator_state(generator: Any) -> Any:
 
 def set_generator_state(generator: Any, state: Any) -> None:
     """Restore a result of `generator_state`."""
-    if isinstance(generator, random.Random):
+    if hasattr(generator, "setstate"):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
@@ -411,11 +412,11 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(sys.modules["torch"].from_numpy(np.array(state)))
 
 
-def random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
+def random_states(held: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
     """Return the states of Python and NumPy, and of Keras, TensorFlow and PyTorch if they are in use.
 
     Args:
-        generators: others, whose states are included.
+        held: others, by name, whose states are included.
     """
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     generator = global_generator()
@@ -427,8 +428,8 @@ def random_states(generators: Sequence[Any] = ()) -> dict[str, Any]:
             states["tensorflow"] = seed, numbers.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
-    if generators:
-        states["held"] = [generator_state(generator) for generator in generators]
+    if held:
+        states["held"] = {name: generator_state(generator) for name, generator in held.items()}
     return states
 
 
@@ -439,10 +440,11 @@ def digest_of_states(names: Sequence[str]) -> str:
     return digest_arrays(map(np.asarray, leaves)).hex()[:16]
 
 
-def set_random_states(states: Mapping[str, Any], generators: Sequence[Any] = ()) -> None:
+def set_random_states(states: Mapping[str, Any], held: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Restore the result of `random_states`."""
-    for generator, state in zip(generators, states.get("held", ()), strict=False):
-        set_generator_state(generator, state)
+    for name, state in states.get("held", {}).items():
+        if name in held:
+            set_generator_state(held[name], state)
     random.setstate(states["python"])
     _set_numpy_state(states["numpy"])
     if "keras" in states:
@@ -478,9 +480,7 @@ def same_state(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same_state(part, other[key]) for key, part in one.items())
-    if isinstance(one, list) or (
-        isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one)
-    ):
+    if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):
         return len(one) == len(other) and all(map(same_state, one, other))
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))

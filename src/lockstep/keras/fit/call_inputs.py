@@ -9,7 +9,7 @@ from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
-from lockstep.keras.input.held_state import generators_held
+from lockstep.keras.input.held_state import states_held
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
 from lockstep.keras.input.sources import GlobalBatchSource
 from lockstep.keras.input.visits import order_seed
@@ -35,19 +35,19 @@ class CallInputs:
         self._calls = calls
         self._models, self._resumable = snapshots.models, snapshots.resumable
 
-    def note_generators(self, call: NumberedCall, model: Any, x: Any, validation: Any = None) -> None:
-        """Note the generators that the inputs of a call of the script hold: they are part of its state.
+    def note_held(self, call: NumberedCall, model: Any, x: Any, validation: Any = None) -> None:
+        """Note what reading changes in the inputs of a call of the script: it is part of the state.
 
-        Those that the model holds are part of the model's. Only the script's own calls are resumed.
+        What the model holds is part of the model's state. Only the script's own calls are resumed.
         """
         if len(self._calls.stack) == 2:
             variables = {id(variable) for variable in model.variables}
-            call.generators, call.validation_generators = (
-                [
-                    generator
-                    for generator in generators_held((name, _dataset_of(data)))
-                    if not (is_in_variable(generator) and id(generator.state) in variables)
-                ]
+            call.held, call.held_by_validation = (
+                {
+                    path: held
+                    for path, held in states_held((name, _dataset_of(data))).items()
+                    if not (is_in_variable(held) and id(held.state) in variables)
+                }
                 for name, data in (("x", x), ("validation_data", validation))
             )
 

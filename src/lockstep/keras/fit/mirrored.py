@@ -77,7 +77,7 @@ class Mirrored:
         with self._resumable.call("fit") as call:
             if asked is not None:
                 parts.checkpoints.begin(asked)
-            parts.inputs.note_generators(call, model, given["x"], given["validation_data"])
+            parts.inputs.note_held(call, model, given["x"], given["validation_data"])
             if finished := self._resumable.resume():
                 return replay_fit(model, callbacks, finished)
             training, validation = self._inputs_of_fit(given)
@@ -132,7 +132,7 @@ class Mirrored:
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._resumable.call("evaluate") as call:
-            parts.inputs.note_generators(call, model, given["x"])
+            parts.inputs.note_held(call, model, given["x"])
             if finished := self._resumable.resume():
                 return finished.result
             if not self._prepares(model):
@@ -152,7 +152,7 @@ class Mirrored:
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._resumable.call("predict") as call:
-            parts.inputs.note_generators(call, model, given["x"])
+            parts.inputs.note_held(call, model, given["x"])
             if finished := self._resumable.resume():
                 return finished.result
             if not self._prepares(model):

@@ -91,7 +91,7 @@ class Served(Mirrored):
         self._parts.last.trains(model)
         with self._resumable.call("fit") as call:
             given = bound.arguments
-            self._parts.inputs.note_generators(call, model, given["x"], given["validation_data"])
+            self._parts.inputs.note_held(call, model, given["x"], given["validation_data"])
             if finished := self._resumable.resume():
                 return replay_fit(model, given["callbacks"], finished)
             return self._fit(call, original, model, bound)

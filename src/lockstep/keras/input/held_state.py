@@ -1,21 +1,23 @@
-"""Finds what makes items of a dataset depend on earlier reads: random generators that its code holds."""
+"""Finds what makes items of a dataset depend on earlier reads: generators and numbers that its code holds."""
 
+import copy
 import dis
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
 from io import IOBase
 from itertools import count, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
-from lockstep.keras.private.common import TRACKED_CONTAINERS
-from lockstep.keras.randomness import global_generators
+from lockstep.keras.private.common import KERAS_HOLDERS, TRACKED_CONTAINERS
+from lockstep.keras.randomness import global_generators, same_state
 
 _OBJECTS = 20_000
 """The number of objects that are searched."""
@@ -33,6 +35,12 @@ _LIBRARIES = frozenset(
 """Packages whose functions and classes hold no generators except the global ones."""
 
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray, np.generic, ModuleType)
+
+_NUMERIC_BYTES = 16 * 2**20
+"""The most bytes of an array that counts as numbers of its object; larger ones are data."""
+
+_NUMERIC_ITEMS = 200_000
+"""The most items of a list or tuple that counts as numbers of its object."""
 
 _ASSIGNMENTS = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR"})
 
@@ -56,12 +64,51 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
     return None
 
 
-def generators_held(*roots: tuple[str, Any]) -> list[Any]:
-    """Return the generators of random numbers that some objects hold, each once.
+class ChangedNumbers:
+    """The numbers in attributes of an object of the program that have changed since it was first seen.
 
-    They have the same order in all processes that run the same script.
+    Arrays, and lists and tuples of numbers, count up to a size. Text does not: it may be a path.
+
+    Args:
+        held: the object.
     """
-    return [held for _, held in _objects(roots) if _is_generator(held)]
+
+    def __init__(self, held: Any) -> None:
+        self._attributes = vars(held)
+        if held not in _first_numbers:
+            _first_numbers[held] = _numbers(self._attributes)
+        self._first = _first_numbers[held]
+
+    def getstate(self) -> dict[str, Any]:
+        """Return the values of the attributes that have changed, by name."""
+        first = self._first
+        now = _numbers(self._attributes).items()
+        return {name: value for name, value in now if name not in first or not same_state(value, first[name])}
+
+    def setstate(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of `getstate`, perhaps of another process that runs the same script."""
+        for name, value in {**self._first, **state}.items():
+            before = self._attributes.get(name)
+            if isinstance(value, np.ndarray) and _has_form_of(before, value):
+                before[...] = value
+            elif isinstance(value, list) and type(before) is list:
+                before[:] = value
+            else:
+                self._attributes[name] = copy.copy(value)
+
+
+def states_held(*roots: tuple[str, Any]) -> dict[str, Any]:
+    """Return what earlier reads of some objects change: by path, what has a state for `generator_state`.
+
+    These are the generators of random numbers that the objects hold, and `ChangedNumbers`.
+    """
+    states: dict[str, Any] = {}
+    for path, held in _objects(roots):
+        if _is_generator(held):
+            states.setdefault(path, held)
+        elif _is_of_program(held):
+            states.setdefault(f"numbers of {path}", ChangedNumbers(held))
+    return states
 
 
 def held_variable(*roots: tuple[str, Any]) -> str | None:
@@ -107,6 +154,39 @@ def changed_path(*roots: tuple[str, Any]) -> str | None:
         elif callable(held) and not isinstance(held, type | partial | BuiltinFunctionType):
             return path
     return None
+
+
+_first_numbers: "WeakKeyDictionary[Any, dict[str, Any]]" = WeakKeyDictionary()
+"""The numbers in attributes of objects when they were first seen."""
+
+
+def _is_of_program(held: Any) -> bool:
+    """Whether an object has attributes, is of a class of the program, and its state is not kept elsewhere."""
+    kind = type(held)
+    if isinstance(held, type | FunctionType) or not hasattr(held, "__dict__") or _library(kind.__module__):
+        return False
+    torch = sys.modules.get("torch")
+    kept = (*KERAS_HOLDERS, keras.callbacks.Callback, *(() if torch is None else (torch.nn.Module,)))
+    return isinstance(held, Hashable) and kind.__weakrefoffset__ > 0 and not isinstance(held, kept)
+
+
+def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of the attributes that are numbers, or hold some and are not large."""
+    return {name: copy.copy(value) for name, value in attributes.items() if _is_numeric(value)}
+
+
+def _is_numeric(value: Any) -> bool:
+    if isinstance(value, np.generic) or type(value) is np.ndarray:
+        return value.dtype.kind in "biuf" and value.itemsize <= 8 and value.nbytes <= _NUMERIC_BYTES
+    if type(value) in (list, tuple):
+        return len(value) <= _NUMERIC_ITEMS and all(type(one) in (int, float, bool) for one in value)
+    return value is None or type(value) in (int, float, bool)
+
+
+def _has_form_of(before: Any, value: Any) -> bool:
+    """Whether an attribute is an array that can take the values of another one."""
+    is_array = type(before) is np.ndarray and before.flags.writeable
+    return is_array and (before.shape, before.dtype) == (value.shape, value.dtype)
 
 
 def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:

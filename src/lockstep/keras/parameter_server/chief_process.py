@@ -67,8 +67,8 @@ class ChiefProcess(FitProcess):
         self._known.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
         self._known.weights, self._known.values = self._values(None)
         self._known_others = self._others(None)
-        self._first_others, self._random = self._known_others, random_states(self.call.held_generators)
-        self.reading = ReadingStates(self.call.generators)
+        self._first_others, self._random = self._known_others, random_states(self.call.held_by_inputs)
+        self.reading = ReadingStates(self.call.held.values())
         batches = training.batches
         training.batches = lambda: self.one_ahead(self.reading.read(batches), training.num_batches)
         with self.job.apart():

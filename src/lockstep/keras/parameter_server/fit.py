@@ -112,7 +112,7 @@ def _shared(
         kept, arrays = values.pack(
             {
                 "callbacks": of_callbacks,
-                "random": random_states(call.held_generators),
+                "random": random_states(call.held_by_inputs),
             },
             "chief",
         )
@@ -139,7 +139,7 @@ def _shared(
         model.history.set_model(model)
         chiefs = values.unpack(kept, dict(map(unpack, packed)))
         set_callback_states(listeners(callbacks, model), chiefs["callbacks"])
-        set_random_states(chiefs["random"], call.held_generators)
+        set_random_states(chiefs["random"], call.held_by_inputs)
     return model.history
 
 

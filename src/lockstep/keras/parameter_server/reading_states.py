@@ -4,10 +4,11 @@ Workers run no callbacks and validate nothing. So what these draw on the chief m
 where they have drawn from a state, the input continues from its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lockstep.keras.input.held_state import ChangedNumbers
 from lockstep.keras.randomness import (
     current_states,
     generator_state,
@@ -25,12 +26,14 @@ class ReadingStates:
     """The states from which an input draws.
 
     Args:
-        generators: that the input holds. Those in variables do not count: TensorFlow's pipelines draw from
-            them in threads of their own.
+        held: by the input, see `states_held`. Only generators count, and not those in variables, from which
+            TensorFlow's pipelines draw in threads of their own.
     """
 
-    def __init__(self, generators: Sequence[Any]) -> None:
-        self._generators = [one for one in generators if not is_in_variable(one)]
+    def __init__(self, held: Iterable[Any]) -> None:
+        self._generators = [
+            one for one in held if not (isinstance(one, ChangedNumbers) or is_in_variable(one))
+        ]
         self._begun = self._own = self._now()
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:

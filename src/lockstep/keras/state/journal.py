@@ -8,9 +8,9 @@ script several times, as scheduled functions do, has a log of its own in the jou
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from types import FunctionType
+from types import FunctionType, MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,7 +98,7 @@ class Journal:
         failure: Failure | None = None,
         *,
         key: str = "",
-        generators: Sequence[Any] = (),
+        held: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Record a call that has finished or ended with an error, and the random states at its end.
 
@@ -108,7 +108,7 @@ class Journal:
             taken: the number of training steps at its end.
             failure: the error that ended it, if any.
             key: of its turn.
-            generators: of random numbers, which its inputs hold.
+            held: what reading changes in its inputs.
         """
         number = len(self._codes)
         if key:
@@ -125,7 +125,7 @@ class Journal:
         if form in ("", "error"):
             self._others[number] = result if failure is None else (failure, result)
         self._end.advance(kind)
-        states = random_states(generators)
+        states = random_states(held)
         if not same_states(states, self._last_states):
             self._last_states = self._states[number] = states
 

@@ -371,8 +371,8 @@ class ResumableCalls:
         if self._resumption is not None:
             raise CheckpointError(self._not_reached(call, f"it has ended after {call.steps}"))
         kept = result if call.result_of is None else call.result_of(call)
-        held = call.held_generators
-        self._journal.add(kept, self._calls.methods, self._calls.taken, key=self.turns.key, generators=held)
+        held = call.held_by_inputs
+        self._journal.add(kept, self._calls.methods, self._calls.taken, key=self.turns.key, held=held)
         if self._job.checkpoints.scheduler is not None:
             self._job.checkpoints.scheduler.end_call()
 
@@ -385,8 +385,8 @@ class ResumableCalls:
         call, resumption = self._calls.current, self._resumption
         call.passes += 1
         if resumption is not None and call.steps < call.skipped and call.passes == resumption.passes:
-            set_random_states(resumption.states, call.held_generators)
-        call.states = random_states(call.held_generators)
+            set_random_states(resumption.states, call.held_by_inputs)
+        call.states = random_states(call.held_by_inputs)
 
     def _settle_held_state(self, method: str) -> None:
         """Copy the state that `hold_late` holds before a call of `method` that may change it."""
@@ -409,7 +409,7 @@ class ResumableCalls:
         """Set everything that calls change to its value at the end of the call in progress."""
         self._again = finished.error
         if finished.states is not None:
-            set_random_states(finished.states, self._calls.current.held_generators)
+            set_random_states(finished.states, self._calls.current.held_by_inputs)
         self._calls.move_to(finished.methods, finished.taken)
 
     def _follow(self, contents: Contents, *, joined: bool = False) -> None:
@@ -434,7 +434,7 @@ class ResumableCalls:
                     self._calls.taken,
                     failure,
                     key=self.turns.key,
-                    generators=call.held_generators,
+                    held=call.held_by_inputs,
                 )
         elif self._calls.outermost > len(self._resumption.journal) or isinstance(error, Exception):
             if isinstance(error, LockstepError) and error is not self._again:

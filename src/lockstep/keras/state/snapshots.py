@@ -164,7 +164,7 @@ class Snapshots:
             "sources": own_sources(),
             "random": self.resumable.journal.states
             if program is None
-            else random_states(call.validation_generators),
+            else random_states(call.held_by_validation),
             "heard": callbacks_done,
             "stops": callbacks_done and bool(model.stop_training),
             "verified": verifications_of(self._job).packed,
@@ -222,7 +222,7 @@ class Snapshots:
         if model is not None:
             assign(model, below("current/", arrays))
             self._calls.move_to(facts["methods"], facts["taken"])
-        set_random_states(facts["random"], self._calls.current.held_generators)
+        set_random_states(facts["random"], self._calls.current.held_by_inputs)
         self.resumable.arrive()
         self._calls.current.skipped = 0
         where = f"step {resumption.steps} of {call}" if resumption.steps else call
@@ -283,7 +283,7 @@ class Snapshots:
                 set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
             set_python(model, facts.get("python", ()))
             # A process that skips steps reads the examples again, but validates nothing.
-            set_random_states(facts["random"], call.validation_generators)
+            set_random_states(facts["random"], call.held_by_validation)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
