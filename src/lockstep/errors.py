@@ -1,7 +1,7 @@
 """Every error that Lockstep raises on purpose::
 
     LockstepError
-    |-- InputError             the user's input is wrong; the message says what to change
+    |-- InputError             the user's input is wrong; the message names the remedy
     |   |-- ConfigError        a command line, an environment variable
     |   |-- ChangedError       a program whose settings differ from its checkpoint's
     |   |-- ScopeError         a model used outside the strategy it belongs to
@@ -107,7 +107,7 @@ class NetworkError(UnfitError):
 
 
 class UnreachableError(NetworkError):
-    """Another host cannot be reached at all: a further attempt would fail too."""
+    """Another host cannot be reached at all, so a further attempt would fail too."""
 
 
 class CheckpointError(UnfitError):
@@ -115,7 +115,7 @@ class CheckpointError(UnfitError):
 
 
 class UnknownFormatError(CheckpointError):
-    """A checkpoint has a format of another version: it is not damaged, so no other one takes its place."""
+    """A checkpoint has a format of another version. It is not damaged, so no other one takes its place."""
 
 
 class FunctionError(LockstepError):

@@ -21,7 +21,7 @@ class FakeWriter:
 
     def __init__(self, clock: "Clock", takes: float = 0.0) -> None:
         self.steps: list[int] = []
-        self.asked: int | None = None
+        self.requested: int | None = None
         self.written: int | None = None
         self.seconds = takes
         self._clock = clock
@@ -33,7 +33,7 @@ class FakeWriter:
     def write(self, contents: Contents) -> None:
         assert not self.busy()
         self.steps.append(contents.step)
-        self.asked = self.written = contents.step
+        self.requested = self.written = contents.step
         self._done = self._clock.time + self.seconds
 
     def close(self, seconds: float) -> bool:

@@ -62,7 +62,7 @@ VALUES = {
 }
 WAYS = ("--hosts", "--listen", "--tf-config", "--slurm", "--on")
 NOT_HERE = f"give {', '.join(WAYS[:-1])} or {WAYS[-1]} too"
-OF_AN_ENGINE = "is what workers need of an engine; give --on too"
+OF_AN_ENGINE = "applies to workers on an engine; give --on too"
 NO_CHECKPOINTS = (
     "needs --checkpoint DIR, without which this command saves no checkpoints; for a script with "
     "lockstep.callbacks.Checkpoint, give"

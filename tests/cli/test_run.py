@@ -50,7 +50,7 @@ def test_a_failed_job_starts_again_in_the_same_folder(lockstep: Any) -> None:
     done = lockstep.run("-n", "1", "--restart-job", "2", lockstep.script(_FAILS_ONCE))
     assert (done.status, done.out) == (0, "attempt None\n")
     (note,) = (line for line in done.err.splitlines() if "starts again" in line)
-    ended = "the job has ended with status 137, and starts again in 1 s from what it has saved"
+    ended = "the job has ended with status 137, and starts again in 1 s from its last checkpoint, if any"
     assert note == f"lockstep: {ended} (restart 1 of 2)"
     assert done.log(0) == "attempt None\n"
 
@@ -179,7 +179,7 @@ def test_a_reset_connection_and_a_file_size_limit_lose_only_output(lockstep: Any
             ["bash", "-c", shell], cwd=lockstep.folder, stdout=stdout, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 0, done.stderr
-    log = "run/worker-{}.log: File too large; what cannot be written is lost"
+    log = "run/worker-{}.log: File too large; data that cannot be written is lost"
     notes = [
         "cannot write to stdout (Connection reset by peer); training continues, and the logs keep",
         *(f"cannot write {lockstep.folder}/{log.format(worker)}" for worker in (0, 1)),

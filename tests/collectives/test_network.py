@@ -597,14 +597,14 @@ def test_every_host_sees_the_same_sums(spread: tuple[int, tuple[int, ...]]) -> N
     )
     for plan in plans:
         assert plan.workers == whole.workers
-        own = [plan.seen.published[plan.rank(local)] for local in range(len(plan.own))]
-        first = whole.workers.index(plan.own[0])
+        own = [plan.seen.published[plan.rank(local)] for local in range(len(plan.workers_here))]
+        first = whole.workers.index(plan.workers_here[0])
         assert own == list(whole.published[first : first + len(own)])
         parts = [span for spans in own for span in spans]
         assert [
             Span(each.operands[0].start, each.operands[-1].stop) for each in plan.host_sums(parts)
         ] == list(plan.published[plan.host])
-        for local in range(len(plan.own)):
+        for local in range(len(plan.workers_here)):
             total = plan.seen.total(plan.rank(local), own[local])
             assert (total.operands[0].start, total.operands[-1].stop) == plan.seen.whole
 

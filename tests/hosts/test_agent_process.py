@@ -175,7 +175,7 @@ PIECES = 100
 class Listening:
     """Where the host listens."""
 
-    place = ("10.0.0.1", 4000)
+    host_and_port = ("10.0.0.1", 4000)
 
     def network(self, job: bytes) -> None:
         pass

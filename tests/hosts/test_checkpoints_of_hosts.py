@@ -74,7 +74,7 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start,
     kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--max-restarts", "0")
     moved = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "csv", "die:0:1", "fail:3"))
     assert "; new training with checkpoints in " in moved
-    assert "what callbacks have written so far is on node1, and what follows is on node2: " in moved
+    assert "files that callbacks have written so far are on node1, and new ones are on node2: " in moved
     assert f"{hosts[0].here}/work/log.csv" in moved
     assert rows(hosts[0]) == [0]
     assert rows(hosts[1]) == [1, 2]

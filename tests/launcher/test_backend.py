@@ -24,7 +24,7 @@ def test_the_first_source_with_a_backend_decides() -> None:
         "configured": "torch",
         "tf_distribute": True,
     }
-    assert choose(*ALL, asked="torch", **says) == Choice("torch", "--backend selects it")
+    assert choose(*ALL, option="torch", **says) == Choice("torch", "--backend selects it")
     assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
     says["overrides"] = False
     assert choose(*ALL, **says) == Choice("tensorflow", "KERAS_BACKEND selects it")
@@ -52,13 +52,13 @@ def test_the_default_keras_json_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"asked": "torch"}, "--backend torch: not installed for /bin/python; install it there"),
+        ({"option": "torch"}, "--backend torch: not installed for /bin/python; install it there"),
         ({"variable": "torch"}, "KERAS_BACKEND=torch: not installed for /bin/python; install it there"),
         ({"variable": "theano"}, "KERAS_BACKEND=theano: expected one of jax, tensorflow, torch"),
         ({"script": "theano"}, "the script's KERAS_BACKEND=theano: expected one of jax"),
         ({"checkpoint": "torch"}, "checkpoint of torch: not installed for /bin/python"),
         (
-            {"asked": "jax", "script": "torch", "overrides": True},
+            {"option": "jax", "script": "torch", "overrides": True},
             "--backend jax, but the script sets KERAS_BACKEND to torch, which takes precedence",
         ),
     ],

@@ -82,6 +82,6 @@ def test_resources_that_are_refused(text: str) -> None:
 
 def test_resources_without_an_engine_are_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"^--resource-per-worker is what workers need of an engine; give --on too$"
+        ConfigError, match=r"^--resource-per-worker applies to workers on an engine; give --on too$"
     ):
         cli(["run", "--resource-per-worker", "tpu=1", __file__], standalone_mode=False)

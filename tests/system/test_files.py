@@ -126,7 +126,7 @@ def opened(file: Path) -> str:
     appended.write(b"lost")
     appended.close()
     (reason,) = said
-    return reason.removeprefix(f"cannot write {file}: ").removesuffix("; what cannot be written is lost")
+    return reason.removeprefix(f"cannot write {file}: ").removesuffix("; data that cannot be written is lost")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
@@ -187,7 +187,7 @@ def test_a_full_disk_is_reported_once_and_raises_nothing() -> None:
     file.write(b"first")
     file.write(b"second")
     file.close()
-    assert said == ["cannot write /dev/full: No space left on device; what cannot be written is lost"]
+    assert said == ["cannot write /dev/full: No space left on device; data that cannot be written is lost"]
 
 
 def test_a_file_goes_on_with_a_whole_line_once_the_disk_has_space_again(

@@ -84,7 +84,7 @@ def test_output_that_fails_is_reported_once_and_discarded(
     assert notes == [
         f"cannot write to stdout ({why}); training continues, and the logs keep the workers' output"
     ]
-    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; what cannot be written is lost\n"
+    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; data that cannot be written is lost\n"
     assert (tmp_path / "err").read_text() == lost
 
 
@@ -97,7 +97,9 @@ def test_a_log_that_cannot_be_opened_is_reported_and_empty(tmp_path: Path) -> No
     log.close()
     with EventLog.open(tmp_path / "log", notes.append) as events:
         events.append(PublishedEvent(0.0, 1, DistributionBegan()))
-    assert notes == [f"cannot write {tmp_path / 'log'}: Is a directory; what cannot be written is lost"] * 2
+    assert (
+        notes == [f"cannot write {tmp_path / 'log'}: Is a directory; data that cannot be written is lost"] * 2
+    )
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"[", b"\n"))))

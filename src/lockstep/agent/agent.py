@@ -1,22 +1,22 @@
-"""The agent of a host: starts, watches and ends its workers, as the coordinator of the job instructs.
+"""The agent of a host starts, watches and ends its workers, as the coordinator of the job instructs.
 
 It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator.
 
-Where another coordinator can begin elsewhere while this host hears nothing, a host that is cut off must stop
-before that: otherwise it could continue the old view with its own workers. `JobSpec.hold` says after how
-many seconds; no command sets it, an engine does. A call of the exchange ends on a host only within that time
-of a `KeepAlive` that the coordinator has answered. After that the host pauses, until the coordinator or the
-next one answers, the view ends, or `--timeout` has passed.
+An engine may start another coordinator elsewhere while this host is cut off. The host must stop before that,
+or it could continue the old view with its own workers. `JobSpec.hold` is the number of seconds after which it
+stops. Only an engine sets it. A call of the exchange ends on a host only within that time of a `KeepAlive`
+that the coordinator has answered. After that the host pauses, until the coordinator or the next one answers,
+the view ends, or `--timeout` has passed.
 
 * The time counts from when the agent sent the `KeepAlive`, by the clock of its host, which the answer
   repeats. The arrival of a message proves less: it may have waited behind a broken connection, or for an
   agent that was stopped.
-* The agent writes until when calls may end into the control segment. Each member reads it before its last
-  arrival in a call (`Barrier.await_permission`). So a call ends for all members of a host or for none, also
-  when the time runs out between their arrivals, and members pause while their agent is stopped. The end of a
-  view wakes them.
-* Only an answer prolongs the time: a view that begins has that of the one before, and a coordinator that
-  takes over first has to hear from the host.
+* The agent writes into the control segment the time until which calls may end. Each member reads it before
+  its last arrival in a call (`Barrier.await_permission`). So a call ends for all members of a host or for
+  none, even if the time runs out between their arrivals. Members pause while their agent is stopped. The end
+  of a view wakes them.
+* Only an answer prolongs the time. A new view inherits the time of the view before it, and a coordinator that
+  takes over must first hear from the host.
 
 The agent reports the end of a worker after everything that the worker sent. Before a stop signal takes
 effect, the coordinator requests all messages of workers (`ReportAll`), so a script that finished before the
@@ -154,7 +154,7 @@ class Agent:
     status: int = field(default=1, init=False)
     ended: bool = field(default=False, init=False)
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
-    _asked: dict[int, StartWorker] = field(default_factory=dict)
+    _pending_starts: dict[int, StartWorker] = field(default_factory=dict)
     _waits_at: int | None = None
     _broken_view: int = 0
     _view: StartView = field(default_factory=lambda: StartView(0, ()))
@@ -193,12 +193,12 @@ class Agent:
         self.coordinator.close()
 
     def pauses(self, now: float) -> bool:
-        """Return whether the coordinator has answered before, but not lately, so that calls wait for it."""
+        """Return whether calls wait for the coordinator, which has answered before, but not lately."""
         return 0.0 < self._permitted < now
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether a worker of the view is lost, as far as this host knows, so that the others wait."""
+        """Whether this host knows that a worker of the view is lost, for which the others wait."""
         return self._broken_view == self._view.number or any(
             worker.exited and worker.said != 0 and worker.worker in self._view.workers
             for worker in self._workers.values()
@@ -216,7 +216,7 @@ class Agent:
                 case StartView():
                     self._start_view(instruction)
                 case StartWorker(worker):
-                    self._asked[worker] = instruction
+                    self._pending_starts[worker] = instruction
                 case SendState(source=source):
                     self._states.fetch(source, partial(self._tell_of_state, source.view))
                 case PauseOutput(workers):
@@ -252,14 +252,14 @@ class Agent:
                     self.say("the connection to the coordinator is closed, so the job ends on this host")
                     self._end(EndHost(0.0, status=LEFT_OUT))
                     return
-        # Last, because it may block: the members already have their messages.
-        self._start_asked()
+        # Last, because it may block. The members already have their messages.
+        self._start_pending()
 
     def _take_answer(self, sent: float) -> None:
-        """Take note that the coordinator has heard what this host sent then.
+        """Note that the coordinator has received the `KeepAlive` that this host sent at `sent`.
 
-        The time counts from there, not from the answer: that may have been under way for long, while another
-        coordinator began.
+        The hold counts from then, not from the arrival of the answer, which may have been on its way for a
+        long time while another coordinator began.
         """
         if self.spec.hold is not None:
             self._permitted = max(self._permitted, sent + self.spec.hold)
@@ -268,22 +268,22 @@ class Agent:
 
     # Starting.
 
-    def _start_asked(self) -> None:
+    def _start_pending(self) -> None:
         """Start workers in the order of the instructions, each as soon as the starter is ready."""
         if self._waits_at is not None:
             self.loop.unwatch(self._waits_at)
             self._waits_at = None
-        while self._asked:
-            start = next(iter(self._asked.values()))
+        while self._pending_starts:
+            start = next(iter(self._pending_starts.values()))
             try:
                 self._waits_at = self.starter.prepare()
                 if self._waits_at is not None:
-                    self.loop.watch(self._waits_at, self._start_asked)
+                    self.loop.watch(self._waits_at, self._start_pending)
                     return
-                del self._asked[start.worker]
+                del self._pending_starts[start.worker]
                 self._start(start)
             except OSError as error:
-                self._asked.pop(start.worker, None)
+                self._pending_starts.pop(start.worker, None)
                 self._tell(StartFailed(start.worker, start.joins, str(error)))
 
     def _start(self, start: StartWorker) -> None:
@@ -307,7 +307,7 @@ class Agent:
         self._tell(EventReport(WorkerStarted(start.worker, worker.handle.pid)))
 
     def _signal(self, worker: int, number: int) -> None:
-        if self._asked.pop(worker, None) is not None:
+        if self._pending_starts.pop(worker, None) is not None:
             self._tell(StartCancelled(worker, number))
         elif worker in self._workers:
             self._workers[worker].handle.send_signal(number)
@@ -356,7 +356,7 @@ class Agent:
         for receiver, connected in self._connected:
             if receiver == worker.worker:
                 worker.channel.send(connected)
-        self._connected = [one for one in self._connected if one[0] != worker.worker]
+        self._connected = [waiting for waiting in self._connected if waiting[0] != worker.worker]
 
     def _pass_connection(self, greeting: Greeting, connection: socket.socket) -> str | None:
         """Give a connection to the worker of its lane, once that is in the view."""
@@ -381,7 +381,7 @@ class Agent:
             return "its greeting is a copy of one for another host"
         if worker is None:
             return f"worker {greeting.lane} does not run on this host"
-        # It may have said where it takes connections just before the other worker learned that it does.
+        # The worker may have announced its address only just before the other worker learned of it.
         self._hear(worker)
         try:
             with connection, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as passing:
@@ -434,34 +434,34 @@ class Agent:
                 if not message.prints:
                     worker.log_only(message.event.traceback)
 
-    def _take_state(self, given: StateGiven) -> None:
+    def _take_state(self, report: StateGiven) -> None:
         """Keep a state, and report where it is."""
-        state, failure, source = given.state, given.failure, None
+        state, failure, source = report.state, report.failure, None
         if state is not None and state.is_missing:
             failure = "the agent has too many open files to take the state"
-        elif state is not None and given.view == self._view.number:
+        elif state is not None and report.view == self._view.number:
             here = next(host for host in self._view.hosts if host.host == self.host)
             size = os.fstat(state.descriptor).st_size
             number = self._states.hold(state)
-            source = StateSource(given.view, number, size, self.host, here.address, here.port)
+            source = StateSource(report.view, number, size, self.host, here.address, here.port)
         elif state is not None:
-            failure = f"view {given.view} has ended"
+            failure = f"view {report.view} has ended"
             self._states.release(state)
-        self._tell(StateGiven(given.view, given.whole, failure, source=source))
+        self._tell(StateGiven(report.view, report.whole, failure, source=source))
 
-    def _tell_of_state(self, view: int, found: Attachment | str) -> None:
-        failure = f"{self.name} has not received the state: {found}" if isinstance(found, str) else ""
+    def _tell_of_state(self, view: int, outcome: Attachment | str) -> None:
+        failure = f"{self.name} has not received the state: {outcome}" if isinstance(outcome, str) else ""
         self._tell(StateArrived(self.host, view, failure))
 
     def _tell_of_moving(self, source: StateSource, received: int, seconds: float) -> None:
         self._tell(StateMoving(self.host, source.view, received, source.size, seconds))
 
-    def _deliver_position(self, worker: int, source: StateSource, found: Attachment | str) -> None:
-        if isinstance(found, str):
-            failure = f"{self.name} has not received the position: {found}"
+    def _deliver_position(self, worker: int, source: StateSource, outcome: Attachment | str) -> None:
+        if isinstance(outcome, str):
+            failure = f"{self.name} has not received the position: {outcome}"
             self._tell(PositionMissed(worker, source.view, failure))
         else:
-            self._workers[worker].channel.send(Position(found))
+            self._workers[worker].channel.send(Position(outcome))
 
     def _see_exit(self, worker: WorkerHandle) -> None:
         status = worker.handle.poll()
@@ -496,13 +496,13 @@ class Agent:
         )
 
     def _show_stack(self, worker: int) -> None:
-        found: StackDump | str = "it does not run on this host"
+        dump: StackDump | str = "it does not run on this host"
         if worker in self._workers:
-            found = self._workers[worker].begin_stack(self.clock.now())
-        if isinstance(found, str):
-            self._tell(StackReply(worker, (), found))
+            dump = self._workers[worker].begin_stack(self.clock.now())
+        if isinstance(dump, str):
+            self._tell(StackReply(worker, (), dump))
         else:
-            self._stacks.append(found)
+            self._stacks.append(dump)
 
     def _watch_stacks(self) -> float | None:
         """Report the stacks that are complete; return the seconds until others may be."""
@@ -519,7 +519,7 @@ class Agent:
         """Report the load if that is due; return the seconds until the next time."""
         if self.ended:
             return None
-        living = {one.worker: one.handle.pid for one in self._workers.values() if not one.exited}
+        living = {worker.worker: worker.handle.pid for worker in self._workers.values() if not worker.exited}
         if (load := self.meter.measure(living)) is not None:
             self._tell(LoadReport(load))
         return self.meter.left()
@@ -527,8 +527,8 @@ class Agent:
     # The end.
 
     def _end(self, end: EndHost) -> None:
-        self._asked.clear()
-        self._start_asked()
+        self._pending_starts.clear()
+        self._start_pending()
         self.starter.close()
         for worker in self._workers.values():
             self.loop.unwatch(worker.handle.exited)

@@ -1,4 +1,4 @@
-"""The states that joiners of a host need: given by the chief there, or fetched from the chief's host.
+"""The states that the joiners of a host need, which the chief gives on its host and other hosts fetch.
 
 The chief gives the state to its agent, which holds it until the next view and tells the coordinator its
 number and its size (`StateGiven`). The coordinator never sees the bytes. An agent that needs the state
@@ -12,13 +12,13 @@ fetches it from the agent that holds it, once for all joiners of its host:
     (every 2 s)        <-   StateMoving
     next view          <-   StateArrived
 
-The members wait until the state has arrived at the hosts of all joiners that are ready; then the next view
+The members wait until the state has arrived at the hosts of all joiners that are ready. Then the next view
 begins, and joiners get the state as on one machine. Nothing crosses the network if no joiner is on another
 host. A position travels in the same way (`SendPosition`).
 
-A thread for each stream does the work, so the event loop, whose silence would end the job, never waits for
-it. TCP slows a sender that is faster than the receiver. The size is compared with the available memory
-before memory is taken.
+A thread for each stream does the work, so the event loop never waits for it: its silence would end the job.
+TCP slows a sender that is faster than the receiver. The size is compared with the available memory before
+memory is taken.
 
     lost                                        consequence
     the chief, after it has given the state     none for the stream: its agent has the state
@@ -45,7 +45,7 @@ from lockstep.protocol.worker import StateSource
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.addresses import join_address
 
-Take = Callable[[Attachment | str], None]
+Deliver = Callable[[Attachment | str], None]
 """Takes a state, or why there is none."""
 
 Tell = Callable[[StateSource, int, float], None]
@@ -63,19 +63,19 @@ class _NotNeeded(Exception):
 
 @dataclass
 class _Fetch:
-    """A state that is fetched, for `takers`, each with whether it needs the state in later views too."""
+    """A state that is being fetched, and its receivers: whether each needs it in later views, too."""
 
     source: StateSource
-    takers: list[tuple[Take, bool]]
-    found: Attachment | str = "its stream has ended unexpectedly"
+    receivers: list[tuple[Deliver, bool]]
+    outcome: Attachment | str = "its stream has ended unexpectedly"
     ended: bool = False
     received: int = 0
     seconds: float = 0.0
 
     def outlives_view(self) -> bool:
-        """Drop the takers that do not need the state in later views; return whether others remain."""
-        self.takers = [taker for taker in self.takers if taker[1]]
-        return bool(self.takers)
+        """Drop the receivers that do not need the state in later views; return whether others remain."""
+        self.receivers = [receiver for receiver in self.receivers if receiver[1]]
+        return bool(self.receivers)
 
 
 class HeldStates:
@@ -86,7 +86,7 @@ class HeldStates:
     Args:
         host: the index of this host in the job.
         network: how this host reaches others; None if the job has one host.
-        loop: takes what has arrived.
+        loop: delivers the states that have arrived.
         tell: called regularly for each state that takes long to arrive.
     """
 
@@ -120,7 +120,7 @@ class HeldStates:
         return self._held.get(number)
 
     def begin_view(self, term: int, view: int) -> None:
-        """Begin a view: release what the last one needed."""
+        """Begin a view: release the states that only the last view needed."""
         self._term, self._view = term, view
         released = [self._held, self._fetches]
         self._held = {}
@@ -129,24 +129,24 @@ class HeldStates:
             # In a thread, like `release`.
             threading.Thread(target=released.clear, name="release", daemon=True).start()
 
-    def fetch(self, source: StateSource, take: Take, *, lasts: bool = False) -> None:
+    def fetch(self, source: StateSource, deliver: Deliver, *, lasts: bool = False) -> None:
         """Get a state, from the host that has it unless it is held here.
 
         Args:
             source: the state.
-            take: called once, unless a view begins before.
-            lasts: whether to call `take` also after that.
+            deliver: called once, unless a view begins earlier.
+            lasts: whether to call `deliver` even if a view begins earlier.
         """
         key = source.view, source.number
         held = self._held.get(source.number) if source.view == self._view else None
         if held is not None:
-            take(held)
+            deliver(held)
         elif source.host == self._host or self._network is None:
-            take(f"view {source.view} has ended")
+            deliver(f"view {source.view} has ended")
         elif key in self._fetches:
-            self._fetches[key].takers.append((take, lasts))
+            self._fetches[key].receivers.append((deliver, lasts))
         else:
-            self._fetches[key] = fetch = _Fetch(source, [(take, lasts)])
+            self._fetches[key] = fetch = _Fetch(source, [(deliver, lasts)])
             self._start(self._receive, fetch, self._network)
 
     def close(self) -> None:
@@ -191,11 +191,11 @@ class HeldStates:
             address = join_address((source.address, source.port))
             connection = dial(address, greeting, network.credentials, _PATIENCE, check, reach=_PATIENCE)
             with contextlib.closing(connection):
-                fetch.found = receive_state(connection, source.size, check, arrived)
+                fetch.outcome = receive_state(connection, source.size, check, arrived)
         except _NotNeeded:
             return
         except LockstepError as error:
-            fetch.found = str(error)
+            fetch.outcome = str(error)
         finally:
             fetch.ended = True
             os.eventfd_write(self._wake, 1)
@@ -216,10 +216,10 @@ class HeldStates:
         for key, fetch in list(self._fetches.items()):
             if fetch.ended:
                 del self._fetches[key]
-                if isinstance(fetch.found, Attachment) and fetch.source.view == self._view:
-                    self._held[fetch.source.number] = fetch.found
-                for take, _ in fetch.takers:
-                    take(fetch.found)
+                if isinstance(fetch.outcome, Attachment) and fetch.source.view == self._view:
+                    self._held[fetch.source.number] = fetch.outcome
+                for deliver, _ in fetch.receivers:
+                    deliver(fetch.outcome)
             elif fetch.seconds:
                 self._tell(fetch.source, fetch.received, fetch.seconds)
 
@@ -241,7 +241,7 @@ class HeldStates:
             if self._closed:
                 raise _NotNeeded
 
-        # The other host reports why it has not got the state.
+        # The other host reports why it has not received the state.
         with (
             contextlib.suppress(LockstepError, _NotNeeded),
             contextlib.closing(accept(connection, network.credentials, _PATIENCE, check)) as accepted,

@@ -33,7 +33,7 @@ _Read = tuple[float, ProcessCounters | None]
 
 
 def _worker_load(worker: int, earlier: _Read, later: _Read) -> WorkerLoad | None:
-    """Return the load of a worker between two readings; None if there are no two."""
+    """Return the load of a worker between two readings; None if one of them is missing."""
     (start, before), (end, now) = earlier, later
     seconds = end - start
     if before is None or now is None or seconds <= 0:
@@ -54,7 +54,7 @@ class LoadMeter:
     Args:
         host: its name; empty for that of the machine.
         clock: for intervals.
-        open_gpus: opens the driver of GPUs; None for a host without.
+        open_gpus: opens the driver of GPUs; None for a host without GPUs.
         proc: where the kernel's data on processes are mounted.
         cgroups: where the cgroup file systems are mounted.
     """
@@ -88,8 +88,8 @@ class LoadMeter:
             processes: the process id of each worker that runs on the host.
 
         Returns:
-            The load since the last measurement, or of a worker since this saw it first; None if it is not
-            due yet.
+            The load since the last measurement; of a new worker, since it was first seen. None if no
+            measurement is due yet.
         """
         now = self._clock.now()
         for worker in processes.keys() - self._workers.keys():
@@ -138,13 +138,13 @@ class _GpuThread:
         threading.Thread(target=self._read, name="gpus", daemon=True).start()
 
     def take(self) -> tuple[GpuLoad, ...]:
-        """Return what was read since the last call, and request the next reading."""
+        """Return the readings since the last call, and request the next one."""
         reading, self._reading = self._reading, ()
         self._wanted.set()
         return reading
 
     def close(self) -> None:
-        """End the thread after the call of the driver in which it is."""
+        """End the thread as soon as its call of the driver returns."""
         self._closed = True
         self._wanted.set()
 

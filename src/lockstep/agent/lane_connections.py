@@ -63,8 +63,8 @@ class HostNetwork:
         job: the id of the job.
         credentials: the credentials of the agent and the workers.
         connections: the connections that other hosts have opened.
-        enter: tells the listener of a job, a term and a view that begins; it refuses earlier views, and tells
-            the last argument of their connections.
+        enter: tells the listener that a view of a job and a term begins. The listener refuses connections of
+            earlier views, and reports them to the last argument.
     """
 
     job: bytes

@@ -1,4 +1,4 @@
-"""How an agent gets workers: the contracts, and the starter of workers on this host."""
+"""The contracts by which an agent gets workers, and the starter of workers on this host."""
 
 import itertools
 from collections.abc import Callable
@@ -48,9 +48,9 @@ class Arrivals(Protocol):
     """The processes that a user starts by hand. `fileno` is readable when there is something to `serve`."""
 
     def begin(self, job: str, came: Callable[[], None], *, late: bool) -> None:
-        """From now on, have each process wait until `job` uses it; call `came` for each that arrives.
+        """Have each process wait from now on until `job` uses it; call `came` for each that arrives.
 
-        If the host is `late`, because the job runs already, those that wait arrive now.
+        If the host is `late`, because the job already runs, the processes that wait arrive now.
         """
 
     def serve(self) -> None:

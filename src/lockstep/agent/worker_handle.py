@@ -64,7 +64,7 @@ class WorkerHandle:
         ready: whether it has reached its script.
         exited: whether its process has ended.
         said: the exit status that it has announced; `UNKNOWN_STATUS` if none.
-        entrance: where it takes connections of workers of other hosts that ask; empty if it takes none.
+        entrance: the address at which it answers workers of other hosts; empty if it takes no connections.
     """
 
     worker: int
@@ -92,7 +92,7 @@ class WorkerHandle:
             self.log.write(text.encode(errors="backslashreplace"))
 
     def ask_for_stack(self) -> None:
-        """Ask the worker for its stack, if it is ready: before, the signal would kill it."""
+        """Ask the worker for its stack, if it is ready: the signal kills a worker that is not."""
         if self.ready:
             self._stack_start = self.stack_size()
             self.handle.send_signal(STACK_SIGNAL)
@@ -108,7 +108,7 @@ class WorkerHandle:
         return dump
 
     def stack_since(self, start: int, frames: int) -> tuple[str, ...]:
-        """Return the innermost frames of the stack that it has written from there on; empty without one."""
+        """Return the innermost frames of the stack that the worker has written since; empty without one."""
         try:
             dump = self.stack.read_bytes()[start:]
         except OSError:
@@ -121,7 +121,7 @@ class WorkerHandle:
         return WorkerEvidence(self.worker, self.log is not None, log, self._requested_stack())
 
     def described_stack(self) -> str:
-        """Return lines for its log about the stack that it was asked for as evidence; empty if it was not."""
+        """Return lines for the log about the stack that was requested as evidence; empty if none was."""
         if self._stack_start is None:
             return ""
         frames = self._requested_stack()
@@ -150,12 +150,12 @@ class WorkerHandle:
 
 @dataclass
 class StackDump:
-    """A stack that a worker was asked for, and writes to its file.
+    """A stack that a worker writes to its file on request.
 
     Attributes:
         worker: the worker that writes it.
         start: the size of the file before.
-        began: when it was asked.
+        began: when the stack was requested.
     """
 
     worker: WorkerHandle

@@ -1,4 +1,4 @@
-"""Where an agent puts the output of workers: in logs and on a terminal, or in messages to the coordinator."""
+"""The outlets for the output of workers: logs and a terminal, or messages to the coordinator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class WorkerOutput(Protocol):
     paused: frozenset[int]
 
     def open(self, worker: int) -> tuple[WorkerLog, Write, Write]:
-        """Return the log of a worker, and what shows its stdout and its stderr."""
+        """Return the log of a worker, and the outlets that show its stdout and its stderr."""
 
     def waits(self, worker: int) -> bool:
         """Whether a worker must wait until the reader of its output has caught up."""
@@ -61,12 +61,12 @@ class LocalOutput:
         return Log.open(self.paths.log(worker), self.console.say), *self.console.outlets(worker)
 
     def waits(self, worker: int) -> bool:
-        """Whether the terminal shows it and is slow: it waits as it would without Lockstep."""
+        """Whether a slow terminal shows the output. Then the worker waits, as it would without Lockstep."""
         return self.console.full and not self.console.drops and self.console.shows(worker)
 
 
 class _Tail:
-    """The end of a worker's output; its log is written by the coordinator. A `WorkerLog`."""
+    """The end of a worker's output, whose log the coordinator writes; a `WorkerLog`."""
 
     def __init__(self) -> None:
         self._data = b""
@@ -86,7 +86,7 @@ class ForwardedOutput:
 
     Args:
         channel: to the coordinator.
-        behind: whether the channel has more to send than it should.
+        behind: returns whether the channel has more to send than it should.
 
     Attributes:
         paused: the workers that the coordinator has asked to wait.
@@ -100,10 +100,10 @@ class ForwardedOutput:
         self.console: Console | None = None
 
     def open(self, worker: int) -> tuple[WorkerLog, Write, Write]:
-        """Return what forwards the output of a worker; see `WorkerOutput`."""
+        """Return the log and the outlets that forward the output of a worker; see `WorkerOutput`."""
         shows: tuple[Write, ...] = ()
         if self.console is not None:
-            # On a host with one worker, that may be a replacement.
+            # The only worker of a host may be a replacement.
             self.console.chief = worker
             shows = self.console.outlets(worker)
 
@@ -116,6 +116,6 @@ class ForwardedOutput:
         return _Tail(), lambda data: forward(1, data), lambda data: forward(2, data)
 
     def waits(self, worker: int) -> bool:
-        """Whether the connection is slow, or a terminal that shows its output."""
+        """Whether the connection is slow, or a terminal that shows the output."""
         shown = self.console is not None and self.console.full and self.console.shows(worker)
         return shown or worker in self.paused or self._behind()

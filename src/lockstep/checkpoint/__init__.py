@@ -1,1 +1,1 @@
-"""Durable checkpoints on disk: what is in them, when they are written, and reading them; no framework."""
+"""Durable checkpoints on disk: their contents, when they are written, and how they are read. No framework."""

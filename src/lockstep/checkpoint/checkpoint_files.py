@@ -161,13 +161,13 @@ def read_outline(path: Path) -> Outline:
         raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
     body = _unseal(data, file)
     try:
-        found = state.stat()
+        status = state.stat()
     except OSError as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{state} cannot be read: it is not a regular file")
-    if found.st_size != body.bytes:
-        raise CheckpointError(f"{state} is damaged: it has {found.st_size} bytes instead of {body.bytes}")
+    if status.st_size != body.bytes:
+        raise CheckpointError(f"{state} is damaged: it has {status.st_size} bytes instead of {body.bytes}")
     return Outline(body.step, body.time, body.manifest, body.arrays)
 
 
@@ -187,14 +187,14 @@ def _unseal(data: bytes, file: Path) -> _Body:
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
     try:
         body: dict[str, Any] = json.loads(b"{" + text)
-        found = body.get("format")
-        if type(found) is int and found != _FORMAT:
+        version = body.get("format")
+        if type(version) is int and version != _FORMAT:
             raise UnknownFormatError(
-                f"{file} has the format {found!r:.80}, but this Lockstep reads {_FORMAT}; use the version "
+                f"{file} has the format {version!r:.80}, but this Lockstep reads {_FORMAT}; use the version "
                 "that wrote it"
             )
-        if found != _FORMAT:
-            raise ValueError(f"its format is {found!r:.80}")
+        if version != _FORMAT:
+            raise ValueError(f"its format is {version!r:.80}")
         return msgspec.convert(body, _Body)
     except RecursionError:
         raise CheckpointError(f"{file} is not a manifest of Lockstep: it is nested too deeply") from None

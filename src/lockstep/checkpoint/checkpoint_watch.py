@@ -95,14 +95,14 @@ class CheckpointWatch:
         return self._failed[step] >= _TRIES
 
     def status_line(self, state: FolderState) -> str:
-        """Return a line on what the evaluator waits for; empty if none is due."""
+        """Return a line that says for what the evaluator waits; empty if none is due."""
         every = _EVERY_WHILE_TRAINING if state.trains else _EVERY
         if self._reported is not None and state.now - self._reported < every:
             return ""
         self._reported = state.now
         if state.trains:
-            what = "a checkpoint" if self.newest is None else f"one after {self.unit} {self.newest}"
-            return f"the evaluator waits for {what} in {self.folder}"
+            awaited = "a checkpoint" if self.newest is None else f"one after {self.unit} {self.newest}"
+            return f"the evaluator waits for {awaited} in {self.folder}"
         waited = state.now - self.since
         for_how_long = f", {waited:.0f} of {PATIENCE:g} s" if waited >= 1 else ""
         return f"the evaluator waits for a job that saves checkpoints in {self.folder}{for_how_long}"

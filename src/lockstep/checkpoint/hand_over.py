@@ -1,4 +1,4 @@
-"""Handing a checkpoint to another host: its files in parts, and a copy that appears once it is whole."""
+"""Handing a checkpoint to another host: its files travel in parts, and the copy appears once it is whole."""
 
 import json
 import secrets
@@ -25,21 +25,21 @@ _ABANDONED = 3600.0
 
 
 def newest_held(folder: Path, report: Callable[[str], None]) -> tuple[Path, HeldCheckpoint] | None:
-    """Return the newest complete checkpoint in a folder, and what other hosts are told of it; None for none.
+    """Return the newest complete checkpoint in a folder, and its description for other hosts; None for none.
 
     Args:
         folder: may not exist.
-        report: called with a message for each newer one that is damaged.
+        report: called with a message for each newer checkpoint that is damaged.
 
     Raises:
         CheckpointError: the folder cannot be read, or the checkpoint was not written by a job.
     """
-    found = Store(folder).newest(report)
-    return (found[0], held_of(found[0])) if found is not None else None
+    newest = Store(folder).newest(report)
+    return (newest[0], held_of(newest[0])) if newest is not None else None
 
 
 def held_of(path: Path) -> HeldCheckpoint:
-    """Return what other hosts are told of a checkpoint, without reading its arrays.
+    """Return the description of a checkpoint for other hosts, without reading its arrays.
 
     Raises:
         CheckpointError: it cannot be read, or was not written by a job.
@@ -70,13 +70,13 @@ def parts_of_checkpoint(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 class ArrivingCheckpoint:
-    """A checkpoint of which parts arrive from another host.
+    """A checkpoint that arrives in parts from another host.
 
     It is written under a name of its own, which differs on all hosts, and renamed once it is whole.
 
     Args:
         folder: for checkpoints; may not exist.
-        held: what the other host has told of it.
+        held: its description by the other host.
         keep: the number of checkpoints to keep.
 
     Raises:
@@ -117,8 +117,8 @@ class ArrivingCheckpoint:
                 sync(self._temporary / name)
             sync(self._temporary)
             contents = load(self._temporary)
-            found = contents.step, _digest(read_outline(self._temporary))
-            if found != (self._held.step, self._held.digest):
+            arrived = contents.step, _digest(read_outline(self._temporary))
+            if arrived != (self._held.step, self._held.digest):
                 raise CheckpointError("another checkpoint arrived than was announced")
             path = Store(self._folder, self._keep).adopt(self._temporary, contents.step)
             if self._held.finished:
@@ -130,7 +130,7 @@ class ArrivingCheckpoint:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what has arrived."""
+        """Remove the parts that have arrived."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _failed(self, error: Exception) -> CheckpointError:

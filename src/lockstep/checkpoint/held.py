@@ -1,4 +1,4 @@
-"""What a host tells others of the newest checkpoint in its folder, and which one a job resumes from. Pure."""
+"""The newest checkpoints of a job's hosts, and the choice of the one to resume from. Pure."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -24,8 +24,8 @@ class HeldCheckpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         step: training steps since the start of the job.
-        digest: a hash of the state; equal for checkpoints of one step of one training.
-        job: what it records about its job.
+        digest: a hash of the state; equal for checkpoints of one step of one job.
+        job: the facts that it records about its job.
         finished: whether the job finished with it.
     """
 
@@ -47,19 +47,24 @@ def choose_newest(names: Sequence[str], held: Sequence[HeldCheckpoint | None]) -
         held: the newest complete checkpoint of each host; None for none.
 
     Raises:
-        ConfigError: two hosts have checkpoints of different trainings, of the same step.
+        ConfigError: two hosts have checkpoints of the same step of different jobs.
     """
     chosen = None
-    for position, own in enumerate(held):
+    for position, checkpoint in enumerate(held):
         best = held[chosen] if chosen is not None else None
-        if own is not None and (best is None or own.step > best.step):
+        if checkpoint is not None and (best is None or checkpoint.step > best.step):
             chosen = position
     best = held[chosen] if chosen is not None else None
-    for name, own in zip(names, held, strict=True):
-        if best is not None and own is not None and own.step == best.step and not own.is_same(best):
+    for name, checkpoint in zip(names, held, strict=True):
+        if (
+            best is not None
+            and checkpoint is not None
+            and checkpoint.step == best.step
+            and not checkpoint.is_same(best)
+        ):
             assert chosen is not None
             raise ConfigError(
-                f"the checkpoints of step {own.step} on {names[chosen]} and {name} are of different "
-                "trainings; remove those of one host, or give another folder"
+                f"the checkpoints of step {checkpoint.step} on {names[chosen]} and {name} are of different "
+                "jobs; remove those of one host, or give another folder"
             )
     return chosen

@@ -24,7 +24,7 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, st
 
     Args:
         folder: may not exist yet.
-        report: called with a message for each newer one that is damaged.
+        report: called with a message for each newer checkpoint that is damaged.
 
     Returns:
         Its path, the facts, and a note for the user if the job is finished.
@@ -32,15 +32,15 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, st
     Raises:
         CheckpointError: it was not written by a job.
     """
-    found = Store(folder).newest(report)
-    if found is None:
+    checkpoint = Store(folder).newest(report)
+    if checkpoint is None:
         return None
-    path, contents = found
+    path, contents = checkpoint
     return path, job_facts(path, contents.manifest), note_if_finished(folder, contents.step)
 
 
 def job_facts(path: Path, manifest: Mapping[str, Any]) -> Facts:
-    """Return what the manifest of a checkpoint records about the job that wrote it.
+    """Return the facts that the manifest of a checkpoint records about the job that wrote it.
 
     Raises:
         CheckpointError: it does not describe a job.
@@ -55,9 +55,9 @@ def job_facts(path: Path, manifest: Mapping[str, Any]) -> Facts:
     return cast(Facts, facts)
 
 
-def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:
+def refuse_another_job(path: Path, facts: Facts, options: Mapping[str, Any]) -> None:
     """Raise ConfigError if an option of the user differs from the checkpoint and would change the result."""
-    for name, value in asked.items():
+    for name, value in options.items():
         past = facts.get(name, value)
         if value is not None and value != past:
             option = f"--{_OPTIONS.get(name, name)}"
@@ -79,16 +79,22 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
         )
 
 
-def refuse_different_job(path: Path, facts: Facts, own: Facts) -> None:
-    """Raise ConfigError if the running job, described by `own`, differs from the one of the checkpoint."""
+def refuse_different_job(path: Path, facts: Facts, running: Facts) -> None:
+    """Raise ConfigError if the job differs from the one of the checkpoint.
+
+    Args:
+        path: the path of the checkpoint.
+        facts: the facts about its job.
+        running: the facts about the running job.
+    """
     names = ("replicas", "seed", "threads", "input", "backend")
-    differing = [name for name in names if facts.get(name, own[name]) != own[name]]
+    differing = [name for name in names if facts.get(name, running[name]) != running[name]]
     if not differing:
         return
     before = " and ".join(_shown(name, facts[name]) for name in differing)
-    now = " and ".join(_shown(name, own[name]) for name in differing)
-    known = {name: facts[name] for name in names if name in facts}
-    how = " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in known.items())
+    now = " and ".join(_shown(name, running[name]) for name in differing)
+    recorded = {name: facts[name] for name in names if name in facts}
+    how = " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in recorded.items())
     by_hand = "run the script without `lockstep run`, with the same KERAS_BACKEND"
     raise ConfigError(
         f"checkpoint {path} was made with {before}, and this job has {now}, which affects the result: to "
@@ -127,7 +133,7 @@ def note_on_versions(path: Path, facts: Facts) -> str:
     distributions = metadata.packages_distributions()
     before, now = [], []
     for name, version in facts.get("libraries", {}).items():
-        installed = sorted({metadata.version(one) for one in distributions.get(name, ())})
+        installed = sorted({metadata.version(distribution) for distribution in distributions.get(name, ())})
         if installed and _release(version) not in map(_release, installed):
             before.append(f"{name} {version}")
             now.append(f"{name} {' or '.join(installed)}")

@@ -1,4 +1,4 @@
-"""The schedule of checkpoints: when one is due, and which state is still to be written.
+"""The schedule of checkpoints: it decides when one is due, and which state is still to be written.
 
 The chief copies the state at the end of a step, and a thread writes the copy while training continues. This
 needs no agreement, because the state is equal on all workers.
@@ -6,8 +6,8 @@ needs no agreement, because the state is equal on all workers.
 The state after the last step is also saved when the script ends. Which step is the last is known only
 afterwards. So the chief copies the state at the end of each epoch, before validation and `on_epoch_end` can
 change it, and drops the copy when another step follows. After `train_on_batch`, it makes the copy only when
-something else is about to change the state: another call, or an assignment of a variable. So this
-checkpoint, like all others, is of the end of a step, and a script that asks for more epochs resumes from it.
+something else is about to change the state: another call, or an assignment of a variable. So this checkpoint,
+like all others, holds the state at the end of a step, and a script that asks for more epochs resumes from it.
 """
 
 import contextlib
@@ -58,12 +58,12 @@ class Every:
     seconds: float | None = None
 
 
-def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
+def parse_every(text: str, prefix: str = "--checkpoint-every ") -> Every:
     """Parse an interval: a number of steps, or a time with its unit.
 
     Args:
         text: as the user wrote it.
-        what: precedes it in error messages.
+        prefix: precedes the text in error messages.
 
     Raises:
         ConfigError: it is neither.
@@ -72,11 +72,11 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
         return Every(steps=int(text))
     if seconds := duration(text):
         return Every(seconds=seconds)
-    raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
+    raise ConfigError(f"{prefix}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
 
 
 class CheckpointScheduler:
-    """Writes a checkpoint at every interval and one of the last step, in the background.
+    """Writes a checkpoint after each interval and one of the last step, in the background.
 
     A checkpoint that is due after a number of steps is always written: if the previous one is still being
     written, training waits for it.
@@ -90,7 +90,7 @@ class CheckpointScheduler:
         failed: called with the reason if the end of the job cannot be recorded.
 
     Attributes:
-        leaving: whether the process was asked to end: the next step is its last.
+        leaving: whether a signal has told the process to end. The next step is its last.
     """
 
     def __init__(
@@ -152,12 +152,12 @@ class CheckpointScheduler:
             take: returns the state, which is copied before this returns; not called if a checkpoint of this
                 step was already requested.
         """
-        if self._held is None and self._asked != taken:
+        if self._held is None and self._requested != taken:
             self._held = self._copied(take())
 
     def hold_late(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Hold what `take` returns at the next `settle`; `drop` and `after_step` cancel this."""
-        if self._asked != taken:
+        """Hold the state that `take` returns at the next `settle`; `drop` and `after_step` cancel this."""
+        if self._requested != taken:
             self._late = take
 
     def settle(self) -> None:
@@ -183,7 +183,7 @@ class CheckpointScheduler:
         Returns when both are on the disk, have failed, or take too long.
         """
         self.settle()
-        if self._held is not None and self._asked != self._taken:
+        if self._held is not None and self._requested != self._taken:
             self._writer.write(self._held)
         if not self._wait_for_disk(_LAST_SECONDS, "the script has ended and waits"):
             self._failed(f"not written within {_LAST_SECONDS:.0f} s after the end of the script")
@@ -210,9 +210,9 @@ class CheckpointScheduler:
         return self._writer.close(seconds)
 
     @property
-    def _asked(self) -> int | None:
+    def _requested(self) -> int | None:
         """The step of the checkpoint that was requested last."""
-        return self._safe if self._writer.asked is None else self._writer.asked
+        return self._safe if self._writer.requested is None else self._writer.requested
 
     def _copied(self, contents: Contents) -> Contents:
         # The memory of the last copy is free once that copy is written.

@@ -41,7 +41,7 @@ class Entry:
         time: when it was written, in seconds since 1970.
         bytes: total size of its files.
         fault: why it is damaged or incomplete, with the file; None if it is complete.
-        verified: the last step since which each replica was verified; None without verification.
+        verified: the step since which every replica was verified at least once; None without verification.
     """
 
     path: Path
@@ -56,8 +56,8 @@ class Store:
     """Writes and finds the checkpoints in one folder.
 
     A checkpoint appears under its name, `step-<step>`, once it is complete and on the disk. Before that, it
-    is written to a folder whose name begins with a dot, under a lock that ends with the process; the next
-    writer removes what a killed writer has left.
+    is written to a folder whose name begins with a dot, under a lock that ends with the process. The next
+    writer removes the folder of a killed writer.
 
     Args:
         folder: may not exist yet.
@@ -73,10 +73,10 @@ class Store:
     def write(self, contents: Contents, removed: Callable[[Path], None] = lambda path: None) -> Path:
         """Write a checkpoint; it replaces one of the same step.
 
-        Then remove checkpoints that are older than the newest `keep` complete ones, but never the one just
-        written, nor the newest one that is verified. If the disk is full, first remove checkpoints one by
-        one, the oldest first, but never the newest complete one. The others stay complete even if the
-        process is killed at any time.
+        Afterwards, checkpoints that are older than the newest `keep` complete ones are removed, but never the
+        one just written, nor the newest verified one. If the disk is full, checkpoints are removed before,
+        one by one and the oldest first, but never the newest complete one. The others stay complete even if
+        the process is killed at any time.
 
         Args:
             contents: to write.
@@ -127,8 +127,8 @@ class Store:
         paths = self._paths()
         complete = [path for path in paths if _looks_complete(path)]
         older = paths[: paths.index(complete[-1])] if complete else []
-        found = os.statvfs(self._folder)
-        if not older or found.f_bavail * found.f_frsize + sum(map(_size, older)) < needed:
+        disk = os.statvfs(self._folder)
+        if not older or disk.f_bavail * disk.f_frsize + sum(map(_size, older)) < needed:
             return False
         self._remove(older[0])
         if older[0] in complete:
@@ -138,7 +138,7 @@ class Store:
     def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
         """Return the folder and the contents of the newest complete checkpoint; None if there is none.
 
-        `report` is called with a message for each newer one that is damaged or incomplete.
+        `report` is called with a message for each newer checkpoint that is damaged or incomplete.
 
         Raises:
             CheckpointError: the folder exists but cannot be read, or the newest checkpoint that is not
@@ -223,7 +223,7 @@ class Store:
 
         Args:
             whole: its folder, which is on the disk.
-            step: the step of the checkpoint; if there is one of this step, it is replaced.
+            step: the step of the checkpoint, which replaces another one of this step.
 
         Raises:
             CheckpointError: it cannot be renamed.
@@ -257,15 +257,15 @@ class Store:
             raise CheckpointError(
                 f"the checkpoints in {self._folder} cannot be read: {reason(error)}"
             ) from None
-        found: dict[int, Path] = {}
+        by_step: dict[int, Path] = {}
         # Names with a dot sort first: they count only if a writer was killed before the last renaming.
         for path in sorted(paths):
             if _NAME.fullmatch(path.name):
-                found[_step(path)] = path
-        return [path for _, path in sorted(found.items())]
+                by_step[_step(path)] = path
+        return [path for _, path in sorted(by_step.items())]
 
     def _clean(self) -> None:
-        """Remove what killed writers have left, and restore checkpoints that they were replacing."""
+        """Remove the folders of killed writers, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
                 path.rename(self.path(_step(path)))
@@ -285,7 +285,7 @@ class Store:
             placed = True
             sync(self._folder)
         except BaseException:
-            # What cannot be undone here, the next writer undoes.
+            # If this fails, the next writer tries again.
             with contextlib.suppress(OSError):
                 if placed:
                     path.rename(temporary)

@@ -18,7 +18,7 @@ class Writer:
     functions must not raise.
 
     Attributes:
-        asked: the step of the checkpoint that was requested last; None before the first.
+        requested: the step of the checkpoint that was requested last; None before the first.
         written: the step of the checkpoint that was written last; None before the first.
         seconds: how long it took to write that checkpoint.
     """
@@ -37,7 +37,7 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: Contents | None = None
         self._running = False
-        self.asked: int | None = None
+        self.requested: int | None = None
         self.written: int | None = None
         self.seconds = 0.0
 
@@ -48,7 +48,7 @@ class Writer:
         which no function is called. The arrays must not change until this checkpoint is written, has failed
         or is replaced.
         """
-        self.asked = contents.step
+        self.requested = contents.step
         with self._changed:
             self._waiting = contents
             if not self._running:

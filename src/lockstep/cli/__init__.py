@@ -1,1 +1,1 @@
-"""The command line `lockstep`: parses, composes and calls; no logic."""
+"""The command line `lockstep` parses, composes and calls. No logic."""

@@ -79,9 +79,9 @@ def check(**options: Any) -> None:
     sys.exit(max(map(status, results.values())))
 
 
-def _backends(asked: str | None) -> list[str | None]:
-    if asked != "all":
-        return [asked]
+def _backends(option: str | None) -> list[str | None]:
+    if option != "all":
+        return [option]
     from importlib.util import find_spec
 
     return [name for name in BACKENDS if find_spec(name)]

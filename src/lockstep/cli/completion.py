@@ -1,4 +1,4 @@
-"""What a shell completes beyond commands and options: names of running jobs, run folders, scripts."""
+"""Completion in a shell, beyond commands and options: names of running jobs, run folders, scripts."""
 
 import click
 from click.shell_completion import CompletionItem

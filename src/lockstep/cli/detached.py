@@ -1,7 +1,7 @@
 """A command without a terminal: `lockstep run --detach`, and `lockstep attach`, which shows its output.
 
-The detached command is the command in a process and a session of its own, whose output goes to a file in the
-run folder. So closing a terminal does not reach it, and everything else is as with a terminal.
+The detached command runs in a process and a session of its own, and its output goes to a file in the run
+folder. So closing a terminal does not affect it. Otherwise it works as with a terminal.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def attach(job: str) -> None:
     shown = GrowingLog(paths.output, write_stdout, _line_after(paths.output, max(0, size - _SHOWN)))
     try:
         if name is not None:
-            # The command ends after its job: it says how that ended, and may start it again.
+            # The command ends after its job: it reports how that ended, and may start it again.
             with _ended(accepted(send(name, StatusRequest())).pid) as has_ended:
                 follow(shown, lambda: not has_ended(), lambda: wait_unless_closed(_LOOK_EVERY))
         shown.finish()
@@ -143,7 +143,7 @@ def attach(job: str) -> None:
 
 
 def _line_after(path: Path, position: int) -> int:
-    """Return where the first line begins that is whole from a position of a file on."""
+    """Return the position of the first complete line after a position of a file."""
     if position == 0:
         return 0
     with path.open("rb") as file:

@@ -39,22 +39,22 @@ def diff(first: str, second: str, as_json: bool, repeats: bool) -> None:
     from lockstep.diff.wording import as_data, detail, lines
 
     recordings = read_recording(find_run(first).folder), read_recording(find_run(second).folder)
-    found = compare(*recordings)
-    if repeats and found.missing:
+    comparison = compare(*recordings)
+    if repeats and comparison.missing:
         with tempfile.TemporaryDirectory(prefix="lockstep-diff-") as folder:
-            again = rerun_both(found, recordings, Path(folder))
+            again = rerun_both(comparison, recordings, Path(folder))
             for before, after in zip(recordings, again, strict=True):
-                if not (own := compare(before, after)).equal and own.place != "length":
-                    note(f"{before.folder} does not repeat itself: {detail(own)}")
+                if not (repetition := compare(before, after)).equal and repetition.place != "length":
+                    note(f"{before.folder} does not repeat itself: {detail(repetition)}")
             closer = compare(*again)
         if closer.equal:
             note("the new runs are equal as far as they are recorded: the difference does not repeat")
         else:
-            found = closer
+            comparison = closer
     names = [first, second]
     if as_json:
-        click.echo(json.dumps(as_data(found, names), indent=2))
+        click.echo(json.dumps(as_data(comparison, names), indent=2))
     else:
-        for line in lines(found, names):
+        for line in lines(comparison, names):
             click.echo(line)
-    sys.exit(0 if found.equal else 1)
+    sys.exit(0 if comparison.equal else 1)

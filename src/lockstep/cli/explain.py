@@ -1,4 +1,4 @@
-"""`lockstep explain`: what an error means and what to do, from the page of errors, without a network."""
+"""`lockstep explain` explains an error from the page of errors, without a network."""
 
 import re
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ class _Known(NamedTuple):
 
     Attributes:
         error: the class.
-        message: as it may read.
-        advice: what to do.
+        message: a text that the message may have.
+        advice: the remedy.
     """
 
     error: str
@@ -43,17 +43,17 @@ def explain(error: tuple[str, ...]) -> None:
 
 
 def explanation(page: str, error: str) -> str:
-    """Return what a page of errors says about a class or a message, or a list of its classes.
+    """Return the text of a page of errors about a class or a message, or a list of its classes.
 
-    A message with the name of a class is looked up among those of this class; if none is like it, all that
-    the page says about the class is returned.
+    A message with the name of a class is looked up among those of this class. If none is similar, the whole
+    text about the class is returned.
 
     Args:
-        page: in Markdown.
+        page: the page, in Markdown.
         error: the class or the message; empty for the list.
 
     Raises:
-        ConfigError: it says nothing about it.
+        ConfigError: the page does not describe the error.
     """
     sections = {name: _LINK.sub(_named_page, text).strip() for name, text in _SECTION.findall(page)}
     if not error:
@@ -63,27 +63,27 @@ def explanation(page: str, error: str) -> str:
         if name.lower() == error.lower().removeprefix("lockstep.errors."):
             return f"{name}\n\n{text}\n"
     code = code_in(error)
-    found = _closest({code: sections[code]} if code else sections, error)
-    if found is None and code:
+    best = _closest({code: sections[code]} if code else sections, error)
+    if best is None and code:
         return explanation(page, code)
-    if found is None:
+    if best is None:
         raise ConfigError(
             "no message like this is known: `lockstep explain` without a message lists the classes of "
             'errors, and the page "From symptom to command" of the documentation begins with symptoms'
         )
-    return f"{found.error}: {_first_sentence(sections[found.error])}\n\n{found.message}\n\n{found.advice}\n"
+    return f"{best.error}: {_first_sentence(sections[best.error])}\n\n{best.message}\n\n{best.advice}\n"
 
 
 def _closest(sections: dict[str, str], message: str) -> _Known | None:
-    """Return the known message that another contains most of; None if it contains less than half of each."""
+    """Return the known message of which `message` contains most, if at least half; else None."""
     wanted = _phrases(message)
     best, most = None, (1, 0.0)
-    for known in _messages(sections):
-        phrases = _phrases(known.message)
+    for candidate in _messages(sections):
+        phrases = _phrases(candidate.message)
         shared = len(phrases & wanted)
         share = shared / max(1, len(phrases))
         if share >= 0.5 and (shared, share) > most:
-            best, most = known, (shared, share)
+            best, most = candidate, (shared, share)
     return best
 
 
@@ -94,7 +94,7 @@ def _messages(sections: dict[str, str]) -> Iterator[_Known]:
 
 
 def _phrases(message: str) -> set[tuple[str, str]]:
-    """Return the pairs of neighbouring words of a message that do not change from case to case."""
+    """Return the pairs of neighbouring words of a message, without words that change from case to case."""
     parts = re.split(r"[,;:()]", _PLACEHOLDERS.sub(";", message.lower()))
     return {pair for part in parts for pair in pairwise(part.split())}
 
@@ -110,7 +110,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _page() -> str:
-    """Return the page of errors, which the wheel has a copy of."""
+    """Return the page of errors, of which the wheel has a copy."""
     packed = Path(__file__).with_name("errors.md")
     page = packed if packed.exists() else Path(__file__).parents[3] / "docs" / "errors.md"
     return page.read_text()

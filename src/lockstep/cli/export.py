@@ -1,4 +1,4 @@
-"""The command `lockstep export`: writes what another system needs to run a job."""
+"""The command `lockstep export`: writes files with which another system runs a job."""
 
 import re
 import sys
@@ -10,7 +10,7 @@ import click
 
 from lockstep.cli.notifier import variable_with_url
 from lockstep.cli.parameter_types import PARTS
-from lockstep.cli.run import check_numbers, given, refuse_without_checkpoint, run
+from lockstep.cli.run import check_numbers, refuse_without_checkpoint, run, set_options
 from lockstep.cli.systemd_unit import unit
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
@@ -84,7 +84,7 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
     if lacks:
         note(f"the service lacks the variable of {' and '.join(lacks)}: add a line EnvironmentFile= to it")
-    command = command_of("lockstep", "run", *given(context, ()), "--", script, *arguments)
+    command = command_of("lockstep", "run", *set_options(context, ()), "--", script, *arguments)
     refuse_undecodable(*command)
     variables = shared_variables()
     refuse_undecodable(*variables.values())
@@ -106,7 +106,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     """Return the job that the options describe.
 
     Raises:
-        ConfigError: they describe none.
+        ConfigError: they do not describe a job.
     """
     script, arguments = options["script"], options["arguments"]
     name, workers = options["name"], options["workers"]
@@ -115,7 +115,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
         raise ConfigError(f"{pods} pods cannot divide {workers} workers evenly; change --pods or -n")
     _refuse_unfit(context, options, workers)
     here = ("--workers-here", str(workers // pods)) if workers > pods else ()
-    command = ("lockstep", "run", "--tf-config", *here, *given(context), "--", script, *arguments)
+    command = ("lockstep", "run", "--tf-config", *here, *set_options(context), "--", script, *arguments)
     refuse_undecodable(*command)
     return IndexedJob(
         name if name is not None else name_from(script, module=options["module"]),

@@ -1,4 +1,4 @@
-"""What help shows: commands whose modules are imported only when they are used, and options in groups."""
+"""Help: commands whose modules are imported only when they are used, and options in groups."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ class LazyGroup(click.Group):
     """A group of commands, some of which are in modules that its help does not import.
 
     Args:
-        elsewhere: for each of these commands its module, and the first sentence of its help.
+        elsewhere: the module of each of these commands, and the first sentence of its help.
     """
 
     def __init__(self, *arguments: Any, elsewhere: Mapping[str, tuple[str, str]], **options: Any) -> None:
@@ -43,10 +43,12 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a line for each command."""
         limit = formatter.width - 6 - max(map(len, self.list_commands(ctx)))
-        known = {name: click.Command(name, help=text) for name, (_, text) in self.elsewhere.items()}
-        known |= self.commands
+        commands = {name: click.Command(name, help=text) for name, (_, text) in self.elsewhere.items()}
+        commands |= self.commands
         with formatter.section("Commands"):
-            formatter.write_dl([(name, known[name].get_short_help_str(limit)) for name in sorted(known)])
+            formatter.write_dl(
+                [(name, commands[name].get_short_help_str(limit)) for name in sorted(commands)]
+            )
 
 
 class GroupedCommand(click.Command):
@@ -80,11 +82,11 @@ class GroupedCommand(click.Command):
         *_, last = self.groups
         homes = {name: group for group, names in self.groups.items() for name in names}
         homes |= dict.fromkeys(("--help-all", *self.get_help_option_names(ctx)), first)
-        found: dict[str, list[click.Option]] = {group: [] for group in self.groups}
+        options: dict[str, list[click.Option]] = {group: [] for group in self.groups}
         for option in self.get_params(ctx):
             if isinstance(option, click.Option) and not option.hidden:
-                found[next((homes[name] for name in option.opts if name in homes), last)].append(option)
-        return found
+                options[next((homes[name] for name in option.opts if name in homes), last)].append(option)
+        return options
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options of the first group, and the names of the others; or all options."""

@@ -1,7 +1,7 @@
 """Starts a failed job again: the command becomes the same command, with the same run folder.
 
-A job survives the loss of workers by itself. It ends with the loss of all of them, of the coordinator, and of
-the chief or the only server of an asynchronous training; then it can continue from what it has saved.
+A job survives the loss of workers by itself. It ends if all workers are lost, or the coordinator, or the
+chief or the only server of an asynchronous `fit`. Then it can continue from its checkpoint.
 """
 
 import os
@@ -51,10 +51,13 @@ def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, ro
     pause = 0 if seconds >= _STEADY else min(2**number, 60)
     when = f" in {pause} s" if pause else ""
     which = f"restart {number + 1} of {restarts}"
-    note(f"the job has ended with status {status}, and starts again{when} from what it has saved ({which})")
-    for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(one) is not signal.SIG_IGN:
-            signal.signal(one, signal.SIG_DFL)
+    note(
+        f"the job has ended with status {status}, and starts again{when} from its last checkpoint, if any "
+        f"({which})"
+    )
+    for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, signal.SIG_DFL)
     time.sleep(pause)
     flush_streams()
     take_environment({ATTEMPT: f"{number + 1}:{run_dir}"})

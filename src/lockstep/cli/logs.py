@@ -1,4 +1,4 @@
-"""The command `lockstep logs`: shows what the workers of a run have written."""
+"""The command `lockstep logs`: shows the output of the workers of a run."""
 
 import contextlib
 import re

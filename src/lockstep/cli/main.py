@@ -51,8 +51,8 @@ def main() -> None:
         discard_stdout()
         # A reader such as head closes the pipe once it has enough.
         if not isinstance(error, BrokenPipeError):
-            what = f"{error.filename}:" if error.filename else "stdout cannot be written:"
-            _refuse(f"{what} {error.strerror or error}")
+            subject = f"{error.filename}:" if error.filename else "stdout cannot be written:"
+            _refuse(f"{subject} {error.strerror or error}")
 
 
 def _refuse(message: str) -> None:
@@ -60,8 +60,8 @@ def _refuse(message: str) -> None:
     sys.exit(2)
 
 
-def _show_version(context: click.Context, _option: click.Parameter, asked: bool) -> None:
-    if not asked or context.resilient_parsing:
+def _show_version(context: click.Context, _option: click.Parameter, is_set: bool) -> None:
+    if not is_set or context.resilient_parsing:
         return
     if context.params["verbose"]:
         from lockstep.doctor.bug_report import versions_here
@@ -255,8 +255,8 @@ def agent(
         raise click.UsageError("give --join HOST:PORT, the address of lockstep run --listen")
     split_address(coordinator)
     fill_standard_descriptors()
-    own = with_port(listen) if listen else ""
-    sys.exit(join_and_run(AgentOptions(coordinator, workers, own, encrypted=not plain, patience=timeout)))
+    here = with_port(listen) if listen else ""
+    sys.exit(join_and_run(AgentOptions(coordinator, workers, here, encrypted=not plain, patience=timeout)))
 
 
 @cli.command()

@@ -1,11 +1,12 @@
 """The notifier of `lockstep run --notify`: a process beside the command that delivers messages about the job.
 
-The process of the coordinator decides what is worth a message (`coordinator/notifications.py`), and sends it
-here without waiting. The notifier delivers one message at a time, each in a process of its own, which it
-kills after `LIMIT`: a name server, a TLS handshake or a program may hang. So a receiver costs the job no
-step, and the end of the command at most `LIMIT`.
+The process of the coordinator decides which events are worth a message (`coordinator/notifications.py`), and
+sends messages here without waiting. The notifier delivers one message at a time, each in a process of its
+own, which it kills after `LIMIT`: a name server, a TLS handshake or a program may hang. So a receiver costs
+the job no step, and the end of the command at most `LIMIT`.
 
-The notifier outlives the command: if nobody has said how the job ended, it says that all was killed.
+The notifier outlives the command: if no message has told how the job ended, it reports that everything was
+killed.
 """
 
 import contextlib
@@ -42,12 +43,12 @@ _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 class Receiver(NamedTuple):
-    """What takes the messages: a command of the shell or a URL, the other one is empty.
+    """The receiver of the messages: a command of the shell or a URL; the other one is empty.
 
     Attributes:
         option: the value of `--notify`, which holds no secret; messages name it.
         command: reads a message from its standard input.
-        url: takes a message with POST. It may be a secret.
+        url: takes a message by POST. It may be a secret.
     """
 
     option: str
@@ -59,7 +60,7 @@ class Receiver(NamedTuple):
 
 
 class JobIdentity(msgspec.Struct, frozen=True):
-    """What each message says of its job: its name, script, run folder, and the host of its command."""
+    """The fields of each message about its job: its name, script, run folder, and the host of its command."""
 
     job: str
     script: str
@@ -77,8 +78,8 @@ def parse_receiver(option: str) -> Receiver:
     """Return the receiver that `--notify` names.
 
     Raises:
-        ConfigError: there is none. The message does not contain the URL, also where the user has written it
-            on the command line.
+        ConfigError: it names none. The message does not contain the URL, even if the user has written it on
+            the command line.
     """
     form, _, rest = option.partition(":")
     match form.lower():
@@ -123,7 +124,7 @@ class Notifier:
     """The notifier of a job, as its command sees it.
 
     Attributes:
-        descriptor: of the socket to it.
+        descriptor: the descriptor of the socket to it.
     """
 
     def __init__(self, connection: socket.socket, job: JobIdentity) -> None:
@@ -132,7 +133,7 @@ class Notifier:
         self._job = job
 
     def end(self, status: int) -> None:
-        """Say how the job has ended, in case that its process could not."""
+        """Tell the notifier how the job has ended, in case its process could not."""
         text = f"{self._job.job}: ended with status {status}; its process did not say why"
         ended = Notification(what="finished" if status == 0 else "failed", text=text, status=status)
         with contextlib.suppress(OSError):
@@ -152,23 +153,23 @@ def notifier_beside(
         job: the job.
         is_continued: whether an engine continues the job if all processes here are killed.
     """
-    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flush_streams()
     try:
         process = os.fork()
     except OSError as error:
-        own.close()
-        other.close()
+        ours.close()
+        theirs.close()
         note(f"--notify {receiver.option}: no process can be started: {error.strerror}")
         yield None
         return
     if process == 0:
-        _become_notifier(other, receiver, job, is_continued)
-    other.close()
+        _become_notifier(theirs, receiver, job, is_continued)
+    theirs.close()
     try:
-        yield Notifier(own, job)
+        yield Notifier(ours, job)
     finally:
-        own.close()
+        ours.close()
         ended = os.pidfd_open(process)
         if not wait_for([ended], LIMIT):
             note(f"--notify {receiver.option}: not all messages were taken within {LIMIT:g} s")
@@ -264,7 +265,7 @@ def _become_sender(receiver: Receiver, message: bytes, content: int) -> NoReturn
             for number in (*_SIGNALS, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             os.dup2(content, 0)
-            # What the command says is about the job, like the notes.
+            # The output of the command is about the job, like the notes.
             os.dup2(2, 1)
             os.execv("/bin/sh", ["/bin/sh", "-c", receiver.command])
         if problem := post(receiver.url, message):
@@ -302,5 +303,5 @@ def post(url: str, message: bytes) -> str:
         return f"the server answered with status {error.code}"
     except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
-        what = getattr(reason, "verify_message", "") or getattr(reason, "strerror", "")
-        return what or type(reason).__name__
+        detail = getattr(reason, "verify_message", "") or getattr(reason, "strerror", "")
+        return detail or type(reason).__name__

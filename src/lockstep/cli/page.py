@@ -57,11 +57,11 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
     if parent is not None:
         die_with(parent)
     folders = resolve(runs)
-    family, place = resolve_host(host.removeprefix("[").removesuffix("]"), port, _RESOLVES_WITHIN)
-    loopback = is_loopback(str(place[0]))
-    context, fingerprint = (None, "") if loopback else _encryption(host, str(place[0]))
+    family, socket_address = resolve_host(host.removeprefix("[").removesuffix("]"), port, _RESOLVES_WITHIN)
+    loopback = is_loopback(str(socket_address[0]))
+    context, fingerprint = (None, "") if loopback else _encryption(host, str(socket_address[0]))
     try:
-        server = PageServer(place, family, RunsView(Catalog(folders)), context, host)
+        server = PageServer(socket_address, family, RunsView(Catalog(folders)), context, host)
     except OSError as error:
         at = f"port {port} of {host}" if port else host
         raise ConfigError(
@@ -83,7 +83,7 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
 def page_beside(folder: Path) -> Iterator[None]:
     """Show the page of a run in a separate process, which ends with the block, or with this process.
 
-    It prints the address of the page, or why there is none. If it fails or hangs, the block does not notice.
+    It prints the address of the page, or why there is none. The block does not notice if it fails or hangs.
 
     Args:
         folder: the folder of the run, which may not have begun.
@@ -106,7 +106,7 @@ def page_beside(folder: Path) -> Iterator[None]:
 
 
 def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
-    """Return what encrypts the page, and the fingerprint of its certificate.
+    """Return the context that encrypts the page, and the fingerprint of its certificate.
 
     Raises:
         ConfigError, UnfitError: there is no key, or it cannot be used.

@@ -37,7 +37,7 @@ class Folder(click.Path):
 
 
 class Tag(click.types.StringParamType):
-    """A word for a run; rejects what a table cannot show."""
+    """A word for a run; rejects characters that a table cannot show."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the tag, or fail."""

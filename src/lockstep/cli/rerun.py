@@ -41,10 +41,10 @@ def rerun(run: str, run_dir: Path | None, one_process: bool) -> None:
     if status:
         raise ConfigError(f"the new run ended with status {status}; its logs are in {folder}")
     again = read_recording(folder)
-    found = compare(recording, again)
-    for line in lines(found, [run, str(folder)]):
+    comparison = compare(recording, again)
+    for line in lines(comparison, [run, str(folder)]):
         click.echo(line)
     digest = again.finished.get("digest")
-    if found.equal and digest and recording.finished.get("digest") == digest:
+    if comparison.equal and digest and recording.finished.get("digest") == digest:
         click.echo(f"the models at the end are equal to the last bit (digest {digest})")
-    sys.exit(0 if found.equal else 1)
+    sys.exit(0 if comparison.equal else 1)

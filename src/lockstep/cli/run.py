@@ -286,7 +286,7 @@ _GROUPS = {
     "--metrics-port",
     type=click.IntRange(0, 65535),
     metavar="PORT",
-    help="Serve figures of the job as OpenMetrics at http://127.0.0.1:PORT/metrics. 0 means any free port.",
+    help="Serve metrics of the job as OpenMetrics at http://127.0.0.1:PORT/metrics. 0 means any free port.",
 )
 @click.option(
     "--notify",
@@ -317,7 +317,7 @@ _GROUPS = {
     default=0,
     metavar="N",
     show_default=True,
-    help="Number of times that a failed job starts again, from --checkpoint or what the script has saved.",
+    help="Number of times that a failed job starts again, from --checkpoint or what SCRIPT itself saves.",
 )
 @click.option(
     "--min-workers",
@@ -459,12 +459,12 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     refuse_without_checkpoint(click.get_current_context())
     match where:
         case Engine():
-            place: Place = _of_engine(where, options)
+            destination: Place = _of_engine(where, options)
         case ScheduledTask():
-            place = _of_task(where, script, options)
+            destination = _of_task(where, script, options)
         case _:
-            place = where
-    engine = place.engine if isinstance(place, Listen) else None
+            destination = where
+    engine = destination.engine if isinstance(destination, Listen) else None
     receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
     # Where an engine starts a coordinator again, hosts that run the job have the variables.
     _take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
@@ -474,7 +474,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     existed = folder is not None and folder.exists()
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
-    spec = replace(_spec(options, place), inherited=inherited or ())
+    spec = replace(_spec(options, destination), inherited=inherited or ())
     created = options["run_dir"] is None or not options["run_dir"].exists()
     new_board = board is not None and not board.exists()
     with gone_if_refused(board), gone_if_refused(folder if folder is not None and not existed else None):
@@ -493,7 +493,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             RunPaths(spec.run_dir).comparison.unlink(missing_ok=True)
 
     def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
-        return _resumed(options, place, begun, held)
+        return _resumed(options, destination, begun, held)
 
     if options["detached"] and folder_of_job() is None:
         detach(RunPaths(spec.run_dir.absolute()))
@@ -501,7 +501,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with socket.socket(fileno=os.dup(exports.metrics)) as listener:
             address, port = listener.getsockname()
         note(f"metrics at http://{address}:{port}/metrics")
-    if isinstance(place, Here):
+    if isinstance(destination, Here):
         first, rest = spec.describe()
         note(first)
         note(f"{rest}{_passed_on(options['arguments'])}")
@@ -511,7 +511,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
 
     def serve(command: "StopChannel") -> int:
-        match place:
+        match destination:
             case Here():
                 return _serve_here(spec, command, shown)
             case Hosts():
@@ -521,7 +521,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             case Listen():
                 from lockstep.hosts.listening_job import run_listening
 
-                return run_listening(spec, place, resumed, command, shown)
+                return run_listening(spec, destination, resumed, command, shown)
 
     with contextlib.ExitStack() as beside:
         notifier = beside.enter_context(_notifier(receiver, spec, engine is not None))
@@ -565,7 +565,7 @@ def _notifier(
 
 
 def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
-    """Set the variables of the script here; raise ConfigError if one lacks a value, unless that may be."""
+    """Set the variables of the script here; raise ConfigError if one lacks a value and `all_set`."""
     variables = parse_variables(options["env"])
     if all_set:
         require_variables(variables)
@@ -573,7 +573,7 @@ def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None
 
 
 def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[None]:
-    """Compare the script of a job with one process beside it."""
+    """Compare the script of a job with one process, which runs beside the job."""
     if calls == "off":
         return contextlib.nullcontext()
     words = ["--replicas", str(spec.replicas), "--seed", str(spec.seed)]
@@ -588,35 +588,35 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
 def _passed_on(arguments: Sequence[str]) -> str:
     """Say which arguments of the script look like options of `lockstep run`; empty if none does."""
     shown = [param for param in run.params if isinstance(param, click.Option) and not param.hidden]
-    known = {name for param in shown for name in param.opts}
-    alike = dict.fromkeys(word for one in arguments if (word := one.partition("=")[0]) in known)
+    names = {name for param in shown for name in param.opts}
+    alike = dict.fromkeys(word for argument in arguments if (word := argument.partition("=")[0]) in names)
     return f"; {', '.join(alike)} after the script is for the script" if alike else ""
 
 
-def given(context: click.Context, without: Collection[str] = PLACING) -> list[str]:
-    """Return the words of the options that the user has given.
+def set_options(context: click.Context, without: Collection[str] = PLACING) -> list[str]:
+    """Return the words of the options that the user has set.
 
     Args:
-        context: of `run`, or of a command that has some of its parameters.
+        context: the context of `run`, or of a command that has some of its parameters.
         without: the parameters to leave out; by default, those that say where workers run.
     """
     words = []
     for param in run.params:
         assert param.name is not None
         source = context.get_parameter_source(param.name)
-        asked = isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE
-        if asked and param.name not in without:
+        is_set = isinstance(param, click.Option) and source is click.core.ParameterSource.COMMANDLINE
+        if is_set and param.name not in without:
             option, value = max(param.opts, key=len), context.params[param.name]
-            for one in value if param.multiple else (value,):
-                words += [option] if getattr(param, "is_flag", False) else [option, str(one)]
+            for each in value if param.multiple else (value,):
+                words += [option] if getattr(param, "is_flag", False) else [option, str(each)]
     return words
 
 
 def refuse_without_checkpoint(context: click.Context) -> None:
-    """Raise ConfigError if the user has given options of `run` that do nothing without `--checkpoint`."""
+    """Raise ConfigError if the user has set options of `run` that do nothing without `--checkpoint`."""
     for name, option in (("every", "--checkpoint-every"), ("keep", "--keep")):
-        asked = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if asked and context.params["checkpoint"] is None:
+        is_set = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if is_set and context.params["checkpoint"] is None:
             raise ConfigError(
                 f"{option} needs --checkpoint DIR, without which this command saves no checkpoints; for a "
                 f"script with lockstep.callbacks.Checkpoint, give {name}= to the callback"
@@ -636,10 +636,10 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
         context, workers = click.get_current_context(), options["workers"]
         # The same folder for all coordinators of the job, on whatever node.
         name = f"{_script_name(options)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        place = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
+        fixed = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
         words = (
-            *map(str, place),
-            *given(context, {*PLACING, "run_dir"}),
+            *map(str, fixed),
+            *set_options(context, {*PLACING, "run_dir"}),
             "--",
             options["script"],
             *options["arguments"],
@@ -667,8 +667,8 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
 def _refuse_with_servers(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for options that jobs with parameter servers do not support."""
     names = ("replicas", "checkpoint", "devices", "verify_every")
-    given = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
-    given += ["--min-workers"] if options["min_workers"] > 1 else []
+    refused = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
+    refused += ["--min-workers"] if options["min_workers"] > 1 else []
     reasons = {
         "--replicas": "a step is one batch on one worker",
         "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
@@ -676,12 +676,12 @@ def _refuse_with_servers(options: Mapping[str, Any]) -> None:
         "--verify-every": "lockstep rerun repeats the whole run",
         "--min-workers": "workers do not wait for one another",
     }
-    if given:
-        raise ConfigError(f"--ps cannot be combined with {given[0]}: {reasons[given[0]]}")
+    if refused:
+        raise ConfigError(f"--ps cannot be combined with {refused[0]}: {reasons[refused[0]]}")
 
 
 def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -> Here | Listen:
-    """Return where the job that this process begins runs, or do what else its task is for, and end."""
+    """Return where the job that this process begins runs, or play another role of its task, and end."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
 
     scheduler = tasks.scheduler
@@ -693,7 +693,7 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
         case TaskRole.EVALUATOR:
             _evaluate(script, options)
         case TaskRole.AGENT:
-            # Its own name may not be known in the cluster yet.
+            # The cluster may not know the name of this host yet.
             _, port = split_address(task.address)
             joins = AgentOptions(
                 task.coordinator,
@@ -717,7 +717,7 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
-    """Run the script alone in this process, as the evaluator of its cluster."""
+    """Run the script in this process, which is the evaluator of its cluster and has no job."""
     _take_variables(options)
     choice = _backend(options, None)
     take_environment({"KERAS_BACKEND": choice.backend})
@@ -731,7 +731,7 @@ def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
 
 
 def _exports(options: Mapping[str, Any]) -> Exports:
-    """Return what the job shows of itself; raise an error in one line if it cannot."""
+    """Return the exports of the job; raise an error in one line if one is impossible."""
     folder, port, metrics = options["tensorboard"], options["metrics_port"], None
     if folder is not None:
         package = importlib.util.find_spec("tensorboard")
@@ -769,7 +769,7 @@ def _backend(options: Mapping[str, Any], past: str | None) -> Choice:
     script, overrides = (source and setting_of(source, "KERAS_BACKEND")) or (None, False)
     _refuse_legacy_keras(source)
     wishes = Wishes(
-        asked=options["backend"],
+        option=options["backend"],
         script=script,
         overrides=overrides,
         variable=variable,
@@ -795,7 +795,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" = None) -> JobSpec:
-    """Return the job; it resumes from a checkpoint that another host holds, if that is given."""
+    """Return the job; with `held`, it resumes from this checkpoint of another host."""
     # Before the run's folder is created: a rejected command leaves nothing behind.
     checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
@@ -865,7 +865,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
 def _others(options: Mapping[str, Any]) -> int:
     """Return how many processes of a job are not workers to the user: a chief and parameter servers.
 
-    They are processes like the workers; outside of `fit`, each has a replica.
+    They are processes like the workers. Outside of `fit`, each has a replica.
     """
     return options["servers"] + 1 if options["servers"] else 0
 
@@ -890,11 +890,11 @@ def check_numbers(workers: int, replicas: int, least: int) -> None:
 
 def _resumed(options: dict[str, Any], where: Place, begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
     """Return the job over hosts as it resumes from the newest checkpoint of all of them."""
-    own = begun.checkpoints.resume if begun.checkpoints is not None else None
-    if own is not None:
+    newest_here = begun.checkpoints.resume if begun.checkpoints is not None else None
+    if newest_here is not None:
         from lockstep.checkpoint.hand_over import held_of
 
-        if held.is_same(held_of(own)):
+        if held.is_same(held_of(newest_here)):
             return begun
     spec = _spec(options, where, held)
     # An engine may have found fewer hosts than the job will have.
@@ -916,23 +916,23 @@ def _checkpoints(
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    found: tuple[Path | None, Mapping[str, Any], str]
+    newest_saved: tuple[Path | None, Mapping[str, Any], str]
     if held is None:
-        found = newest(folder, note) or (None, {}, "")
+        newest_saved = newest(folder, note) or (None, {}, "")
     else:
-        found = (
+        newest_saved = (
             Store(folder).path(held.step),
             msgspec.to_builtins(held.job),
             note_on_end(folder, held.step) if held.finished else "",
         )
-    resume, past, finished = found
+    resume, past, finished = newest_saved
     if finished:
         note(finished)
     if resume is not None:
-        asked = {name: options[name] for name in ("replicas", "seed", "threads")}
-        refuse_another_job(resume, past, asked | {"input": options["reading"]})
-    given = os.fspath(options["checkpoint"])
-    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume, given), past
+        affecting = {name: options[name] for name in ("replicas", "seed", "threads")}
+        refuse_another_job(resume, past, affecting | {"input": options["reading"]})
+    as_written = os.fspath(options["checkpoint"])
+    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume, as_written), past
 
 
 def _past_reading(past: Mapping[str, Any]) -> str:

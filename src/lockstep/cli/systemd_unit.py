@@ -45,7 +45,7 @@ def unit(
     """Return the text of a service of a user.
 
     Args:
-        description: what it runs, in one line.
+        description: the description of the service, in one line.
         folder: where it runs; absolute.
         command: the path of a program, absolute, and its arguments.
         variables: its environment, besides that of the service manager.
@@ -55,7 +55,7 @@ def unit(
         description=_one_line(description),
         folder=_one_line(str(folder)),
         variables="".join(f"Environment={quoted(f'{name}={value}')}\n" for name, value in variables.items()),
-        # Of a dollar sign, only commands make a variable.
+        # Only in commands does a dollar sign begin a variable.
         command=" ".join(quoted(word).replace("$", "$$") for word in command),
         patience=math.ceil(grace) + _AFTER_GRACE,
     )

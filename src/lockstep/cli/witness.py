@@ -1,16 +1,17 @@
-"""The comparison of a script with one process: a job that does nothing else, and that job beside a run.
+"""The comparison of a script with one process: in a job of its own, and in such a job beside a run.
 
-`lockstep check` waits for the job. Beside a run, a process of low priority does, and whatever ends it costs
-the run nothing. It begins after the run's first step, when the script has downloaded what it needs.
+`lockstep check` waits for the job. Beside a run, a process of low priority waits for it, and its end, for
+whatever reason, costs the run nothing. It begins after the run's first step, when the downloads of the script
+are complete.
 
-Beside a run, a fork of the command starts the job. It takes nothing from the run: with the run's seed, a run
-from the beginning has the same first state and the same first batch, and a check that asks nothing of a job
-cannot disturb it. The fork waits for the first settings in the digest log of the run. These, with the
-program and its versions, are the key under which a verdict is kept. Then it lowers its priority (also that
-of its sessions, which Linux may weigh against each other), hides the GPUs, offers itself to the kernel's
-killer of processes, and limits the processor time, which the processes of the check inherit. The kernel
-kills it when the command ends; the command kills it when the job ends. The coordinator reads the verdict for
-the last line of the run.
+Beside a run, a fork of the command starts the job. It takes nothing from the run. With the run's seed, it
+begins with the same first state and the same first batch, and a check that requests nothing from a job cannot
+disturb it. The fork waits for the first settings in the digest log of the run. These, with the program and
+its versions, are the key under which a verdict is kept. Then it lowers its priority (and that of its
+sessions, which Linux may weigh against each other), hides the GPUs, makes itself the first process that the
+kernel kills for lack of memory, and limits its processor time. The processes of the check inherit all this.
+The kernel kills it when the command ends; the command kills it when the job ends. The coordinator reads the
+verdict for the last line of the run.
 """
 
 import contextlib
@@ -72,8 +73,8 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
     Args:
         words: options of `lockstep run`.
         program: the words that name the script and its arguments.
-        folder: the folder for its run; exists.
-        calls: which calls to compare.
+        folder: the existing folder for its run.
+        calls: the calls to compare.
     """
     job = command_of(
         "lockstep", "run", "-n", "1", "--max-restarts", "0", "--checks", calls, "--run-dir", str(folder)
@@ -83,7 +84,7 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
     with log.open("wb") as output:
         ended = subprocess.run(
             ending_with_this_process([*job, *words, *program]),
-            # The run beside must not find temporary files of the comparison, nor the other way round.
+            # The run and the comparison must not find temporary files of each other.
             env=with_temporary_folder(temporary),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -119,14 +120,14 @@ def witness_beside(
 ) -> Iterator[None]:
     """Compare the script of a run in a process beside it, which ends with the block, or with this process.
 
-    The result is saved in the folder of the run. A note says what differs without a name, or why nothing is
-    compared.
+    The result is saved in the folder of the run. A note names differences that no other note explains, or
+    says why nothing is compared.
 
     Args:
         folder: the folder of the run; the run has not begun.
         words: options of `lockstep run`.
         program: the words that name the script and its arguments.
-        calls: which calls to compare.
+        calls: the calls to compare.
     """
     paths = RunPaths(folder.absolute())
     save_verdict(paths, NOT_COMPARED)
@@ -159,7 +160,7 @@ def _become_witness(
         with contextlib.suppress(BaseException):
             _tell(paths, {"compared": [], "ended": "", "failed": f"{type(error).__name__}: {error}"})
     finally:
-        # The command waits for its other children; a child that has ended would be in the way.
+        # The command waits for its other children, and must not meet this child when it has ended.
         while True:
             signal.pause()
 
@@ -227,7 +228,7 @@ def _lack_of_memory(paths: RunPaths, begun: float) -> str:
 
 
 def _step_back(calls: Calls) -> None:
-    """Let the run go first: to the processors, the GPUs, and where memory runs out."""
+    """Let the run go first: on the processors and the GPUs, and if memory runs out."""
     os.nice(NICE)
     keep_priority()
     # The kernel kills the process with the highest value.
@@ -241,7 +242,7 @@ def _step_back(calls: Calls) -> None:
 
 
 def _tell(paths: RunPaths, result: Mapping[str, Any]) -> None:
-    """Save the result of a comparison, and say in a note what no other note says."""
+    """Save the result of a comparison; show a note about differences that no other note names."""
     text = verdict(result)
     save_verdict(paths, text, result)
     if differences := unnamed(result):

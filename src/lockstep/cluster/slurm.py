@@ -76,7 +76,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._cluster = _place(jobs, hosts, port_base)
         self._task_type, self._task_id = _slot(jobs, rank)
         self._gpus_per_task = gpus_per_task
-        self._own_gpus = _own(gpus, gpus_per_task, local_rank) if auto_set_gpu else None
+        self._own_gpus = _gpus_of_task(gpus, gpus_per_task, local_rank) if auto_set_gpu else None
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -165,5 +165,5 @@ def _local_rank(hosts: Hosts, rank: int) -> int:
     return local
 
 
-def _own(gpus: tuple[str, ...], per_task: int, local: int) -> tuple[str, ...]:
+def _gpus_of_task(gpus: tuple[str, ...], per_task: int, local: int) -> tuple[str, ...]:
     return gpus[local * per_task : (local + 1) * per_task]

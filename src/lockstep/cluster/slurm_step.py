@@ -135,9 +135,9 @@ def expand_counts(text: str) -> list[int]:
     Raises:
         ConfigError: the text is not such a list, or has more than 65,536 numbers.
     """
-    found = [_COUNT.fullmatch(part) for part in text.split(",")]
-    runs = [(int(match[1]), int(match[2] or 1)) for match in found if match]
-    if len(runs) != len(found) or sum(times for _, times in runs) > _MAX_ENTRIES:
+    matches = [_COUNT.fullmatch(part) for part in text.split(",")]
+    runs = [(int(match[1]), int(match[2] or 1)) for match in matches if match]
+    if len(runs) != len(matches) or sum(times for _, times in runs) > _MAX_ENTRIES:
         raise ConfigError(
             f"Slurm's list of tasks is {text!r}, expected the tasks on each host, such as '2(x3),1'"
         )
@@ -174,7 +174,7 @@ def _numbers(text: str, ranges: str) -> list[str]:
     return numbers
 
 
-def _invalid(text: str, what: str) -> ConfigError:
+def _invalid(text: str, fault: str) -> ConfigError:
     return ConfigError(
-        f"Slurm's list of hosts, {text[:120]!r}, {what}: expected a list such as 'node[01-03,7],gpu1'"
+        f"Slurm's list of hosts, {text[:120]!r}, {fault}: expected a list such as 'node[01-03,7],gpu1'"
     )

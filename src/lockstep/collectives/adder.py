@@ -19,7 +19,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Adder:
-    """Executes planned sums; owns the scratch registers, so each thread needs its own adder."""
+    """Executes planned sums. An adder owns scratch registers, so each thread needs its own."""
 
     def __init__(self) -> None:
         self._blocks: list[Bytes] = []
@@ -32,10 +32,10 @@ class Adder:
         writes to it. Integers wrap; infinities and NaNs are ordinary results. The caller silences NumPy's
         floating-point warnings (`np.errstate`), once for many sums.
 
-        The bits of an element do not depend on its position in an array, if arrays are divided at
-        multiples of `ALIGNMENT` bytes. Without padding they would: the sum of two different NaNs is one of
-        them, and NumPy chooses differently in the last elements, which do not fill a vector. So the last
-        elements are padded to a whole cache line.
+        If arrays are divided at multiples of `ALIGNMENT` bytes, the bits of an element do not depend on its
+        position. They would without padding: the sum of two different NaNs is one of them, and NumPy chooses
+        differently in the last elements, which do not fill a vector. So the last elements are padded to a
+        whole cache line.
         """
         if not plan.steps:
             if out is not operands[0]:
@@ -79,7 +79,7 @@ def _at_least(memory: list[Bytes], count: int, size: int) -> list[Bytes]:
 
 
 def flat(leaves: Leaves) -> list[Array]:
-    """Return the leaves as flat arrays: views where they are contiguous, copies where not."""
+    """Return the leaves as flat arrays: views where they are contiguous, copies elsewhere."""
     return [np.asarray(leaf).reshape(-1) for leaf in leaves]
 
 

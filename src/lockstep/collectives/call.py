@@ -48,8 +48,8 @@ def compare(
         hosts: the name of each member's host; empty if all are on one.
 
     Raises:
-        DisagreementError: the calls differ; names the workers in each group and what differs. Its `workers`
-            are those outside the first member's group.
+        DisagreementError: the calls differ; the message names the workers in each group and the difference.
+            Its `workers` are those outside the first member's group.
     """
     if agree(calls):
         return
@@ -153,7 +153,7 @@ def check_parts(parts: Sequence[object], members: int) -> None:
     """Check that an all-to-all has a part for each member.
 
     Raises:
-        InternalError: it has not.
+        InternalError: the number of parts differs.
     """
     if len(parts) != members:
         raise InternalError(f"an all-to-all with {len(parts)} parts for {members} members")

@@ -1,11 +1,11 @@
-"""What every communicator promises: collective calls between the workers of one view."""
+"""The contract of every communicator: collective calls between the workers of one view."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    # The agent opens exchanges and needs no NumPy, whose import takes a part of each launch.
+    # The agent opens exchanges but needs no NumPy, whose import would slow each launch.
     import numpy as np
     import numpy.typing as npt
 
@@ -99,7 +99,7 @@ class Communicator(Protocol):
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members, in the order of the view's workers.
 
-        With members on several hosts, it is the view in which the first of them completed the call.
+        With members on several hosts, that is the view in which the first of them completed the call.
         """
 
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
@@ -111,8 +111,8 @@ class Communicator(Protocol):
             what: names the call in messages.
 
         Returns:
-            For each member, the part that it had for this one, in memory of this member's own that starts at
-            a multiple of 64 bytes.
+            The part that each member had for this one, in memory of this member that starts at a multiple of
+            64 bytes.
 
         Raises:
             SharedMemoryError: the shared memory cannot be allocated; every member raises it.

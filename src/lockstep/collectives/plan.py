@@ -1,9 +1,9 @@
-"""Which replicas are added in which order, and which member publishes which sums. Pure.
+"""The order in which replicas are added, and the sums that each member publishes. Pure.
 
-All sums follow one binary tree over the replicas `[0, R)`. A span of more than one replica is the sum
-of its two halves, split at the largest power of two smaller than its length; so every left half is a
-perfect tree, and the tree depends on R alone. A worker may pre-sum only whole subtrees, so the bits of
-the total do not depend on the number of workers.
+All sums follow one binary tree over the replicas `[0, R)`. A span of more than one replica is the sum of its
+two halves, split at the largest power of two smaller than its length. So every left half is a perfect tree,
+and the tree depends only on R. A worker may pre-sum only whole subtrees, so the bits of the total do not
+depend on the number of workers.
 """
 
 from collections.abc import Collection
@@ -54,7 +54,8 @@ class Sum:
 
     Attributes:
         operands: the parts, in the order of their replicas; part `i` is register `i`.
-        steps: the additions; the last one yields the whole span. Empty if the only part is the span itself.
+        steps: the additions, of which the last one yields the whole span. Empty if the only part is the span
+            itself.
         scratch: the number of scratch registers, which follow those of the operands. The `out` of the last
             step is the register after them.
     """
@@ -229,13 +230,13 @@ class HostPlan:
         return cls(host, view.hosts, published, seen)
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def workers_here(self) -> tuple[int, ...]:
         """Ids of the workers of this host."""
         return self.hosts[self.host]
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """The indices of the other hosts; each host begins with the one after it."""
+        """The indices of the other hosts, beginning with the one after this host."""
         count = len(self.hosts)
         return tuple((self.host + step) % count for step in range(1, count))
 
@@ -257,7 +258,7 @@ class HostPlan:
         """Plan the sum of each span that this host publishes, from `parts` that cover its replicas.
 
         Raises:
-            InternalError: they do not.
+            InternalError: they do not cover them.
         """
         return tuple(
             Sum.of(span, [part for part in parts if span.start <= part.start < span.stop])

@@ -1,1 +1,1 @@
-"""The coordinator of a job: applies the decisions of supervision and answers commands; starts no process."""
+"""The coordinator of a job applies decisions of supervision and answers commands. It starts no process."""

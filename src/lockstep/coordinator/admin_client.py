@@ -1,4 +1,4 @@
-"""The running jobs of this user on this machine: finding them, and sending them requests."""
+"""Finds the running jobs of this user on this machine, and sends them requests."""
 
 import contextlib
 import socket
@@ -64,7 +64,7 @@ def send(job: str, request: AdminRequest, patience: float = 5.0) -> Reply:
 
     Args:
         job: its name, or the beginning of its name if that is unambiguous.
-        request: what to send.
+        request: the message to send.
         patience: seconds that the job has to reply.
 
     Raises:
@@ -144,8 +144,8 @@ def _row(status: Status, wall: float) -> tuple[str, ...]:
     if status.joining:
         workers += f" +{len(status.joining)} joining"
     since = short_duration(wall - status.since)
-    what = status.job, str(status.pid), workers, str(status.replicas), since
-    return *what, status.where, status.run_dir, status.went
+    first_columns = status.job, str(status.pid), workers, str(status.replicas), since
+    return *first_columns, status.where, status.run_dir, status.went
 
 
 def job_names() -> list[str]:

@@ -82,7 +82,7 @@ class AdminSocket:
         """Take the requests to a job.
 
         Args:
-            listener: which has the name of the job, see `take_name`; belongs to the result.
+            listener: has the name of the job, see `take_name`; belongs to the result.
             answer: carries out a request and returns the reply, or one that follows; must not block, or close
                 this socket.
             trusts: whether to read from a client.
@@ -104,7 +104,7 @@ class AdminSocket:
         return self._arrivals.fileno()
 
     def serve(self) -> None:
-        """Answer all pending requests; never blocks, and raises only what `answer` raises."""
+        """Answer all pending requests; never blocks, and raises only exceptions of `answer`."""
         self._arrivals.poll(0)
         for connection in tuple(self._silent):
             self._hear(connection)
@@ -117,7 +117,7 @@ class AdminSocket:
             self._drop(self._silent[0])
         while self._waiting:
             self._waiting.pop().close()
-        # Another process may have the listener too; its clients need not wait until that one ends.
+        # Another process may have the listener too. The clients need not wait until that process ends.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
             while True:

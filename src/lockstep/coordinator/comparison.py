@@ -21,8 +21,8 @@ def verdict(result: Mapping[str, Any]) -> str:
     """Return the verdict of a comparison, as the last line of a run shows it.
 
     Args:
-        result: `compared`, the fields of events `StepCompared`; `ended`, what the script would have done; and
-            `failed`, its error.
+        result: `compared`, the fields of events `StepCompared`; `ended`, how the script would have continued;
+            and `failed`, its error.
     """
     steps = [step for step in result["compared"] if not step["reason"]]
     if not steps:

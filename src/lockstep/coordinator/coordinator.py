@@ -1,4 +1,4 @@
-"""The coordinator of a job: keeps the state of supervision, and has its decisions carried out.
+"""The coordinator of a job keeps the state of supervision, and has its decisions carried out.
 
 It receives the reports of agents and the signals of the command, sends instructions to agents and publishes
 events. `Narrator` tells the user about them, `HostWatch` exchanges signs of life with other hosts, and
@@ -111,7 +111,7 @@ class Coordinator:
         spec: the job.
         paths: the paths of the run, absolute.
         pid: process id of the command, which other terminals show.
-        agents: the agents of the hosts of the job, also of lost ones; the index of a host never changes.
+        agents: the agents of all hosts of the job, including lost hosts. The index of a host never changes.
         command: the channel to the command; it closes when the command ends.
         loop: serves this coordinator.
         console: shows notes to the user.
@@ -120,7 +120,7 @@ class Coordinator:
         state: the state of supervision.
         before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
-        keep: called with each record of the job, before agents get what follows from it.
+        keep: called with each record of the job, before agents get the instructions that follow from it.
         notifies: whether the agents of other hosts show the notes of this process.
         term: the term of this coordinator; each one that takes over a job has a higher one.
         record: the record of the job that this coordinator takes over; None for a new job.
@@ -252,11 +252,11 @@ class Coordinator:
         self._stops_taken, self._stopped = record.stops, record.stops > 0
         self._outcome = record.outcome
         self._drop_output()
-        # The terminal of the last coordinator may have been slow; what it had not shown is lost with it.
+        # The terminal of the last coordinator may have been slow. Lines that it had not shown are lost.
         self._tell_all(PauseOutput(()))
 
     def _commit(self) -> None:
-        """Have the record of the job kept, then send what follows from it."""
+        """Have the record of the job kept, then send the instructions that follow from it."""
         now = self.clock.now()
         due = [
             agent for agent in self._owing if agent.owed > _MOST_OWED or now - agent.acknowledged > _OWED_FOR
@@ -349,8 +349,8 @@ class Coordinator:
             if host not in self.state.retiring and self.state.stage is not Stage.FINISHED:
                 self.events.publish(run_events.HostLost(self.state.names[host], decision.reason))
         wanted = decision.state.size.wanted
-        asked = isinstance(event, HostRetires | ScaleRequest)
-        if wanted < self.state.size.wanted and self.state.active and not asked:
+        is_requested = isinstance(event, HostRetires | ScaleRequest)
+        if wanted < self.state.size.wanted and self.state.active and not is_requested:
             self.events.publish(run_events.WorkerNotReplaced(wanted, decision.reason))
         self._changed = self._changed or decision.state != self.state
         self.state = decision.state
@@ -409,7 +409,7 @@ class Coordinator:
         return HostMembers(members.host, members.workers, *where)
 
     def _drop_output(self) -> None:
-        """Workers do not wait for a slow terminal once the user wants the job to end."""
+        """Drop output that waits for a slow terminal, once the user wants the job to end."""
         self.console.drops = self._stopped or self.state.stage is Stage.SAVING
 
     def _watch_console(self) -> None:
@@ -430,7 +430,7 @@ class Coordinator:
                 agent.send(PauseOutput(paused))
 
     def _keep_hosts(self) -> None:
-        """Tell the agents of other hosts that this process lives, and give up those that are silent."""
+        """Tell the agents of other hosts that this process lives, and give up silent agents."""
         now = self.clock.now()
         self._watch.serve(self._keep_changes)
         before: State | None = None
@@ -464,7 +464,7 @@ class Coordinator:
         return self._outcome is not None or not self.state.active
 
     def add_host(self, agent: HostAgent, workers: int, cores: int) -> None:
-        """Let a host take part from now on; its agent knows the job.
+        """Let a host take part from now on. Its agent already knows the job.
 
         Args:
             agent: the agent of the host.
@@ -510,7 +510,7 @@ class Coordinator:
 
     def _take_requests(self) -> None:
         if self.spec.checks:
-            # It takes no requests: commands without a name are for the only job that runs.
+            # Without requests: commands without a name are for the only job that runs.
             return
         try:
             self._requests.open(self.requests or take_name(self.paths.root.name))
@@ -574,7 +574,7 @@ class Coordinator:
             case AllReported():
                 agent.has_reported = True
                 # Otherwise the deadline has passed, and the stop is decided.
-                if self._stops and all(one.has_reported for one in self.agents):
+                if self._stops and all(other.has_reported for other in self.agents):
                     self._stop()
             case HostEnded():
                 agent.ended = report
@@ -637,7 +637,7 @@ class Coordinator:
     def _places(self, workers: Sequence[int]) -> str:
         """Return " (worker 1 on node2)" for workers that ended a job over hosts."""
         names = {worker: self.agents[self.state.workers[worker].host].name for worker in workers}
-        hosts = {name: [one for one in workers if names[one] == name] for name in names.values() if name}
+        hosts = {name: [w for w in workers if names[w] == name] for name in names.values() if name}
         places = [f"{name_workers(there)} on {name}" for name, there in hosts.items()]
         return f" ({', '.join(places)})" if places else ""
 

@@ -25,7 +25,7 @@ class FileConflicts:
         self.unnamed = 0
         self._folder = folder
         self._writers: dict[tuple[int | None, str], set[int]] = {}
-        self._found: dict[tuple[int | None, str], bool] = {}
+        self._conflicts: dict[tuple[int | None, str], bool] = {}
         self._named = {False: 0, True: 0}
 
     def opened(
@@ -58,11 +58,11 @@ class FileConflicts:
         writers = self._writers.setdefault(file, set())
         others = (writers & running) - {worker}
         writers.add(worker)
-        first, named = file not in self._found, self._found.get(file, False)
+        first, named = file not in self._conflicts, self._conflicts.get(file, False)
         if not others or named or not (first or appends):
             return False, ""
-        self._found[file] = self._named[appends] < _MOST_LINES
-        if not self._found[file]:
+        self._conflicts[file] = self._named[appends] < _MOST_LINES
+        if not self._conflicts[file]:
             self.unnamed += first
             return first, ""
         self.unnamed -= not first

@@ -16,7 +16,7 @@ class HostAgent:
     """One agent of the job.
 
     A remote agent outlives the coordinator. Instructions to it have numbers and wait for `flush`, so that all
-    agents keep a record of the job before they carry out what follows from it.
+    agents keep a record of the job before they carry out the instructions that follow from it.
 
     Attributes:
         channel: to the agent.
@@ -28,13 +28,13 @@ class HostAgent:
         wrote: when output of its workers last arrived.
         paused: its workers that wait with their output, because the terminal shows it and is slow.
         has_reported: whether it has sent all reports that the coordinator has asked for with `ReportAll`.
-        received: number of numbered reports of a remote agent that were taken.
+        received: the number of numbered reports of a remote agent that were processed.
         sent: number of numbered instructions to a remote agent.
-        outbox: the last of them, which the agent has not acknowledged.
+        outbox: the last of these instructions, which the agent has not acknowledged.
         queue: the agents of the job with instructions that wait for `flush`.
-        owed: bytes of output that were taken and not acknowledged.
+        owed: the bytes of output that were processed and not yet acknowledged.
         acknowledged: when reports were last acknowledged.
-        alive: when the agent sent the newest `KeepAlive` that was taken, by its own clock.
+        alive: when the agent sent the newest `KeepAlive` that was processed, by its own clock.
     """
 
     channel: Channel[Instruction, HostReport]
@@ -80,12 +80,12 @@ class HostAgent:
             self._waiting -= 1
 
     def acknowledge(self, now: float) -> None:
-        """Tell a remote agent which reports it need not keep, and that this process has heard from it."""
+        """Tell a remote agent which reports it may drop, and that this process has heard from it."""
         self.owed, self.acknowledged = 0, now
         self.channel.send(KeepAlive(self.received, self.alive))
 
     def take_over(self, received: int) -> None:
-        """Send the instructions again that an agent, which has taken the first `received`, does not have."""
+        """Send again the instructions that an agent lacks, which has the first `received`."""
         self._waiting = self.sent - received
         self._forget(received)
         self.flush()
@@ -108,7 +108,7 @@ class HostAgent:
 
 @dataclass
 class RemoteOutput:
-    """The logs, and the place on the terminal, of workers on other hosts.
+    """The logs, and the output on the terminal, of workers on other hosts.
 
     Attributes:
         console: shows their output.
@@ -120,7 +120,7 @@ class RemoteOutput:
     _open: dict[int, tuple[Log, Write, Write]] = field(default_factory=dict)
 
     def write(self, worker: int, descriptor: int, data: bytes) -> None:
-        """Write what a worker has written to its stdout, 1, or stderr, 2."""
+        """Write output of a worker, from its stdout, 1, or stderr, 2."""
         log, *outlets = self._of(worker)
         log.write(data)
         outlets[descriptor == 2](data)

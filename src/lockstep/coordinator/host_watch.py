@@ -12,10 +12,10 @@ from lockstep.system.clock import Clock
 class HostWatch:
     """Tells the agents of other hosts that this process lives, and notes when something arrives from them.
 
-    That a silent host is lost is a decision of supervision.
+    Supervision decides when a silent host is lost.
 
     Attributes:
-        agents: the job's, also those of lost hosts; the coordinator adds to them.
+        agents: the agents of the job, including those of lost hosts. The coordinator adds agents.
         clock: for deadlines.
         silence: seconds without a message after which a host is lost.
         due: when to call `serve` next; None if there is no other host.
@@ -52,12 +52,12 @@ class HostWatch:
         """Send signs of life, if it is time.
 
         Args:
-            keep_record: called first. Agents forget acknowledged reports, so the record must contain what
-                follows from them.
+            keep_record: called first. Agents forget acknowledged reports, so the record must contain their
+                consequences.
         """
         now, live = self.clock.now(), self.live
         if self.due is not None and now - self.due > self.silence / 2:
-            # This process was stopped, and has not read what has arrived since then.
+            # This process was stopped, and has not read the messages that have arrived since then.
             for agent in live:
                 agent.heard = now
         if now >= self._send_due:

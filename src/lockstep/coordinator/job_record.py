@@ -8,13 +8,13 @@ counts once, wherever a coordinator is lost. If the keeper is lost too, an agent
 is left behind.
 
 A record that does not fit into a message (more than 500 hosts whose views change) is at the keeper only.
-Output, load, stacks and `KeepAlive` do not change what a record contains, so they need none. The coordinator
-sends one record for all decisions of a turn of its loop, one a second if something has changed, and one at
-once when the job begins to survive losses. What only the agent of a lost host had to report since the last
-record is lost with it.
+Output, load, stacks and `KeepAlive` do not change the record, so they need none. The coordinator sends one
+record for all decisions of a turn of its loop, one a second if something has changed, and one at once when
+the job begins to survive losses. Reports of the agent of a lost host that arrived after the last record are
+lost with the host.
 
-The clock of a coordinator that takes over continues from the record, so limits do not run while there is
-none.
+The clock of a coordinator that takes over continues from the record, so limits do not run while the job has
+no coordinator.
 """
 
 from collections.abc import Iterable
@@ -42,8 +42,8 @@ class HostRecord(msgspec.Struct, frozen=True):
         peer: where workers of other hosts connect.
         lost: whether the host is lost.
         received: how many numbered reports of its agent the state contains.
-        sent: how many numbered instructions its agent was sent, or will be.
-        outbox: the last of them, which the agent may not have.
+        sent: how many numbered instructions were or will be sent to its agent.
+        outbox: the last of these instructions, which the agent may not have.
     """
 
     name: str
@@ -55,14 +55,14 @@ class HostRecord(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """All that a coordinator knows of a job.
+    """Everything that a coordinator knows of a job.
 
     Attributes:
         spec: the job.
         state: the state of supervision.
         hosts: by their index.
         view: the view that the agents were sent last; its number is 0 before the first.
-        tally: what the job has done.
+        tally: the totals of the job.
         doing: the distributed call in which the workers are.
         chief_writes: paths that callbacks of the chief write.
         used_strategy: whether the script has created a strategy.
@@ -89,12 +89,12 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class PackedRecord(msgspec.Struct, frozen=True):
-    """A record in which an instruction that many agents may not have, such as a view, occurs once.
+    """A record in which an instruction occurs once, even if many agents may not have it, such as a view.
 
     Attributes:
         record: without its view and its outboxes.
-        instructions: the view, then those of the outboxes.
-        outboxes: the outboxes of the hosts, as indexes of instructions.
+        instructions: the view, then the instructions in the outboxes.
+        outboxes: the outboxes of the hosts, as indices of instructions.
     """
 
     record: JobRecord
@@ -106,9 +106,9 @@ def encode_record(record: JobRecord) -> bytes:
     """Return the bytes of a record."""
     instructions: dict[int, Instruction] = {id(record.view): record.view}
     for host in record.hosts:
-        instructions.update((id(one), one) for one in host.outbox)
+        instructions.update((id(instruction), instruction) for instruction in host.outbox)
     index = {identity: number for number, identity in enumerate(instructions)}
-    outboxes = tuple(tuple(index[id(one)] for one in host.outbox) for host in record.hosts)
+    outboxes = tuple(tuple(index[id(instruction)] for instruction in host.outbox) for host in record.hosts)
     hosts = tuple(replace(host, outbox=()) for host in record.hosts)
     rest = replace(record, view=StartView(0, ()), hosts=hosts)
     return msgspec.msgpack.encode(
@@ -141,15 +141,15 @@ def decode_record(data: bytes) -> JobRecord:
 def without_excess(kept: KeepRecord) -> KeepRecord:
     """Return a record as an agent keeps it: without its bytes if they do not fit into a message.
 
-    Such an agent drops the record before, which would be wrong by now.
+    Such an agent drops the previous record, which would be wrong by now.
     """
     return kept if len(kept.record) <= MOST_SENT else replace(kept, record=b"")
 
 
 def newest(kept: Iterable[KeepRecord | None]) -> KeepRecord | None:
     """Return the newest of the records that agents have kept; None if no agent has one."""
-    found = [one for one in kept if one is not None]
-    return max(found, key=lambda one: (one.term, one.serial), default=None)
+    records = [record for record in kept if record is not None]
+    return max(records, key=lambda record: (record.term, record.serial), default=None)
 
 
 def _encode_other(value: Any) -> Any:

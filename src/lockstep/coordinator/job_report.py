@@ -1,4 +1,4 @@
-"""The last message of a job: what it has done, or why it failed. Pure."""
+"""The last message of a job: a summary, or why it failed. Pure."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,7 @@ _SHORT = 0.9995
 
 
 def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
-    """Return the fields of what a job has done for the event at its end; it took `seconds`."""
+    """Return the totals of a job as fields of the event at its end; it took `seconds`."""
     done = msgspec.structs.asdict(totals)
     if totals.steps is None and totals.reached:
         done["steps"] = totals.reached
@@ -30,11 +30,11 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
     """Return the last line of a job; empty if it trained nothing.
 
     Args:
-        totals: what it has done.
+        totals: the totals of the job.
         seconds: its duration.
         workers: the number of workers with which it ended.
         failed: the number of workers on which the script ended with an error.
-        compared: what a comparison with one process has shown; empty if none was wanted.
+        compared: the verdict of the comparison with one process; empty if none was wanted.
     """
     if totals.steps is None:
         return ""
@@ -63,7 +63,7 @@ def _in_parentheses(*texts: str) -> str:
 
 
 def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
-    """Return what a person should know of a job that takes `seconds` so far; empty if there is nothing."""
+    """Return how a job goes after `seconds`, in a few words; empty if there is nothing to say."""
     return list(filter(None, [_time_spent(totals, seconds), _membership(totals), *troubles(totals)]))
 
 
@@ -78,12 +78,14 @@ def _time_spent(totals: JobTotals, seconds: float) -> str:
 def _membership(totals: JobTotals) -> str:
     numbers = {"lost": totals.lost, "joined": totals.joined}
     hosts = {"lost": totals.lost_hosts, "joined": totals.joined_hosts}
-    texts = [f"{number} {what}" for what, number in numbers.items() if number]
-    return ", ".join(texts + [f"{count(number, 'host')} {what}" for what, number in hosts.items() if number])
+    texts = [f"{number} {change}" for change, number in numbers.items() if number]
+    return ", ".join(
+        texts + [f"{count(number, 'host')} {change}" for change, number in hosts.items() if number]
+    )
 
 
 def troubles(totals: JobTotals) -> list[str]:
-    """Return what did not hold in a job, one text each, except for its membership; empty if all did."""
+    """Return the troubles of a job, one text each, except for changes of its membership."""
     texts = []
     if totals.job_restarts:
         texts.append(f"started again {count(totals.job_restarts, 'time')}, and all this is of the last start")
@@ -102,12 +104,12 @@ def troubles(totals: JobTotals) -> list[str]:
         names = ", ".join(map(printable, totals.not_finite))
         texts.append(f"not finite: {names}, first seen at step {min(totals.not_finite.values())}")
     for host, strain in totals.strained.items():
-        for what, number in (
+        for trouble, number in (
             ("overloaded by other programs", strain.overloaded),
             ("throttled", strain.throttled),
         ):
             if is_often(strain) and number:
-                texts.append(f"{printable(host)} {what} {percent(number / strain.measured)} of the time")
+                texts.append(f"{printable(host)} {trouble} {percent(number / strain.measured)} of the time")
     return texts
 
 
@@ -135,13 +137,13 @@ def explain(
         name_log: returns the path of a worker's log, relative to the user's current folder if possible.
     """
     lines = [outcome.message]
-    for one in evidence if outcome.evidence is not Evidence.NONE else ():
+    for worker in evidence if outcome.evidence is not Evidence.NONE else ():
         if outcome.evidence is Evidence.STACK:
-            lines += _stack(one)
-        elif outcome.evidence is Evidence.LOG and not shown(one.worker):
-            lines += [f"  | {line}" for line in one.log]
-        if one.has_log:
-            lines.append(f"  log: {name_log(one.worker)}")
+            lines += _stack(worker)
+        elif outcome.evidence is Evidence.LOG and not shown(worker.worker):
+            lines += [f"  | {line}" for line in worker.log]
+        if worker.has_log:
+            lines.append(f"  log: {name_log(worker.worker)}")
     if code := code_in(outcome.message):
         lines.append(f"  help: lockstep explain {code}")
     return "\n".join(lines)

@@ -33,9 +33,9 @@ class Narrator:
 
     Args:
         spec: the job.
-        paths: the run's, absolute.
+        paths: the paths of the run, absolute.
         console: shows the notes.
-        events: the run's.
+        events: the bus of the run.
         clock: for durations.
         state: returns the state of supervision.
         record: the record of the job that the coordinator takes over; None for a new job.
@@ -43,7 +43,7 @@ class Narrator:
     Attributes:
         begun: when the job began, on the clock.
         since: when it began, in seconds since 1970.
-        run: what the run has done.
+        run: the state of the run.
         doing: the distributed call in which the workers are.
         chief_writes: paths that callbacks of the chief write.
         used_strategy: whether the script has created a strategy.
@@ -91,11 +91,11 @@ class Narrator:
         return self._progress.due if self._progress else None
 
     def how_it_goes(self) -> str:
-        """Return what a person should know of the job so far."""
+        """Return how the job goes, in a few words; empty if there is nothing to say."""
         return "; ".join(how_it_goes(self.run.totals, self._clock.now() - self.begun))
 
     def serve(self) -> None:
-        """Say what each worker does before the first step, if it is time."""
+        """Say how far each worker is before the first step, if it is time."""
         if self._state().stage is not Stage.RUNNING or self.run.stepped:
             self._progress = None
         if self._progress is not None:
@@ -129,8 +129,8 @@ class Narrator:
         """Say where files of the chief are, if the chief is now on another host."""
         if old.host != new.host and self.chief_writes:
             self._console.say(
-                f"worker {new.workers[0]} on {new.name} is the chief now: what callbacks have written so far "
-                f"is on {old.name}, and what follows is on {new.name}: {', '.join(self.chief_writes)}"
+                f"worker {new.workers[0]} on {new.name} is the chief now: files that callbacks have written "
+                f"so far are on {old.name}, and new ones are on {new.name}: {', '.join(self.chief_writes)}"
             )
 
     def _hear(self, published: PublishedEvent) -> None:
@@ -163,12 +163,12 @@ class Narrator:
                 self.doing = name
             case run_events.ChiefWrites(paths):
                 self.chief_writes = tuple(dict.fromkeys((*self.chief_writes, *paths)))
-            case run_events.SourceChanged(path, what):
-                self._console.say(f"worker {worker}: {path} {what}")
+            case run_events.SourceChanged(path, text):
+                self._console.say(f"worker {worker}: {path} {text}")
             case run_events.DownloadAwaited(file, of, seconds):
                 self._tell_of_download(worker, file, of, seconds)
-            case run_events.HostsDiffer(what):
-                self._console.say(what)
+            case run_events.HostsDiffer(text):
+                self._console.say(text)
             case run_events.CheckpointWritten(path, _, seconds):
                 self._console.say(
                     f"checkpoint {path}{f' ({seconds:.0f} s)' if seconds >= _LONG_WRITE else ''}"
@@ -185,13 +185,13 @@ class Narrator:
             self.warn(f"the script selects {actual} itself, so it runs on {actual}, not on {predicted}")
 
     def _tell_of_skipped_steps(self, worker: int, event: run_events.StepsSkipped) -> None:
-        """Say how far a worker is; before the first step, a note says that of all of them."""
+        """Say how far a worker is. Before the first step, one note says that for all of them."""
         if event.steps < event.of and not (self._progress is not None and prepares(self.run, worker)):
             skips = skipping(event.call, event.steps, event.of, event.what)
             self._console.say(f"worker {worker} is {skips}")
 
     def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
-        """Say which download a worker waits for: once for several workers, then repeatedly."""
+        """Say for which download a worker waits: once for several workers, then repeatedly."""
         last, now = self._downloads.get(file), self._clock.now()
         if last is None or now - last >= _DOWNLOAD_REPEAT:
             self._downloads[file] = now
@@ -201,7 +201,7 @@ class Narrator:
     # At its end.
 
     def announce(self, outcome: JobOutcome) -> None:
-        """Show the last line of the job on other hosts, whose agents hear nothing once they have ended."""
+        """Show the last line of the job on other hosts, before their agents end."""
         if last := outcome.message or (self._summary() if outcome.status == 0 else ""):
             for read in self._console.readers:
                 read(last)
@@ -210,7 +210,7 @@ class Narrator:
         """Say how the job has ended.
 
         Args:
-            outcome: how.
+            outcome: how it has ended.
             hosts: the name of each host, and the last report of its agent.
         """
         spec, state = self._spec, self._state()
@@ -225,8 +225,8 @@ class Narrator:
             if held_not := troubles(self.run.totals):
                 self._console.say(f"until then: {'; '.join(held_not)}")
         elif spec.workers > 1 and not self.used_strategy:
-            what = "used no strategy and compiled no model" if spec.adopts else "used no strategy"
-            self.warn(f"the script {what}: each of the {spec.workers} workers ran all of it on its own")
+            usage = "used no strategy and compiled no model" if spec.adopts else "used no strategy"
+            self.warn(f"the script {usage}: each of the {spec.workers} workers ran all of it on its own")
         elif spec.replicas > 1 and self.used_strategy and not state.distributes:
             lines = whose_lines(spec.workers, spec.replicas)
             self.warn(
@@ -245,7 +245,7 @@ class Narrator:
             self._console.say(line)
 
     def record_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
-        """Publish the end of the job, and what it has done."""
+        """Publish the end of the job, with its totals."""
         done = fields_of_end(self.run.totals, self._clock.now() - self.begun)
         self._events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
 
@@ -261,7 +261,7 @@ class Narrator:
         return last_line(self.run.totals, seconds, len(state.members), len(state.failures), compared)
 
     def _what_remains(self) -> str:
-        """Say what is left of a training that was stopped; empty if that is unknown."""
+        """Return how a job that was stopped can continue; empty if it saves checkpoints, but has none."""
         if saved := self.run.totals.saved:
             return f"; the same command resumes from step {saved}"
         return "" if self._state().keeps else "; no checkpoint was requested (--checkpoint)"

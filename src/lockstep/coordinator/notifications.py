@@ -1,4 +1,4 @@
-"""What the notifier of `lockstep run --notify` is told of a job, from the events of its run.
+"""Turns the events of a run into messages to the notifier of `lockstep run --notify`.
 
 The process of the coordinator only sends short packets, and never waits for the notifier: another process,
 which the command has started (`cli/notifier.py`), delivers the messages, and sees when no sign of progress
@@ -74,7 +74,7 @@ class Notifications:
         self._patience: float | None = None
 
     def of(self, published: PublishedEvent) -> list[NotifierMessage]:
-        """Return what follows from an event."""
+        """Return the messages that follow from an event."""
         self._run = self._run.after(published)
         time = published.time
         match published.event:
@@ -126,14 +126,14 @@ class Notifications:
         else:
             text = f"ended with status {status}" + (f": {finished.message}" if finished.message else "")
             text = "; ".join([text, *troubles(finished)])
-        what: What = "finished" if status == 0 else "stopped" if status in _STOPPED else "failed"
+        kind: What = "finished" if status == 0 else "stopped" if status in _STOPPED else "failed"
         return msgspec.structs.replace(
-            self._notification(what, text), status=status, steps=finished.steps or self._run.trained
+            self._notification(kind, text), status=status, steps=finished.steps or self._run.trained
         )
 
-    def _notification(self, what: What, text: str) -> Notification:
+    def _notification(self, kind: What, text: str) -> Notification:
         return Notification(
-            what=what,
+            what=kind,
             text=f"{self._name}: {text}",
             steps=self._run.trained,
             workers=len(self._run.members),
@@ -145,7 +145,7 @@ class Notifications:
 def notified(
     events: Bus, notifier: int | None, paths: RunPaths, replicas: int, members: tuple[int, ...]
 ) -> Iterator[None]:
-    """Tell the notifier of a job what happens during the block.
+    """Send the notifier of a job messages about its events during the block.
 
     Args:
         events: the bus of the job.

@@ -27,13 +27,13 @@ def provenance(script: Script) -> dict[str, Any]:
 
 
 def _installed() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in _DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _hashed(script: Script) -> dict[str, str] | None:

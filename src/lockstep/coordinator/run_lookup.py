@@ -1,4 +1,4 @@
-"""Finds a run by what the user calls it: the name of a running job, or the folder of a run."""
+"""Finds the run that the user means: by the name of a running job, or by the folder of a run."""
 
 import contextlib
 from pathlib import Path
@@ -36,10 +36,10 @@ def find_run(text: str, runs: Path = RUNS) -> FoundRun:
         ConfigError: there is no such run, the name is ambiguous, or the job does not reply.
         UnfitError: the system does not list its sockets.
     """
-    found = name_or_folder(text, runs)
-    if isinstance(found, Path):
-        return FoundRun(found, None)
-    status = accepted(send(found, StatusRequest()))
+    job_or_folder = name_or_folder(text, runs)
+    if isinstance(job_or_folder, Path):
+        return FoundRun(job_or_folder, None)
+    status = accepted(send(job_or_folder, StatusRequest()))
     return FoundRun(Path(status.run_dir), status.job)
 
 

@@ -1,4 +1,4 @@
-"""Reports what workers do before the first step while the terminal is silent. Pure."""
+"""Reports how far workers are before the first step, while the terminal is silent. Pure."""
 
 from collections.abc import Callable
 
@@ -15,13 +15,13 @@ _QUIET = 5.0
 _EVERY = 10.0
 
 
-def skipping(call: str, steps: int, of: int, what: str) -> str:
-    """Describe a worker that has skipped some steps of a call, of those that were taken before it began."""
-    return f"skipping the first {what} of {call}, which were taken before: {steps:,} of {of:,}"
+def skipping(call: str, steps: int, of: int, unit: str) -> str:
+    """Describe a worker that skips the first `of` steps of a call, and has skipped `steps` of them."""
+    return f"skipping the first {unit} of {call}, which were taken before: {steps:,} of {of:,}"
 
 
 def prepares(state: RunState, worker: int) -> bool:
-    """Whether a worker with which the job began lives, and no worker has completed a step."""
+    """Whether one of the first workers lives, and no worker has completed a step."""
     info = state.workers.find(worker)
     return (
         not state.stepped
@@ -31,7 +31,7 @@ def prepares(state: RunState, worker: int) -> bool:
 
 
 def preparations(state: RunState, now: float) -> str:
-    """Return what each worker does that has not taken its first step; empty if all have.
+    """Return how far each worker is that has not taken its first step; empty if all have.
 
     Args:
         state: the state of the run.
@@ -47,7 +47,7 @@ def preparations(state: RunState, now: float) -> str:
 
 
 def _described(state: RunState, sign: Happening | None, now: float) -> str:
-    """Return what a worker does, given its newest event before the first step."""
+    """Return how far a worker is, given its newest event before the first step."""
     if sign is None:
         resumes = (state.job.get("checkpoints") or {}).get("resume") is not None
         return _LOADING if resumes else _STARTING
@@ -58,8 +58,8 @@ def _described(state: RunState, sign: Happening | None, now: float) -> str:
             return _PREPARING
         case "call", {"name": name}:
             return _first_step(name)
-        case "skips steps", {"call": call, "steps": steps, "of": of, "what": what}:
-            return skipping(call, steps, of, what) if steps < of else _first_step(call)
+        case "skips steps", {"call": call, "steps": steps, "of": of, "what": unit}:
+            return skipping(call, steps, of, unit) if steps < of else _first_step(call)
     return _RUNNING
 
 
@@ -68,7 +68,7 @@ def _first_step(call: str) -> str:
 
 
 class Progress:
-    """Reports what each worker does: after 5 silent seconds, then every 10 seconds.
+    """Reports how far each worker is: after 5 silent seconds, then every 10 seconds.
 
     Args:
         say: shows a note.

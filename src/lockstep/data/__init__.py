@@ -1,1 +1,1 @@
-"""Which examples each replica reads: pure arithmetic, without Keras."""
+"""The examples that each replica reads: pure arithmetic, without Keras."""

@@ -1,1 +1,1 @@
-"""The first difference of two runs, from their digest logs, and how a run is repeated; it changes no run."""
+"""The first difference of two runs, from their digest logs, and the repetition of runs. It changes no run."""

@@ -1,10 +1,10 @@
-"""The first difference of two recordings, and its cause; pure.
+"""The first difference of two recordings, and its cause. Pure.
 
-Facts come first: at which step something recorded differs first, and what of the step: the state before it,
-its examples, a partial, the total or the state after it. The cause explains that: a difference between
-the programs, versions or hosts if one can have this effect, otherwise the fact itself. A job with parameter
-servers records no steps, only states: there each difference of programs or hosts can be the cause, and
-without one the order of arrivals is, or examples that differ.
+First comes the fact: the first step with a recorded difference, and the part of the step that differs: the
+state before it, its examples, a partial, the total or the state after it. The cause explains the fact: a
+difference between the programs, versions or hosts if one can have this effect, otherwise the fact itself. A
+job with parameter servers records no steps, only states: there, each difference of programs or hosts can be
+the cause. Without one, the cause is the order of arrivals, or different examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ class Comparison:
         compared: number of training steps that both have recorded.
         step: the first step that differs, from 1; None if the runs are equal.
         after: the last step before it that both have recorded, and that is equal; 0 if there is none.
-        place: what differs first.
-        cause: why.
+        place: the part that differs first.
+        cause: the cause of the difference.
         explained: the difference of the programs or hosts that explains it; None if there is none.
         heads: all differences of the programs and hosts.
         replicas: the replicas whose examples or partials differ.
@@ -44,7 +44,7 @@ class Comparison:
         rows: for replicas whose examples differ, the rows that do, from 0, if they were recorded.
         swapped: whether these rows are those of the other run in another order.
         names: the arrays or variables that differ; empty if they were not recorded.
-        missing: what would have to be recorded to be sure of the step, the place and the names.
+        missing: the hashes whose absence makes the step, the place or the names uncertain.
         key: the key of the step.
         lengths: the numbers of steps of both runs.
         points: number of points outside of steps at which both have recorded the state.
@@ -165,7 +165,7 @@ def compare(first: Recording, second: Recording) -> Comparison:
 
 def _cause_on_servers(heads: tuple[HeadDifference, ...]) -> tuple[Cause, HeadDifference | None]:
     """Return the cause of a difference between two jobs with parameter servers."""
-    # The processes of two such jobs may differ without an effect.
+    # The numbers of processes of two such jobs may differ without an effect.
     able = [head for head in heads if head.name != "replicas"]
     return (able[0].cause, able[0]) if able else ("order", None)
 
@@ -179,7 +179,7 @@ def _at_the_end(
     lengths: tuple[int, int],
     only_inputs: bool,
 ) -> Comparison:
-    """Compare how runs end whose common steps are equal."""
+    """Compare the ends of runs whose common steps are equal."""
     equal = Comparison(True, compared, after=last_equal, heads=heads, lengths=lengths)
     if not (first.succeeded and second.succeeded):
         return equal
@@ -227,7 +227,7 @@ def _differing(
     replicas: int,
     only_inputs: bool,
 ) -> _Fact | None:
-    """Return what differs first in a step; None if all that both have recorded of it is equal."""
+    """Return the first difference in a step; None if everything that both have recorded of it is equal."""
     state_differs = not only_inputs and _differ(first.before, second.before)
     if state_differs and (names := _state_names(first, second, "before")):
         return _before(first, second, previous, names)
@@ -362,7 +362,7 @@ def _split(text: str, digits: int) -> list[str]:
 
 
 def _length(recording: Recording) -> int:
-    """Return the number of training steps of a run; of one that did not finish, as many as are known."""
+    """Return the number of training steps of a run, or as many as are known if it did not finish."""
     return max(recording.finished.get("steps") or 0, recording.last)
 
 

@@ -1,7 +1,8 @@
 """How the programs and hosts of two runs differ, in words of the program.
 
-Settings are compared by name, as a call has recorded them (`keras/state/settings.py`). What follows from
-another difference is left out: settings of a layer that only one run has, an order with another batch size.
+Settings are compared by name, as a call has recorded them (`keras/state/settings.py`). Consequences of
+another difference are left out: settings of a layer that only one run has, or an order with another batch
+size.
 """
 
 import difflib
@@ -49,11 +50,11 @@ class HeadDifference:
 
     Attributes:
         cause: its kind.
-        name: what differs, such as `version of numpy`.
+        name: its name, such as `version of numpy`.
         first: its value in the first run.
         second: its value in the second run.
-        concerns: what it can have an effect on.
-        lines: of a source file, the lines that differ: `-` is before those of the first run.
+        concerns: the parts of a step that it can affect.
+        lines: for a source file, the lines that differ, with `-` before those of the first run.
     """
 
     cause: Cause
@@ -88,7 +89,8 @@ def head_differences(first: Recording, second: Recording) -> Iterator[HeadDiffer
         concern: Concern = "computation" if name == "epsilon" else "reading"
         yield from _changed("configuration", f"{_KERAS}{name}", configs[0][name], configs[1][name], concern)
     yield from _all_changed("versions", "version of ", ours.get("versions", {}), theirs.get("versions", {}))
-    # A replay in one process has as many of these threads as the run has processes, which bits do not show.
+    # A replay in one process has as many of these threads as the run has processes, which does not affect
+    # bits.
     replayed = (_INTEROP,) if first.in_one_process != second.in_one_process else ()
     settled = replayed if ours.get("threads") == theirs.get("threads") else THREAD_VARIABLES
     flags = [{k: v for k, v in each.get("flags", {}).items() if k not in settled} for each in (ours, theirs)]
@@ -133,16 +135,16 @@ def _source_differences(first: Recording, second: Recording) -> Iterator[HeadDif
     pairs = [("script", *scripts)]
     others = sorted({*sources[0], *sources[1]}.difference(scripts))
     pairs += [(f"module {name}", name, name) for name in others]
-    for what, ours, theirs in pairs:
+    for subject, ours, theirs in pairs:
         hashes = sources[0].get(ours), sources[1].get(theirs)
         if hashes[0] != hashes[1]:
             old, new = first.source(ours), second.source(theirs)
             lines = () if old is None or new is None else tuple(_differing_lines(old, new))
-            yield _difference("script", what, map(_shown, hashes), lines=lines)
+            yield _difference("script", subject, map(_shown, hashes), lines=lines)
 
 
 def _differing_lines(first: str, second: str) -> Iterator[str]:
-    """Yield the lines that differ, with their numbers; of many, the first."""
+    """Yield the lines that differ, with their numbers; only the first of many."""
     ours, theirs = first.splitlines(), second.splitlines()
     changes = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
     removed = [f"- {n + 1}: {ours[n]}" for tag, a, b, _, _ in changes if tag != "equal" for n in range(a, b)]
@@ -155,12 +157,14 @@ def _differing_lines(first: str, second: str) -> Iterator[str]:
 
 def _variable_differences(first: Recording, second: Recording) -> Iterator[HeadDifference]:
     """Yield the variables of the script that differ: those of `--env`, and those that its source names."""
-    given = [{k: v for k, v in each.job.get("env", {}).items() if v is not None} for each in (first, second)]
+    set_for_run = [
+        {k: v for k, v in each.job.get("env", {}).items() if v is not None} for each in (first, second)
+    ]
     read = [each.program.get("variables") for each in (first, second)]
     # Runs of earlier versions have not recorded them.
     marks = [some or {} for some in read] if None not in read else [{}, {}]
-    for name in sorted({*given[0], *given[1], *marks[0], *marks[1]}):
-        values = [some.get(name) for some in given]
+    for name in sorted({*set_for_run[0], *set_for_run[1], *marks[0], *marks[1]}):
+        values = [some.get(name) for some in set_for_run]
         if None in values:
             # Only hashes of these are recorded.
             hashes = [some.get(name) for some in marks]
@@ -225,15 +229,15 @@ def _part_difference(name: str, call: str, ours: str, theirs: str) -> HeadDiffer
         part = f"the {part} of {call}"
     if key.startswith("code ("):
         key = "code"
-    what = part if key in ("", "class") else f"{key} of {part}"
+    subject = part if key in ("", "class") else f"{key} of {part}"
     concern: Concern = "optimizer" if name.startswith("setting optimizer") else "computation"
-    return HeadDifference("configuration", what, _plain(ours), _plain(theirs), concern)
+    return HeadDifference("configuration", subject, _plain(ours), _plain(theirs), concern)
 
 
 def _callback_differences(
     call: str, ours: Mapping[str, str], theirs: Mapping[str, str]
 ) -> Iterator[HeadDifference]:
-    """Yield how the callbacks of a call differ: which there are, their order, and their parameters."""
+    """Yield the differences between the callbacks of a call: their classes, order and parameters."""
     first, second = _callbacks(ours), _callbacks(theirs)
     kinds = [[kind for kind, _ in some] for some in (first, second)]
     texts = [", ".join(some) or "none" for some in kinds]
@@ -242,32 +246,32 @@ def _callback_differences(
     elif kinds[0] != kinds[1]:
         yield _difference("configuration", f"order of the callbacks of {call}", texts, "callbacks")
     for kind in dict.fromkeys(kinds[0]):
-        pairs = [[parameters for one, parameters in some if one == kind] for some in (first, second)]
-        for one, other in zip(*pairs, strict=False):
-            for name in dict.fromkeys([*one, *other]):
-                values = one.get(name, ABSENT), other.get(name, ABSENT)
+        pairs = [[parameters for name, parameters in some if name == kind] for some in (first, second)]
+        for before, now in zip(*pairs, strict=False):
+            for name in dict.fromkeys([*before, *now]):
+                values = before.get(name, ABSENT), now.get(name, ABSENT)
                 if values[0] != values[1]:
-                    what = f"{name} of callback {kind} in {call}"
-                    yield _difference("configuration", what, map(_plain, values), "callbacks")
+                    subject = f"{name} of callback {kind} in {call}"
+                    yield _difference("configuration", subject, map(_plain, values), "callbacks")
 
 
 def _callbacks(settings: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
     """Return the class and the parameters of each callback, in order."""
-    found: dict[int, tuple[str, dict[str, str]]] = {}
+    callbacks: dict[int, tuple[str, dict[str, str]]] = {}
     for name, text in settings.items():
         if match := _CALLBACK.fullmatch(name):
-            _, parameters = found.setdefault(int(match[1]), (match[2], {}))
+            _, parameters = callbacks.setdefault(int(match[1]), (match[2], {}))
             if match[3] != "class":
                 parameters[match[3]] = text
-    return [found[number] for number in sorted(found)]
+    return [callbacks[number] for number in sorted(callbacks)]
 
 
 def _data_difference(name: str, call: str, ours: str, theirs: str) -> HeadDifference:
-    """Return how the data of a call differ: if only in the number of rows of arrays, by this number."""
+    """Return the difference between the data of a call; only the number of rows, if nothing else differs."""
     rows = [set(_ROWS.findall(text)) for text in (ours, theirs)]
     if _ROWS.sub("", ours) == _ROWS.sub("", theirs) and len(rows[0]) == len(rows[1]) == 1:
-        what = f"the number of {name.removesuffix('data')}examples in {call}"
-        return _difference("input", what, [*rows[0], *rows[1]], "data")
+        subject = f"the number of {name.removesuffix('data')}examples in {call}"
+        return _difference("input", subject, [*rows[0], *rows[1]], "data")
     return HeadDifference("input", f"{name} in {call}", ours, theirs, "data")
 
 
@@ -294,9 +298,9 @@ def _written(value: Any) -> str:
         case {"class_name": str(kind), "config": config}:
             return _constructed(kind, config)
         case {"class": str(kind), **parts}:
-            return _constructed(kind, {key: one for key, one in parts.items() if key != "code" or one})
+            return _constructed(kind, {key: part for key, part in parts.items() if key != "code" or part})
         case dict():
-            return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in value.items()) + "}"
+            return "{" + ", ".join(f"{key}: {_written(item)}" for key, item in value.items()) + "}"
         case list():
             return "[" + ", ".join(map(_written, value)) + "]"
         case bool() | None:
@@ -308,8 +312,10 @@ def _written(value: Any) -> str:
 
 def _constructed(kind: str, config: Any) -> str:
     arguments = config.items() if isinstance(config, dict) else ()
-    given = [f"{key}={_written(one)}" for key, one in arguments if one is not None and key != "name"]
-    return f"{kind}({', '.join(given)})"
+    parameters = [
+        f"{key}={_written(value)}" for key, value in arguments if value is not None and key != "name"
+    ]
+    return f"{kind}({', '.join(parameters)})"
 
 
 def _shortest(value: float) -> str:

@@ -1,4 +1,4 @@
-"""The digest log of a run, read into steps: what all workers have recorded of a step is one object.
+"""Reads the digest log of a run into steps: one object has all that the workers have recorded of a step.
 
 A folder may contain several runs, one after the other. The last one counts, with the steps before it that
 earlier runs have recorded, if it has resumed after them.
@@ -143,7 +143,9 @@ def read_recording(folder: Path) -> Recording:
     """
     paths = RunPaths(folder)
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; give that of a run, such as runs/train-...")
+        raise ConfigError(
+            f"{folder}: there is no such folder; give the folder of a run, such as runs/train-..."
+        )
     files = segments(paths.digests) if paths.digests.is_dir() else []
     if not files:
         raise ConfigError(
@@ -185,7 +187,7 @@ class _Reader:
         self.thinned = thinned
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Take in a line; skip an invalid one."""
+        """Add a line; skip an invalid one."""
         recording = self.recording
         match record:
             case {"event": "job"}:
@@ -241,7 +243,7 @@ def _read(path: Path) -> bytes:
 
 
 def _take_events(recording: Recording, events: Path) -> None:
-    """Add what the event log tells of the last run in it: its end, and the calls of its script."""
+    """Add the end of the last run in the event log, and the calls of its script."""
     state, calls = RunState(keeps_history=False), dict[str, bool]()
     for event in happenings(_read(events)) if events.is_file() else ():
         state = state.after(event)

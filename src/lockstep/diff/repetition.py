@@ -1,4 +1,4 @@
-"""Repeats a run from what its folder says: the script, with the options and variables that bits depend on."""
+"""Repeats a run from its folder: the script, and the options and variables on which bits depend."""
 
 import hashlib
 import shutil
@@ -30,7 +30,7 @@ def rerun_both(
 ) -> list[Recording]:
     """Repeat both runs up to the step where they differ, and record everything.
 
-    Each begins from the newest of its checkpoints before that step, if it has some, otherwise from the start.
+    Each begins from the newest of its checkpoints before that step, or else from the start.
 
     Args:
         comparison: the comparison of the runs.
@@ -84,7 +84,7 @@ def repeat(
         folder: the absolute path of the new run folder.
         options: further options.
         output: the file for the output of the command; None to use the output of this process.
-        one_process: whether one process does what all processes of a job with parameter servers did.
+        one_process: whether one process repeats all processes of a job with parameter servers.
 
     Raises:
         ConfigError: the run cannot be repeated.
@@ -108,7 +108,7 @@ def repeat(
         )
     if recording.has_servers:
         _refuse_incomplete(recording)
-    require_variables(job.get("env", {}), what=f"{recording.folder} has not recorded the value of {{}}")
+    require_variables(job.get("env", {}), form=f"{recording.folder} has not recorded the value of {{}}")
     _note_changed(recording)
     _note_variables(recording)
     words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *options)
@@ -126,7 +126,7 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     """Return the options of `lockstep run` that bits depend on, and the number of workers."""
     servers = job.get("parameter_servers", 0)
     if servers:
-        # A worker that was lost and replaced is not lost here: it also repeats what the other one did.
+        # A worker that was lost and replaced is not lost here: it also repeats the work of its replacement.
         words = ["-n", str(job["replicas"] - servers - 1), "--ps", str(servers), "--max-restarts", "0"]
     else:
         words = ["-n", str(job["workers"]), "--replicas", str(job["replicas"])]
@@ -150,7 +150,7 @@ def _refuse_incomplete(recording: Recording) -> None:
     number, lacking = incomplete_orders(orders, recording.job["parameter_servers"], ordered)
     if lacking:
         name = calls[number - 1] if number <= len(calls) else f"call {number}"
-        files = ", ".join(f"{orders.name}/{one} ({_process(one)})" for one in lacking)
+        files = ", ".join(f"{orders.name}/{file_name} ({_process(file_name)})" for file_name in lacking)
         raise ConfigError(
             f"{recording.folder} cannot be repeated: the end of {name} is missing in {files}; the run ended "
             "within that call, or could not write there"
@@ -163,7 +163,7 @@ def _process(order: str) -> str:
 
 
 def _note_changed(recording: Recording) -> None:
-    """Say which source files of the program have changed since the run, if any."""
+    """Note which source files of the program have changed since the run, if any."""
     script = recording.job.get("script")
     if not script:
         return
@@ -181,13 +181,13 @@ def _note_changed(recording: Recording) -> None:
 
 
 def _note_variables(recording: Recording) -> None:
-    """Say which environment variables of the script are not here what they were, if any."""
-    given, marks = recording.job.get("env", {}), recording.program.get("variables") or {}
+    """Note which environment variables of the script have other values here than in the run, if any."""
+    set_for_run, marks = recording.job.get("env", {}), recording.program.get("variables") or {}
     now = variable_marks(marks, [name for name, mark in marks.items() if mark == "set"])
     texts = [
         f"{name} {'has another value' if name in now else 'is not set'} here"
         for name, mark in marks.items()
-        if name not in given and now.get(name) != mark
+        if name not in set_for_run and now.get(name) != mark
     ]
     if texts:
         note(

@@ -1,4 +1,4 @@
-"""What a comparison says to a person: the first difference in plain words, and what to look at next."""
+"""The result of a comparison in plain words: the first difference, and advice on what to look at next."""
 
 import re
 from collections.abc import Sequence
@@ -178,8 +178,8 @@ def _happened(place: Place, comparison: Comparison) -> str:
             if "the total" in comparison.missing:
                 return f"the recorded gradients are equal, and the state after the step differs{_in(which)}"
             verb = "are" if several else "is"
-            what = which or "the state"
-            return f"the sum of the gradients is equal, and {what} {verb} different after the update"
+            subject = which or "the state"
+            return f"the sum of the gradients is equal, and {subject} {verb} different after the update"
         case "length" | "end":
             return ""
 

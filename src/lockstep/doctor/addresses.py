@@ -29,7 +29,7 @@ _MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class TaskAddress:
-    """The address of a task, and what is known about it.
+    """The address of a task, and the facts about it.
 
     Attributes:
         task: such as "worker 1".
@@ -49,7 +49,7 @@ class TaskAddress:
 
 
 def look_at_tf_config(sources: Sources) -> tuple[str | None, list[TaskAddress]]:
-    """Return the value of `TF_CONFIG`, None if it is not set, and what is known about its addresses."""
+    """Return the value of `TF_CONFIG`, None if it is not set, and the facts about its addresses."""
     text = sources.environment.get("TF_CONFIG")
     try:
         config = parse(text) if text is not None else None
@@ -69,7 +69,7 @@ def look_at_tf_config(sources: Sources) -> tuple[str | None, list[TaskAddress]]:
 
 
 def judge_tf_config(facts: tuple[str | None, Sequence[TaskAddress]]) -> list[Finding]:
-    """Judge what `TF_CONFIG` does to a script that is started by hand."""
+    """Judge the effect of `TF_CONFIG` on a script that is started by hand."""
     text, addresses = facts
     if text is None:
         return []
@@ -166,7 +166,7 @@ def _judge_usable_addresses(addresses: Sequence[TaskAddress]) -> Finding:
 def _resolved(
     hosts: Sequence[str], resolve: Callable[[str], str], patience: float
 ) -> dict[str, tuple[str, str]]:
-    """Return for each host its IP address, or "" and the reason for which it is unknown."""
+    """Return the IP address of each host, or "" and the reason why it is unknown."""
     requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[str, tuple[str, str]]] = queue.SimpleQueue()
     for host in hosts:
@@ -178,7 +178,7 @@ def _resolved(
                 host = requests.get_nowait()
                 answers.put((host, _answer(host, resolve)))
 
-    # On its own, the system waits much longer for a name server that does not answer.
+    # By default, the system waits much longer for a name server that does not answer.
     for _ in range(min(_MAX_THREADS, len(hosts))):
         threading.Thread(target=resolve_requests, daemon=True).start()
     results = dict.fromkeys(hosts, ("", f"the host could not be resolved within {patience:g} s"))

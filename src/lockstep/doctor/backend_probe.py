@@ -139,7 +139,7 @@ PROBES: dict[str, Callable[[], Probe]] = {
 
 
 def probe(backend: Probe, report: Callable[[dict[str, Any]], None]) -> None:
-    """Report on a backend what the module's docstring lists."""
+    """Report on a backend, as the docstring of the module describes."""
     report({"built": backend.built()})
     devices = backend.devices()
     report({"devices": [str(device) for device in devices]})

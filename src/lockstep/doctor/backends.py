@@ -201,7 +201,7 @@ def _parts(output: str) -> Iterator[Any]:
 
 
 def examine_limit(backend: str, instructions: str, sources: Sources, say: Say) -> list[Finding]:
-    """Measure what it costs to limit a backend to the instructions that nearly all processors have."""
+    """Measure the cost of limiting a backend to the instructions that nearly all processors have."""
     common = common_limit(instructions)
     if not common:
         return []
@@ -217,7 +217,7 @@ def examine_limit(backend: str, instructions: str, sources: Sources, say: Say) -
 
 
 def judge_limit(backend: str, limit: str, without: ProgramResult, limited: ProgramResult) -> list[Finding]:
-    """Return the finding on what a limit of the instruction set costs. Pure.
+    """Return the finding on the cost of a limit of the instruction set. Pure.
 
     Args:
         backend: its name.

@@ -1,6 +1,6 @@
 """Writes the facts that a bug report needs, without names and secrets.
 
-`lockstep doctor --report` tells everything that the checkup knows. `lockstep --version --verbose` tells the
+`lockstep doctor --report` shows everything that the checkup knows. `lockstep --version --verbose` shows the
 versions: it starts no process, takes no time and names no folder.
 """
 
@@ -39,7 +39,7 @@ _DEVELOPMENT = ("bench", "dev", "test")
 
 
 def identity_here() -> Identity:
-    """Return what identifies this user and this machine."""
+    """Return the names that identify this user and this machine."""
     users, homes = [], []
     try:
         entry = pwd.getpwuid(os.geteuid())
@@ -54,7 +54,7 @@ def identity_here() -> Identity:
 
 
 def system_here(cpus: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
-    """Return the operating system and the processor, by what they are."""
+    """Return the operating system and the processor, by headings."""
     try:
         distribution = platform.freedesktop_os_release().get("PRETTY_NAME", "")
     except OSError:
@@ -84,7 +84,7 @@ def markdown(
 
     Args:
         findings: the findings of the checkup.
-        system: what stands above them, by headings.
+        system: the lines above them, by headings.
         environ: the variables of the shell.
         identity: the identity of the user and the machine, which the report does not name.
     """
@@ -143,7 +143,7 @@ def version_lines(
     Args:
         version: the version of the imported Lockstep.
         python: implementation and version.
-        packages: the installed ones.
+        packages: the installed packages.
         system: the operating system and the processor, by headings.
         cores: the cores of the machine.
         reading: the driver's report on GPUs.

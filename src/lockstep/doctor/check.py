@@ -1,6 +1,6 @@
-"""A check: a row of the table in `lockstep.doctor.checkup`, and what it reads and finds.
+"""A check: a row of the table in `lockstep.doctor.checkup`, with its sources and findings.
 
-A look reads the machine and judges nothing. A judgement is pure: it gets what the look returned.
+A look reads the machine and judges nothing. A judgement is a pure function of the result of a look.
 """
 
 import importlib.util
@@ -41,9 +41,9 @@ class Finding:
     Attributes:
         rating: `FAILURE` if a job would not work, `WARNING` if it works with a problem.
         reason: a sentence at most.
-        remedy: what to do about it; empty if nothing needs to be done.
-        facts: the same as JSON values, for programs.
-        name: what was examined.
+        remedy: the remedy; empty if nothing needs to be done.
+        facts: the values of the finding as JSON, for programs.
+        name: the subject that was examined.
         section: the part of the report: "versions", "gpus", "backends", "machine", "environment", "training",
             "hosts".
     """
@@ -62,7 +62,7 @@ def fine(reason: str, facts: Mapping[str, Any] | None = None, name: str = "") ->
 
 
 def warning(reason: str, remedy: str, facts: Mapping[str, Any] | None = None, name: str = "") -> Finding:
-    """Return a finding on a problem despite which jobs work."""
+    """Return a finding on a problem that does not keep jobs from working."""
     return Finding(Rating.WARNING, reason, remedy, facts or {}, name)
 
 
@@ -99,7 +99,7 @@ def _is_importable(module: str) -> bool:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where looks read: by default this machine, without variables. A test gives other sources.
+    """The sources of looks: by default this machine, without variables. A test uses other sources.
 
     Attributes:
         environment: the variables that the command was started with.
@@ -144,9 +144,9 @@ class Check(Generic[Facts]):
     """A row of the table.
 
     Attributes:
-        name: what it examines.
+        name: its subject.
         look: reads the machine; checks may share a look.
-        judge: turns facts into a finding, or several, or none; a problem comes with a remedy.
+        judge: turns facts into findings, if any; each problem has a remedy.
         shown: the attributes of the facts that every finding shows to programs.
     """
 

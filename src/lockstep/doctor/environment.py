@@ -56,7 +56,7 @@ class Shell:
     """The environment of jobs that are started in a shell.
 
     Attributes:
-        variables: all of them.
+        variables: all environment variables.
         folder: the current folder.
         gpus: the number of GPUs that the driver lists.
         visible: the names of the GPUs that jobs see.
@@ -232,7 +232,7 @@ def judge_preload(shell: Shell) -> Iterator[Finding]:
 
 
 def judge_proxies(shell: Shell) -> Iterator[Finding]:
-    """Judge whether a proxy stands before servers on this machine."""
+    """Judge whether a proxy is in the way to servers on this machine."""
     variables = shell.variables
     names = [name for each in _PROXIES for name in (each, each.upper()) if variables.get(name)]
     if not names:
@@ -341,7 +341,7 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
     A folder where packages are installed hides a module only if the module is also installed elsewhere.
 
     Args:
-        folder: to search.
+        folder: the folder to search.
         installed: where packages are installed.
     """
     try:

@@ -139,7 +139,7 @@ def judge_absence(gpus: Gpus) -> Iterator[Finding]:
 
 
 def judge_list(gpus: Gpus) -> Iterator[Finding]:
-    """Judge whether `CUDA_VISIBLE_DEVICES` shows what it names."""
+    """Judge whether `CUDA_VISIBLE_DEVICES` shows the GPUs that it names."""
     listed, permitted, shown = gpus.listed, gpus.permitted, gpus.shown
     if listed is None or not permitted:
         return
@@ -221,7 +221,7 @@ def describe(gpu: Gpu) -> str:
     """Return everything that a GPU reports, or its fault, as one text."""
     if gpu.fault:
         return ": ".join(filter(None, (title(gpu), gpu.fault)))
-    values = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
+    values = [f"{heading} {text}" for heading, text in quantities(gpu).items() if text]
     return ", ".join([gpu.name or "an unknown model", *values])
 
 

@@ -1,4 +1,4 @@
-"""A program that measures what the workers of two hosts exchange, without Keras.
+"""A program that measures the exchange between the workers of two hosts, without Keras.
 
     lockstep run --hosts A,B ... -m lockstep.doctor.link_program
 

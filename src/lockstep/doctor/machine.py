@@ -93,7 +93,7 @@ def look_at_instructions(sources: Sources) -> str:
 
 
 def judge_instructions(name: str) -> Finding:
-    """Say how to limit the hosts of a job to this instruction set."""
+    """Advise how to limit the hosts of a job to this instruction set."""
     reason = "hosts of one job need processors of one kind"
     if name:
         limits = "; ".join(f"{backend}: {limit_of(backend, name)}" for backend in BACKENDS)

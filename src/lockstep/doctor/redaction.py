@@ -1,6 +1,6 @@
-"""Removes what identifies persons and machines, and secrets, from a text that will be published. Pure.
+"""Removes secrets, and names that identify persons and machines, from a text that will be published. Pure.
 
-It removes too much rather than too little: a name of five letters or more also within other words.
+It removes too much rather than too little: a name of five letters or more even within other words.
 """
 
 import re
@@ -115,7 +115,7 @@ class Redaction:
         )
 
     def clean(self, text: str) -> str:
-        """Return `text` without what identifies persons and machines, and without secrets."""
+        """Return `text` without secrets and names that identify persons and machines."""
         for pattern, placeholder in self._rules:
             text = pattern.sub(placeholder, text)
         text = self._without_beginnings(text)

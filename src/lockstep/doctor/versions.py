@@ -28,7 +28,7 @@ class Packages:
     """The packages that are installed for one Python.
 
     Attributes:
-        versions: by canonical name.
+        versions: the versions of the packages, by canonical name.
         requirements: the requirements of each package, as in its metadata.
     """
 
@@ -129,7 +129,7 @@ class Installation:
 
 
 def look_at_installation(sources: Sources) -> Installation:
-    """Look at what is installed for this Python."""
+    """Look at the packages that are installed for this Python."""
     importable = tuple(filter(sources.is_importable, BACKENDS))
     choice, refusal = None, ""
     try:

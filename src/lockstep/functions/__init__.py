@@ -1,1 +1,1 @@
-"""What a job needs to run a function instead of a script: how it travels, its result, errors and output."""
+"""Runs a function in a job instead of a script: how the function travels, its result, errors and output."""

@@ -1,11 +1,11 @@
-"""Shows what a job writes in the program that has called it."""
+"""Shows the output of a job in the program that has started it."""
 
 import codecs
 import sys
 
 
 class CallerStreams:
-    """Writes to `sys.stdout` and `sys.stderr`, also if these are replaced, as a notebook does."""
+    """Writes to `sys.stdout` and `sys.stderr`, even if these are replaced, as in a notebook."""
 
     def __init__(self) -> None:
         new = codecs.getincrementaldecoder("utf-8")

@@ -46,8 +46,8 @@ class Returned(NamedTuple):
 
     Attributes:
         giver: the process that wrote it.
-        value: of the function; of the command, an error.
-        metrics: the last that the function's callbacks reported.
+        value: the result of the function; from the command, an error.
+        metrics: the last metrics that the function's callbacks reported.
     """
 
     giver: Giver
@@ -63,7 +63,7 @@ def pack(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    given: Mapping[str, Any],
+    named_arguments: Mapping[str, Any],
 ) -> int:
     """Return a descriptor of sealed memory with a call.
 
@@ -75,7 +75,7 @@ def pack(
         function: to call.
         args: its arguments.
         kwargs: its keyword arguments.
-        given: the arguments again, or parts of them, by their names in messages.
+        named_arguments: the arguments again, or parts of them, by their names in messages.
 
     Raises:
         InputError: something cannot be pickled; the message names it.
@@ -91,7 +91,7 @@ def pack(
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except _PICKLING_FAILS as error:
         os.close(descriptor)
-        culprit = name_culprit(function, given, partial(_why_not, cloudpickle))
+        culprit = name_culprit(function, named_arguments, partial(_why_not, cloudpickle))
         raise InputError(f"{caller} cannot send this to its workers: {culprit or error}") from error
     except BaseException:
         os.close(descriptor)
@@ -114,7 +114,7 @@ def held(descriptor: int) -> bytes:
 
 
 def unpack(descriptor: int) -> Callable[[], Any]:
-    """Return the call in the memory of a descriptor; search modules where its packer does, then elsewhere."""
+    """Return the call in the memory of a descriptor; search modules first where its sender does."""
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
         path, sources = pickle.load(memory)
         # On another host, packages may lie elsewhere. The first entry is the folder of the job.
@@ -209,7 +209,7 @@ class ResultBox:
 
 
 def unpack_result(packed: bytes) -> Returned:
-    """Return the result in what `ResultBox.packed` has returned."""
+    """Return the result in the bytes that `ResultBox.packed` has returned."""
     return Returned(Giver(packed[0]), *pickle.loads(memoryview(packed)[1:])) if packed[0] else NOTHING
 
 
@@ -229,11 +229,11 @@ def _dump(cloudpickle: ModuleType, value: Any, file: BinaryIO) -> None:
     """Pickle a value whose code keeps the names of its files for tracebacks: cloudpickle 3.1.3 drops them."""
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]
-        def reducer_override(self, one: Any) -> Any:
-            if isinstance(one, CodeType):
-                make, arguments = self.dispatch_table[CodeType](one)
-                return _code, (one.co_filename, make, arguments)
-            return super().reducer_override(one)
+        def reducer_override(self, value: Any) -> Any:
+            if isinstance(value, CodeType):
+                make, arguments = self.dispatch_table[CodeType](value)
+                return _code, (value.co_filename, make, arguments)
+            return super().reducer_override(value)
 
     Pickler(file).dump(value)
 
@@ -255,19 +255,19 @@ Why = Callable[[Any], str]
 """Returns why a value cannot be pickled; empty if it can."""
 
 
-def name_culprit(function: Any, given: Mapping[str, Any], why: Why) -> str:
+def name_culprit(function: Any, named_arguments: Mapping[str, Any], why: Why) -> str:
     """Return which part of a function or its arguments cannot be pickled, and why; empty if none is found."""
-    for name, value in given.items():
+    for name, value in named_arguments.items():
         if reason := why(value):
-            return f"{name}, of type {type(value).__name__} ({reason}); pass what it is made from"
+            return f"{name}, of type {type(value).__name__} ({reason}); pass the values from which it is made"
     if not why(function):
         return ""
     name = getattr(plain(function), "__name__", type(function).__name__)
     path, value = _follow(plain(function), why, [])
     if not path:
         return f"{name} ({why(function)})"
-    what = f"{' -> '.join(path)}, which {name} uses, of type {type(value).__name__}"
-    return f"{what} ({why(value)}); create it there"
+    culprit = f"{' -> '.join(path)}, which {name} uses, of type {type(value).__name__}"
+    return f"{culprit} ({why(value)}); create it there"
 
 
 def used_by_class_bodies(function: Any) -> dict[str, Any]:
@@ -275,11 +275,11 @@ def used_by_class_bodies(function: Any) -> dict[str, Any]:
 
     cloudpickle includes the globals that functions use, but misses these.
     """
-    found: dict[str, Any] = {}
+    used: dict[str, Any] = {}
     for each in _reached(plain(function), []):
         names = _loaded(each.__code__, "LOAD_NAME")
-        found |= {name: each.__globals__[name] for name in names if name in each.__globals__}
-    return {name: value for name, value in found.items() if not name.startswith("__")}
+        used |= {name: each.__globals__[name] for name in names if name in each.__globals__}
+    return {name: value for name, value in used.items() if not name.startswith("__")}
 
 
 def plain(function: Any) -> Any:
@@ -324,5 +324,5 @@ def _used(thing: Any) -> Iterator[tuple[str, Any]]:
 
 def _loaded(code: CodeType, *operations: str) -> set[str]:
     inner = [_loaded(constant, *operations) for constant in code.co_consts if isinstance(constant, CodeType)]
-    own = {each.argval for each in dis.get_instructions(code) if each.opname in operations}
-    return own.union(*inner)
+    names = {each.argval for each in dis.get_instructions(code) if each.opname in operations}
+    return names.union(*inner)

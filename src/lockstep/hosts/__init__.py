@@ -1,1 +1,1 @@
-"""How a job gets its hosts: which ones, how their agents start, what they have in common; no decisions."""
+"""How a job gets its hosts: which hosts, the start of their agents, and their comparison. No decisions."""

@@ -54,7 +54,7 @@ def run_over_pipes() -> int:
     reading, writing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    # What a library prints must not mix with messages.
+    # The output of a library must not mix with messages.
     os.dup2(2, 1)
 
     def serve(command: StopChannel, folder: Path) -> int:
@@ -97,9 +97,9 @@ class AgentOptions:
             which this host reaches the coordinator.
         port: the port if `listen` is empty; 0 for any free one.
         encrypted: whether connections are encrypted.
-        patience: seconds until this gives up to reach the coordinator.
+        patience: seconds until this stops trying to reach the coordinator.
         shows: whether the terminal of this process shows the output of its workers too.
-        quiet: whether this leaves notes to the coordinator, which writes to the same terminal.
+        quiet: whether only the coordinator writes notes, because it has the same terminal.
         grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         engine: the engine that has started this agent; None for none.
@@ -127,9 +127,9 @@ def run_for_engine(engine: EngineLink) -> int:
     """Run the agent that an engine has started; return its exit status."""
     start = engine.start
     assert isinstance(start, StartAgent)
-    own = join_address((start.address, 0))
+    here = join_address((start.address, 0))
     options = AgentOptions(
-        start.coordinator, start.workers, own, quiet=True, engine=engine, inherited=start.inherited
+        start.coordinator, start.workers, here, quiet=True, engine=engine, inherited=start.inherited
     )
     return join_and_run(options)
 
@@ -185,7 +185,7 @@ def _join(
         if engine is not None:
             engine.watch(loop)
         connection = _connect(options, address, command, loop, clock)
-        own = options.listen or join_address((connection.getsockname()[0], options.port))
+        here = options.listen or join_address((connection.getsockname()[0], options.port))
         channel = address.channel(connection)
         channel.send(HostOffer(options.workers, tasks=options.tasks, task=options.task))
 
@@ -194,7 +194,7 @@ def _join(
             say(f"joined {options.coordinator}, with room for {room}: {begin.spec.shape}")
 
         def listen(prepare: Prepare) -> HostListener:
-            return HostListener.open(own, credentials, note, loop=loop, clock=clock)
+            return HostListener.open(here, credentials, note, loop=loop, clock=clock)
 
         process = AgentProcess(
             channel=channel,
@@ -207,7 +207,7 @@ def _join(
             joined=True,
             say=say,
             grace=options.grace,
-            waits=lambda what: say(f"joined {options.coordinator}; waiting for {what}"),
+            waits=lambda awaited: say(f"joined {options.coordinator}; waiting for {awaited}"),
             begins=begins,
             address=address,
             engine=engine,
@@ -231,8 +231,8 @@ def _connect(
     """Return a connection to the coordinator.
 
     Raises:
-        UnfitError: there is none within the limit.
-        Stopped: this agent is stopped before.
+        UnfitError: none was made within the limit.
+        Stopped: this agent was stopped before.
     """
     dialer = address.dial()
     loop.watch(command.fileno(), lambda: None)
@@ -281,7 +281,7 @@ def _run(
         except Stopped as stopped:
             return 128 + stopped.signal
         finally:
-            # Also if the process that watches this one was killed.
+            # Even if the process that watches this one was killed.
             shutil.rmtree(folder, ignore_errors=True)
 
     with temporary_folder() as folder:

@@ -1,9 +1,7 @@
-"""The place of an agent on its host: an agent without a coordinator ends when another one takes its place.
+"""The place of an agent on its host: an agent without a coordinator ends when another agent takes its place.
 
-A host that was cut off may be started again in its job while its old agent still waits for the coordinator.
-
-Its agent waits for the coordinator for `--timeout`, or until another agent of the job takes its place on the
-host.
+A host that was cut off may get a new agent while its old one still waits for the coordinator. The old agent
+waits for `--timeout`, or until the new agent of the job takes its place on the host.
 """
 
 import contextlib
@@ -19,7 +17,7 @@ _BACKLOG = 16
 
 
 class AgentPlace:
-    """A socket without a file, which agents of the same job and user on this host find.
+    """A socket without a file, by which agents of the same job and user on this host find each other.
 
     Args:
         job: the id of the job.

@@ -1,4 +1,4 @@
-"""The process of an agent on another host than the coordinator's: from the first message to the last.
+"""The process of an agent on another host than that of the coordinator.
 
 An agent whose `ssh` connection ends kills all processes of the job on its host, and so does the process that
 watches it. The tasks of Slurm share a terminal, so only the coordinator writes notes there. They get signals
@@ -104,7 +104,7 @@ class HostWorkers(Protocol):
         """Return the facts of this host, which accepts connections at an address and a port."""
 
     def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
-        """Return what the agent needs to get workers; its network does not matter."""
+        """Return a `LocalHost` by which the agent gets workers; its network does not matter."""
 
     def need_coordinator(self) -> bool:
         """Return whether this host should wait for a coordinator that was lost."""
@@ -115,7 +115,7 @@ class StartedWorkers:
     """Workers that the agent starts; a `HostWorkers`.
 
     Attributes:
-        folder: for what the workers of this host share; exists.
+        folder: an existing folder for files that the workers of this host share.
         loop: serves the terminal.
         shows: whether the terminal of this process shows their output too.
         inherited: descriptors that they inherit; they get the numbers as last arguments.
@@ -180,7 +180,7 @@ class StartedWorkers:
 
 @dataclass
 class _Silence:
-    """Notices that nothing arrives from the coordinator any more."""
+    """Notices that the coordinator has become silent."""
 
     channel: StreamChannel[RemoteReport, RemoteInstruction]
     clock: Clock
@@ -192,7 +192,7 @@ class _Silence:
         self.channel, self._received = channel, -1
 
     def seconds(self) -> float:
-        """Return for how long nothing has arrived, as far as this was called often."""
+        """Return for how long nothing has arrived; exact only if this is called often."""
         now = self.clock.now()
         if self.channel.received != self._received:
             self._received, self._heard = self.channel.received, now
@@ -220,17 +220,18 @@ class AgentProcess:
         loop: serves everything.
         clock: for deadlines.
         listen: returns where this process accepts connections of workers of other hosts.
-        workers: of this host.
-        folder: for what the workers of this host share; exists.
+        workers: the workers of this host.
+        folder: an existing folder for files that the workers of this host share.
         joined: whether this agent has joined the coordinator over the network.
-        waits: called with what the coordinator waits for.
+        waits: called with a text that says for what the coordinator waits.
         begins: called when this host takes part in a job.
         say: shows a note to the users of this host.
-        address: of the coordinator, to connect again; None if that is impossible.
+        address: the address of the coordinator, to connect again; None if that is impossible.
         grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         first: the first process that a user has started on this host by hand; None if this starts workers.
-        engine: that has started this process, and says where the coordinator is; None if that is fixed.
+        engine: the engine that has started this process, and says where the coordinator is; None if that is
+            fixed.
         begun: whether the job has begun.
     """
 
@@ -242,7 +243,7 @@ class AgentProcess:
     workers: HostWorkers
     folder: Path
     joined: bool = False
-    waits: Callable[[str], None] = lambda what: None
+    waits: Callable[[str], None] = lambda awaited: None
     begins: Callable[[BeginJob], None] = lambda begin: None
     say: Callable[[str], None] = note
     address: CoordinatorAddress | None = None
@@ -262,7 +263,7 @@ class AgentProcess:
         try:
             prepare = self._receive_one(Prepare)
             with contextlib.closing(self.listen(prepare)) as listener:
-                facts = self.workers.facts(prepare, *listener.place)
+                facts = self.workers.facts(prepare, *listener.host_and_port)
                 checkpoints = AgentCheckpoints.of(prepare, self.channel, self.loop, self.clock)
                 with gone_if_refused(checkpoints.folder), contextlib.closing(checkpoints):
                     checkpoints.describe(facts, prepare.job)
@@ -291,8 +292,8 @@ class AgentProcess:
                         raise CoordinatorGone(f"the coordinator sent an invalid message: {error}{hint}")
                     case Rejected(reason, runs):
                         raise LeftOut(reason) if runs else ConfigError(reason)
-                    case KeepWaiting(what):
-                        self.waits(what)
+                    case KeepWaiting(awaited):
+                        self.waits(awaited)
                     case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:
                         checkpoints.serve(about)
                     case message if isinstance(message, kind):
@@ -327,8 +328,8 @@ class AgentProcess:
         leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
-            self._take_place(prepare.job) as place,
-            contextlib.closing(_Contact(self, session, agent, place, patience, running)) as contact,
+            self._take_place(prepare.job) as agent_place,
+            contextlib.closing(_Contact(self, session, agent, agent_place, patience, running)) as contact,
         ):
             while not agent.ended:
                 loop.turn(contact.serve())
@@ -358,13 +359,13 @@ class AgentProcess:
             return agent.status
 
     def _take_place(self, job: bytes) -> contextlib.AbstractContextManager[AgentPlace | None]:
-        """Return the place of this agent, unless an engine sees to it that a host has one agent."""
+        """Return the place of this agent; None if an engine ensures that a host has one agent."""
         if self.engine is not None:
             return contextlib.nullcontext()
         return contextlib.closing(AgentPlace(job, self.loop))
 
     def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer:
-        """Return what a coordinator process that is started again needs."""
+        """Return the offer to a coordinator process that is started again."""
         job = RunningJob(msgspec.structs.replace(prepare, key=""), begin.host, session.kept)
         return HostOffer(begin.here.workers, self.first, running=job)
 
@@ -374,10 +375,10 @@ class _Contact:
     """The contact of an agent with the coordinator of its job, which may be lost and come back.
 
     Attributes:
-        process: of the agent.
-        session: with the coordinator.
-        agent: of this host.
-        place: of the agent on its host; None if an engine sees to it.
+        process: the process of the agent.
+        session: the session with the coordinator.
+        agent: the agent of this host.
+        agent_place: the place of the agent on its host; None if an engine ensures that a host has one agent.
         patience: seconds without a coordinator after which the job ends on this host.
         offer: returns the first message to a coordinator process that is started again.
     """
@@ -385,7 +386,7 @@ class _Contact:
     process: AgentProcess
     session: CoordinatorSession
     agent: Agent
-    place: AgentPlace | None
+    agent_place: AgentPlace | None
     patience: float
     offer: Callable[[], HostOffer]
     _dialer: CoordinatorDialer | None = None
@@ -409,7 +410,7 @@ class _Contact:
         """
         address, engine = self.process.address, self.process.engine
         if address is not None and engine is not None and address.address != engine.coordinator:
-            # The one before, if it lives, is not the coordinator any more.
+            # The previous one, if it lives, is not the coordinator any more.
             address.address = engine.coordinator
             self.session.leave("the engine has started another coordinator")
         if self.session.lost:
@@ -426,25 +427,25 @@ class _Contact:
         seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self._noted, self._repeat = False, 0.0
-            if self.place is not None:
-                self.place.is_wanted = False
+            if self.agent_place is not None:
+                self.agent_place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)
         if seconds <= SILENCE:
             if self.session.lost and self.agent.lacks_workers:
                 self._note(self.session.lost, seconds)
             return
-        if self.place is not None and self.place.is_wanted:
+        if self.agent_place is not None and self.agent_place.is_wanted:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
         self._note(self.session.lost or f"the coordinator has been silent for {SILENCE:g} s", seconds)
         self._silence.check(self.patience)
 
-    def _note(self, what: str, seconds: float) -> None:
-        """Say what this host does without a coordinator: once until it is back, or repeatedly if it waits.
+    def _note(self, event: str, seconds: float) -> None:
+        """Show a note that the coordinator is gone: once until it is back, or repeatedly if this host waits.
 
         Args:
-            what: has happened.
-            seconds: since something has arrived from the coordinator.
+            event: the event, in words.
+            seconds: the seconds since something has arrived from the coordinator.
         """
         now = self.process.clock.now()
         if self.agent.spec.hold is None and self.agent.lacks_workers:
@@ -466,10 +467,10 @@ class _Contact:
             limit = f"{self.patience:g} s without a coordinator"
             does = f"training {trains}, and ends on this host after {limit}"
         self._noted = True
-        self.process.say(f"{what}; {does}")
+        self.process.say(f"{event}; {does}")
 
     def _seek(self) -> None:
-        """Connect again to where the coordinator was."""
+        """Connect again to the address of the coordinator."""
         process, session = self.process, self.session
         if session.rejected:
             raise LeftBehind(session.rejected)

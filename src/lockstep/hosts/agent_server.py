@@ -36,10 +36,10 @@ class JoiningAgent:
     Attributes:
         channel: to it.
         peer: the IP address of its host.
-        heard: when something last arrived from it.
-        offer: what it offers; None until that has arrived and is accepted.
+        heard: when it was last heard.
+        offer: its offer; None until that has arrived and is accepted.
         received: number of bytes that had arrived when `heard` was set.
-        told: what it knows that it waits for.
+        told: the last text that it was told about the wait.
     """
 
     channel: StreamChannel[RemoteInstruction, RemoteReport]
@@ -55,13 +55,13 @@ class AgentServer:
 
     Args:
         credentials: the credentials of the job.
-        judge: of agents, until the job begins.
+        judge: judges agents until the job begins.
         say: shows a note.
         loop: serves the agents.
         clock: for deadlines.
 
     Attributes:
-        agents: those whose offers are accepted, the first one first.
+        agents: the agents whose offers are accepted, in the order of their arrival.
     """
 
     def __init__(
@@ -94,15 +94,15 @@ class AgentServer:
         self._silent.append(agent)
         self._loop.watch(channel.fileno(), partial(self._hear, agent))
 
-    def keep_waiting(self, what: str) -> None:
-        """Tell the agents that do not know it yet what they wait for."""
+    def keep_waiting(self, awaited: str) -> None:
+        """Tell agents for what they wait, unless they already know it."""
         for agent in self.agents:
-            if agent.told != what:
-                agent.told = what
-                agent.channel.send(KeepWaiting(what))
+            if agent.told != awaited:
+                agent.told = awaited
+                agent.channel.send(KeepWaiting(awaited))
 
     def begin(self) -> list[JoiningAgent]:
-        """Return the agents, whose channels this no longer serves; later ones wait for `pass_on`."""
+        """Return the agents, whose channels this no longer serves. Later agents wait for `pass_on`."""
         agents, self.agents = self.agents, []
         for agent in agents:
             self._loop.unwatch(agent.channel.fileno())
@@ -141,7 +141,7 @@ class AgentServer:
                     pass
                 case HostOffer():
                     self._accept(agent, message)
-                    # What follows belongs to whatever serves the channel now; the loop calls that at once.
+                    # Later messages are for the next reader of the channel, which the loop calls at once.
                     return
                 case Unreadable(error):
                     why = f"its message cannot be read ({error}); use one version of Lockstep on all hosts"

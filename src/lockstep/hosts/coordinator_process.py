@@ -1,7 +1,7 @@
 """The process of the coordinator of a job over hosts: begins the job, or takes it over.
 
-A coordinator that takes over asks the agents for their standing, continues from the newest record of the job
-that one of them has, and gets the reports on which that record is not based.
+A coordinator that takes over asks the agents for their standing. It continues from the newest record of the
+job that an agent has, and then receives the reports that the record does not contain.
 """
 
 import os
@@ -75,12 +75,12 @@ Message = TypeVar("Message", Coordinate, HostChannel)
 def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -> dict[int, AgentStanding]:
     """Begin a term: return the standing of each agent that answers before it counts as silent.
 
-    Reports that arrive before are not lost: agents send them again.
+    Reports that arrive meanwhile are not lost: agents send them again.
     """
     waits = dict(channels)
     for channel in channels.values():
         channel.send(TakeOver(term))
-    found: dict[int, AgentStanding] = {}
+    standings: dict[int, AgentStanding] = {}
     until = clock.now() + SILENCE
     while waits and (left := until - clock.now()) > 0:
         wait_for([channel.fileno() for channel in waits.values()], left)
@@ -88,13 +88,13 @@ def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -
             while (report := channel.receive()) is not None:
                 match report:
                     case AgentStanding() if report.term == term:
-                        found[host] = report
+                        standings[host] = report
                         del waits[host]
                         break
                     case PeerGone() | Unreadable():
                         del waits[host]
                         break
-    return found
+    return standings
 
 
 def continued(
@@ -108,6 +108,19 @@ def continued(
         standing: the standing of the agent; None if it did not answer.
         kept: the newest record, as an agent keeps it; None if this agent keeps none.
     """
+    # Four numbers decide how to go on. The record has two: how many reports of the agent the state contains,
+    # and how many instructions the agent was sent. The agent has two: how many instructions it has taken
+    # (`standing.received`), and how many reports it no longer has (`standing.acknowledged`).
+    #
+    # Instructions: the agent lacks those after `standing.received`. They are in the outbox of the record, and
+    # are sent again. It cannot have more than the record says, unless it took instructions that follow from a
+    # newer record, which is lost: a record is kept before the instructions that follow from it are sent. Such
+    # an agent may run workers that the state does not know, so it counts as lost.
+    #
+    # Reports: those after `record.received` are repeated. The agent still has them, because a report is
+    # acknowledged only once a record contains it. The maximum below matters only if that record is lost. The
+    # reports in between are then lost with it. Their consequences, such as the end of a worker, show later in
+    # other ways, or at the limit of a wait.
     agent = HostAgent(
         channel,
         record.name,
@@ -124,7 +137,7 @@ def continued(
         agent.channel = gone()
     else:
         if kept is not None and kept != standing.kept:
-            # Before the instructions that follow from it, as always.
+            # It precedes the instructions that follow from it, as always.
             channel.send(kept)
         agent.received = max(record.received, standing.acknowledged)
         channel.send(RepeatReports(agent.received))
@@ -134,9 +147,9 @@ def continued(
 
 def gone() -> AgentChannel:
     """Return a channel whose other end is closed."""
-    own, other = LocalChannel.pair()
-    other.close()
-    return own
+    closed, its_end = LocalChannel.pair()
+    its_end.close()
+    return closed
 
 
 @dataclass
@@ -167,8 +180,8 @@ class CoordinatorProcess:
         hosts = [self._next(HostChannel) for _ in range(first.hosts)]
         channels = {host.host: _channel(host) for host in hosts}
         standings = stand(channels, first.term, SystemClock()) if first.term > 1 else {}
-        known = msgspec.structs.replace(first.kept, record=first.record.content())
-        kept = newest((known, *(one.kept for one in standings.values())))
+        first_kept = msgspec.structs.replace(first.kept, record=first.record.content())
+        kept = newest((first_kept, *(standing.kept for standing in standings.values())))
         assert kept is not None
         try:
             record, has_begun = decode_record(kept.record), kept.term > 0
@@ -179,10 +192,10 @@ class CoordinatorProcess:
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
         sent, holders = without_excess(kept), range(HOLDERS) if has_begun else range(0)
         agents = [
-            continued(known, channels[host], standings.get(host), sent if host in holders else None)
+            continued(host_record, channels[host], standings.get(host), sent if host in holders else None)
             if first.term > 1
-            else HostAgent(channels[host], known.name, known.peer, remote=True)
-            for host, known in enumerate((*record.hosts, *late))
+            else HostAgent(channels[host], host_record.name, host_record.peer, remote=True)
+            for host, host_record in enumerate((*record.hosts, *late))
         ]
         begins = len(record.hosts)
         self._late.extend(zip(hosts[begins:], agents[begins:], strict=True))
@@ -277,7 +290,7 @@ class CoordinatorProcess:
                     sys.exit(1)
 
     def _tend(self, coordinator: Coordinator) -> float:
-        """Admit hosts that have joined, say when no other one can, and that this process lives."""
+        """Admit hosts that have joined, report when no more can join, and show that this process lives."""
         if not self._turned:
             # The first turn of the loop finds losses, which came before.
             self._turned = True
@@ -335,7 +348,7 @@ def main(descriptor: int) -> int:
 
 
 def _taken_into(orders: ReceivedOrders) -> Subscriber:
-    """Return what writes parts of orders as they arrive."""
+    """Return a function that writes parts of orders as they arrive."""
 
     def take(published: PublishedEvent) -> None:
         assert isinstance(published.event, OrderRecorded)

@@ -1,4 +1,4 @@
-"""The agent's end of its connection to the coordinator, which outlives the connection and the coordinator."""
+"""The agent's end of its connections to the coordinators of its job, one after the other."""
 
 import os
 import select
@@ -27,10 +27,10 @@ MOST_KEPT = 16 << 20
 
 
 class CoordinatorSession:
-    """Sends each report to the coordinator exactly once, also if another one takes over; a `Channel`.
+    """Delivers each report exactly once, even if another coordinator takes over; a `Channel`.
 
     Reports have numbers, and are kept until the coordinator has acknowledged them. A coordinator that takes
-    over gets the record of the job that this end keeps, and the reports on which that is not based.
+    over receives the record of the job that this end keeps, and the reports that the record does not contain.
 
     Args:
         clock: the clock of the host.
@@ -38,7 +38,7 @@ class CoordinatorSession:
     Attributes:
         term: the term of the coordinator.
         lost: why the connection ended; empty while there is one.
-        rejected: why a coordinator does not take this agent back; empty if none has said so.
+        rejected: why a coordinator does not take this agent back; empty if it has not rejected it.
         kept: the newest record of the job that the agent has; None before the first.
         output: number of bytes of output in the reports that are kept.
     """
@@ -62,7 +62,7 @@ class CoordinatorSession:
         self._waits = False
 
     def attach(self, channel: Channel[HostReport, Instruction | KeepWaiting | Rejected]) -> None:
-        """Use another connection, which now belongs to this session, instead of the one before."""
+        """Use another connection instead of the previous one; it now belongs to this session."""
         self._detach("")
         self._channel = channel
         self._events.register(channel.fileno(), select.EPOLLIN)
@@ -72,7 +72,7 @@ class CoordinatorSession:
         self._detach(why)
 
     def give_up(self) -> None:
-        """Stop to wait for a coordinator: `receive` returns `PeerGone` from now on."""
+        """Stop waiting for a coordinator: `receive` returns `PeerGone` from now on."""
         self._detach("given up")
         if not self._ended:
             self._ended = True
@@ -93,7 +93,7 @@ class CoordinatorSession:
             except (ValueError, RecursionError):
                 return False
             if channel is not None:
-                # What follows must not take the place of this report.
+                # A later report must not get the number of this one.
                 self._detach("the coordinator does not take reports")
         self._reports.append(message)
         if isinstance(message, OutputWritten):
@@ -101,7 +101,7 @@ class CoordinatorSession:
         return True
 
     def receive(self) -> Instruction | Unreadable | PeerGone | None:
-        """Return the next instruction; see `Channel`. A lost connection is none, but `lost` says why."""
+        """Return the next instruction; see `Channel`. After a lost connection, `lost` says why it ended."""
         while self._channel is not None:
             match message := self._channel.receive():
                 case None:

@@ -36,7 +36,7 @@ Start = TypeVar("Start", StartAgent, StartCoordinator)
 
 
 class EngineLink:
-    """Takes what an engine tells this process.
+    """Receives the messages of an engine to this process.
 
     Args:
         channel: to the engine.
@@ -46,7 +46,7 @@ class EngineLink:
         start: the first message.
         key: the key of the job.
         coordinator: HOST:PORT of the coordinator, as far as the engine has said it.
-        found: the number of workers that fit on the hosts of the engine.
+        workers: the number of workers that fit on the hosts of the engine.
         retires: why this host will go soon; empty if it stays, as far as the engine has said it.
     """
 
@@ -59,7 +59,7 @@ class EngineLink:
         self.start = start
         self.key = JobKey.parse(start.key, "the message of the engine")
         self.coordinator = start.coordinator if isinstance(start, StartAgent) else ""
-        self.found = 0
+        self.workers = 0
         self.retires = ""
         lease = start.lease if isinstance(start, StartCoordinator) else None
         self._lease = math.inf if lease is None else lease
@@ -70,7 +70,7 @@ class EngineLink:
         """Return the link of a process that an engine has started; None for other processes.
 
         Raises:
-            UnfitError: the engine does not say what to do.
+            UnfitError: the engine does not send its first message.
         """
         descriptor = take_engine()
         if descriptor is None:
@@ -83,7 +83,7 @@ class EngineLink:
         wait_for([channel.fileno()], _PATIENCE)
         start = channel.receive()
         if not isinstance(start, kind):
-            raise UnfitError(f"the engine that has started this process does not tell it what to do: {start}")
+            raise UnfitError(f"the engine that has started this process sends no first message: {start}")
         return cls(channel, start)
 
     def tell_address(self, address: str) -> None:
@@ -95,7 +95,7 @@ class EngineLink:
         self._channel.send(EndKnown(status))
 
     def watch(self, loop: EventLoop) -> None:
-        """Let `loop` take what the engine tells; it ends this process when its lease is over."""
+        """Let `loop` receive the messages of the engine, and end this process when its lease is over."""
 
         def hear() -> None:
             while (message := self._channel.receive()) is not None:
@@ -103,7 +103,7 @@ class EngineLink:
                     case CoordinatorMoved(address):
                         self.coordinator = address
                     case WorkersFound(workers):
-                        self.found = workers
+                        self.workers = workers
                     case Retire(reason):
                         self.retires = reason
                     case LeaseRenewed(until):
@@ -129,11 +129,11 @@ class EngineLink:
             loop.before_each_handler(left)
 
     def _give_up(self) -> None:
-        """End this process, without another word to the agents: they wait for another coordinator."""
+        """End this process without a message to the agents: they wait for another coordinator."""
         note(
             "the cluster's control store does not answer: the coordinator ends, and hosts pause until it does"
         )
-        # A process of the coordinator that outlives its connections would take all hosts for lost.
+        # A coordinator process that outlives its connections would consider all hosts lost.
         LinuxDescendants().end(grace=0)
         self._channel.send(LeaseOver())
         os._exit(LEFT_OUT)

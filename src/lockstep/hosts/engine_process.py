@@ -22,9 +22,9 @@ _END = 3.0
 
 
 class EngineProcess:
-    """A command of Lockstep in a process group of its own, which holds the other ends of a socket and a pipe.
+    """A command of Lockstep in a process group of its own, connected by a socket and a pipe.
 
-    All processes of the command end when the pipe, its stdin, closes: also if this process is killed.
+    All processes of the command end when the pipe, its stdin, closes, even if this process is killed.
 
     Args:
         words: the arguments of `lockstep`.
@@ -50,8 +50,8 @@ class EngineProcess:
         inherited: Sequence[int] = (),
         program: str = "lockstep",
     ) -> None:
-        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel: PacketChannel[EngineCommand, EngineReport] = PacketChannel(own, EngineReport)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel: PacketChannel[EngineCommand, EngineReport] = PacketChannel(ours, EngineReport)
         self._channel.send(start)
         stream = subprocess.PIPE if show is not None else None
         # Ray lowers the priority of its processes; training counts as the node's main work.
@@ -77,11 +77,11 @@ class EngineProcess:
                 self._readers.append(reader)
 
     def send(self, message: EngineCommand) -> None:
-        """Tell the process something."""
+        """Send the process a message."""
         self._channel.send(message)
 
     def receive(self, patience: float) -> EngineReport | None:
-        """Return what the process reports within `patience` seconds; None if nothing, or if it has ended."""
+        """Return the next report of the process; None after `patience` seconds, or if it has ended."""
         if not wait_for([self._channel.fileno()], patience):
             return None
         report = self._channel.receive()
@@ -89,7 +89,7 @@ class EngineProcess:
 
     @property
     def status(self) -> int | None:
-        """The exit status, once all that it wrote was passed on; None before."""
+        """The exit status, once all output was passed on; None before."""
         status = self.process.poll()
         if status is None or any(reader.is_alive() for reader in self._readers):
             return None
@@ -106,7 +106,7 @@ class EngineProcess:
             self.process.send_signal(number)
 
     def end(self) -> None:
-        """End the process and all that it has started."""
+        """End the process and all its descendants."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()

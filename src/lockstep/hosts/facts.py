@@ -28,7 +28,7 @@ def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> H
     """Return the facts of this host for the job that `prepare` describes; imports no framework.
 
     Args:
-        prepare: from the coordinator.
+        prepare: the first message of the coordinator.
         address: the address at which this process accepts connections of other hosts.
         port: its port.
         problem: why this host cannot run the job, if that is known.
@@ -57,13 +57,13 @@ def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> H
 
 
 def _versions(backend: str | None) -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in (*_LIBRARIES, *_OF_BACKEND.get(backend or "", ())):
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: str) -> None:
@@ -73,21 +73,27 @@ def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: st
         ConfigError: a host cannot run the program, or hosts differ; names the hosts and what differs.
     """
     names = [host.name for host in hosts]
-    for host, own in zip(hosts, facts, strict=True):
+    for host, host_facts in zip(hosts, facts, strict=True):
         # The threads of the job follow from the cores of all hosts, and are not known yet.
-        if problem := own.problem or shortage(host.workers, 1, own.open_files, own.processes_left):
+        if problem := host_facts.problem or shortage(
+            host.workers, 1, host_facts.open_files, host_facts.processes_left
+        ):
             raise ConfigError(f"host {host.name}: {problem}")
-    libraries = sorted({library for own in facts for library in own.libraries})
+    libraries = sorted({library for host_facts in facts for library in host_facts.libraries})
     looks: dict[str, Callable[[HostFacts], str]] = {
-        "kinds of processor": lambda own: own.machine,
-        "versions of Python": lambda own: own.python,
+        "kinds of processor": lambda host_facts: host_facts.machine,
+        "versions of Python": lambda host_facts: host_facts.python,
     }
     for library in libraries:
-        looks[f"versions of {library}"] = lambda own, name=library: own.libraries.get(name, "none")  # type: ignore[misc]
-    for what, look in looks.items():
+        looks[f"versions of {library}"] = lambda host_facts, name=library: host_facts.libraries.get(
+            name, "none"
+        )  # type: ignore[misc]
+    for difference, look in looks.items():
         if len(groups := _groups(names, map(look, facts))) > 1:
-            raise ConfigError(f"the hosts have different {what}: {_text(groups)}; install the same on all")
-    if len(groups := _groups(names, (own.script for own in facts))) > 1:
+            raise ConfigError(
+                f"the hosts have different {difference}: {_text(groups)}; install the same on all"
+            )
+    if len(groups := _groups(names, (host_facts.script for host_facts in facts))) > 1:
         parts = " and ".join(", ".join(there) for there in groups.values())
         raise ConfigError(f"{target} differs between {parts}; copy the same file to all hosts")
 
@@ -97,7 +103,7 @@ def threads_for_all(hosts: Sequence[JobHost], facts: Sequence[HostFacts], replic
     ids = iter(range(sum(host.workers for host in hosts)))
     view = place_on_hosts(replicas, tuple(tuple(islice(ids, host.workers)) for host in hosts))
     there = [sum(len(view.replicas_of(worker)) for worker in workers) for workers in view.hosts]
-    return max(1, min(own.cores // count for own, count in zip(facts, there, strict=True)))
+    return max(1, min(host_facts.cores // count for host_facts, count in zip(facts, there, strict=True)))
 
 
 def _groups(names: Sequence[str], values: Iterable[str]) -> Mapping[str, list[str]]:

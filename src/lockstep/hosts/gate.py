@@ -38,7 +38,7 @@ class Gate:
         command: the channel over which the job is stopped.
         console: shows notes.
         loop: serves everything.
-        listener: once it listens.
+        listener: accepts connections, once the gate listens.
     """
 
     roster: Callable[[], Roster]
@@ -73,14 +73,15 @@ class Gate:
         """Return once the job can begin, or if agents run it already.
 
         Args:
-            wait: says what is missing; returns the seconds until it wants to say more, None for any number.
+            wait: tells users and agents for what the job waits; returns the seconds until it has more to say,
+                or None.
 
         Raises:
             Stopped: the user has stopped the job.
         """
         while not running_jobs(self.server.agents) and (missing := self._missing()):
             self.turn(wait(missing))
-        wait_for_hosts(self.server, self.listener.place, self.clock, self.turn)
+        wait_for_hosts(self.server, self.listener.host_and_port, self.clock, self.turn)
 
     def turn(self, seconds: float | None) -> None:
         """Serve the agents; raise Stopped if the user has stopped the job."""
@@ -100,7 +101,7 @@ class Gate:
             spec: the job, with the number of all workers and without hosts; its threads may be 0.
             by_hand: the workers of this host, if a user starts all workers; None if agents start them.
             resumed: see `Resumed`.
-            exports: what the process of the coordinator shows of the job.
+            exports: the exports of the process of the coordinator.
 
         Raises:
             ConfigError: the hosts do not fit together, or one cannot run the script.
@@ -182,12 +183,12 @@ class Gate:
         self.server.pass_on(judge, take)
 
     def _host_of(self, agent: JoiningAgent, name: str) -> AwaitedHost:
-        """Return the host of an agent, whose offer later ones must not contradict."""
+        """Return the host of an agent. Later agents must not contradict its offer."""
         self._offers[name] = _offer(agent)
         return AwaitedHost(name, agent.channel, lambda: "its agent has ended")
 
 
 def _offer(agent: JoiningAgent) -> HostOffer:
-    """Return what an accepted agent offers."""
+    """Return the offer of an accepted agent."""
     assert agent.offer is not None
     return agent.offer

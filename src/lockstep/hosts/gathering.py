@@ -43,7 +43,7 @@ def heed_stop(command: StopChannel) -> None:
 
 
 def turn(loop: EventLoop, command: StopChannel, seconds: float | None) -> None:
-    """Serve what `loop` watches for at most so many seconds, None for any; raise Stopped as `heed_stop`."""
+    """Turn `loop` once, for at most so many seconds, None for no limit; raise Stopped as `heed_stop`."""
     loop.watch(command.fileno(), lambda: None)
     try:
         loop.turn(seconds)
@@ -59,7 +59,7 @@ class AwaitedHost:
     Attributes:
         name: the name of the host.
         channel: to its agent.
-        why_lost: says why the channel has ended.
+        why_lost: returns why the channel has ended.
     """
 
     name: str
@@ -77,7 +77,7 @@ def gather_facts(
     patience: float,
     say: Callable[[str], None],
 ) -> dict[int, HostFacts]:
-    """Send each agent what the job will run, and return the facts of each host.
+    """Send each agent the first message, and return the facts of each host.
 
     Args:
         hosts: by their index in the job.
@@ -89,7 +89,7 @@ def gather_facts(
         say: shows a note.
 
     Raises:
-        UnfitError: an agent ends or is silent; names its host.
+        UnfitError: an agent ends or is silent; the message names its host.
         Stopped: the user has stopped the job.
     """
     facts: dict[int, HostFacts] = {}
@@ -104,8 +104,8 @@ def gather_facts(
         while len(facts) < len(hosts):
             for index, host in hosts.items():
                 match host.channel.receive():
-                    case HostFacts() as found:
-                        facts[index] = found
+                    case HostFacts() as host_facts:
+                        facts[index] = host_facts
                     case KeepAlive():
                         # It may read a big checkpoint.
                         heard[index] = clock.now()

@@ -24,14 +24,14 @@ def parse_hosts(text: str, workers: int | None = None) -> tuple[JobHost, ...]:
     """
     names, counts = [], []
     for entry in text.split(","):
-        found = _ENTRY.fullmatch(entry.strip())
-        if found is None or found["name"].startswith("-"):
+        match = _ENTRY.fullmatch(entry.strip())
+        if match is None or match["name"].startswith("-"):
             raise ConfigError(
                 f"--hosts {text!r}: {entry.strip()!r} is not a host; write node1,node2:2 for one worker on "
                 "node1 and two on node2"
             )
-        names.append(found["name"].strip("[]"))
-        counts.append(int(found["workers"]) if found["workers"] is not None else None)
+        names.append(match["name"].strip("[]"))
+        counts.append(int(match["workers"]) if match["workers"] is not None else None)
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"--hosts {text!r} names {twice} twice; write {twice}:2 for two workers there")

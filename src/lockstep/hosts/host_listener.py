@@ -1,4 +1,4 @@
-"""Where a process of a job accepts connections of other hosts."""
+"""The listener by which a process of a job accepts connections of other hosts."""
 
 import socket
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class HostListener:
         return cls(listener, connections, credentials)
 
     @property
-    def place(self) -> tuple[str, int]:
+    def host_and_port(self) -> tuple[str, int]:
         """The IP address and the port."""
         return split_address(self.listener.address)
 
@@ -99,7 +99,7 @@ def own_credentials(address: str, *, encrypted: bool) -> Credentials:
     path = key_file()
     if path is not None:
         return JobKey.read(path).mint(encrypted=encrypted)
-    _, place = resolve_host(*split_address(address), PATIENCE)
-    if is_loopback(place[0]):
+    _, address_here = resolve_host(*split_address(address), PATIENCE)
+    if is_loopback(address_here[0]):
         return WITHOUT_KEY
     raise key_needed(f"{address} can be reached from other hosts")

@@ -132,7 +132,7 @@ class IndexedJob:
                 "completionMode": "Indexed",
                 "completions": self.pods,
                 "parallelism": self.pods,
-                # Pod 0 coordinates the job: its success is that of the job, also while a lost pod restarts.
+                # Pod 0 coordinates the job: its success is that of the job, even while a lost pod restarts.
                 "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
                 "backoffLimitPerIndex": _RETRIES,
                 "podFailurePolicy": {"rules": self._failure_rules},
@@ -144,7 +144,7 @@ class IndexedJob:
 
     @property
     def _failure_rules(self) -> list[dict[str, Any]]:
-        """What follows from the end of a pod, first match first; other ends count as retries."""
+        """The rules for the end of a pod. The first match applies, and other ends count as retries."""
 
         def exits(action: str, operator: str, *values: int) -> dict[str, Any]:
             codes = {"containerName": _CONTAINER, "operator": operator, "values": list(values)}
@@ -154,7 +154,7 @@ class IndexedJob:
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             # Stopped from outside, or left without a job because another pod was lost.
             exits("Ignore", "In", LEFT_OUT, 128 + signal.SIGTERM),
-            # A refusal or the script's own end, which would be the same again.
+            # A refusal or the script's own end, which a retry would repeat.
             exits("FailJob", "NotIn", 128 + signal.SIGKILL),
         ]
 

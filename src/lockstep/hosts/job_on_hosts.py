@@ -1,4 +1,4 @@
-"""A job on several hosts, as the process of its coordinator runs it: compares the hosts, then coordinates."""
+"""Runs a job on several hosts in the process of its coordinator: compares the hosts, then coordinates."""
 
 import os
 import secrets
@@ -70,7 +70,7 @@ class ThisHost:
     Attributes:
         host: its index in the job.
         listener: accepts connections of workers of other hosts.
-        facts: of the host.
+        facts: the facts of the host.
     """
 
     host: int
@@ -108,13 +108,13 @@ class WorkersByHand(Protocol):
         """Return the facts of this host, which accepts connections at an address and a port."""
 
     def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
-        """Return what admits them as workers of a job."""
+        """Return a `LocalHost` that admits them as workers of a job."""
 
 
 def facts_here(prepare: Prepare, listener: HostListener, by_hand: WorkersByHand | None) -> HostFacts:
     """Return the facts of this host."""
-    facts = own_facts if by_hand is None else by_hand.facts
-    return facts(prepare, *listener.place)
+    collect = own_facts if by_hand is None else by_hand.facts
+    return collect(prepare, *listener.host_and_port)
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,9 @@ class JobOnHosts:
         notifies: whether the agents of other hosts show the notes of this process.
         resumed: see `Resumed`; needed by a job with checkpoints.
         start: starts the agent of a lost host again, given its name; None if agents come on their own.
-        accept: called before the job begins with what admits the agents that come later.
+        accept: called, before the job begins, with the `Newcomers` that admits agents that come later.
         wanted: the number of workers to which the job grows when hosts join; 0 for that of `spec`.
-        exports: what the process of the coordinator shows of the job.
+        exports: the exports of the process of the coordinator.
     """
 
     spec: JobSpec
@@ -226,7 +226,7 @@ class JobOnHosts:
             return keeper.run()
 
     def _compare_hosts(self) -> dict[int, HostFacts]:
-        """Return the facts of all hosts, which fit together."""
+        """Return the facts of all hosts, after checking that they fit together."""
         spec = self.spec
         if spec.checkpoints is not None:
             sign_claim(spec.checkpoints.folder, self.prepare.job.hex())
@@ -271,7 +271,7 @@ class JobOnHosts:
         """Let the agents of other hosts begin the job; return their hosts."""
         remote = {}
         for host, agent in self.others.items():
-            first = sum(one.workers for one in spec.hosts[:host])
+            first = sum(earlier.workers for earlier in spec.hosts[:host])
             agent.channel.send(BeginJob(replace(spec, inherited=()), host, spec.hosts[host], first))
             # From now on, both ends use only these messages.
             channel = cast("Channel[Instruction, HostReport]", agent.channel)
@@ -280,7 +280,7 @@ class JobOnHosts:
         return remote
 
     def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
-        cores = tuple(one.cores for one in _in_order(spec, facts))
+        cores = tuple(host_facts.cores for host_facts in _in_order(spec, facts))
         state = State.begin(spec, cores, by_hand=self.by_hand is not None)
         return replace(state, size=replace(state.size, wanted=self.wanted or spec.workers))
 
@@ -296,7 +296,7 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: StopChannel, exports:
         spec: the job; its threads may be 0.
         resumed: see `Resumed`.
         command: the channel over which the job is stopped.
-        exports: what the process of the coordinator shows of the job.
+        exports: the exports of the process of the coordinator.
 
     Raises:
         ConfigError: the hosts do not fit together, or one cannot run the script.
@@ -390,7 +390,7 @@ def start_here(
 
 
 def _started_here(spec: JobSpec, host: int, output: WorkerOutput, children: Set[int]) -> LocalHost:
-    """Return what starts workers on this host, which has this index."""
+    """Return the `LocalHost` that starts workers on this host, which has this index."""
     first = sum(other.workers for other in spec.hosts[:host])
     name, workers = spec.hosts[host]
     spec = replace(spec, devices=spread(visible_gpus(), workers))
@@ -407,21 +407,21 @@ def _this_host(
     spec: JobSpec, key: JobKey, prepare: Prepare, console: Console, loop: EventLoop
 ) -> ThisHost | None:
     """Listen for workers of other hosts, if this host is one of the job."""
-    found = next((host for host, (name, _) in enumerate(spec.hosts) if _is_here(name)), None)
-    if found is None:
+    index = next((host for host, (name, _) in enumerate(spec.hosts) if _is_here(name)), None)
+    if index is None:
         return None
-    name = spec.hosts[found].name
-    _, place = resolve_host(name, 0, _RESOLVE)
-    if len(spec.hosts) > 1 and is_loopback(place[0]):
+    name = spec.hosts[index].name
+    _, address = resolve_host(name, 0, _RESOLVE)
+    if len(spec.hosts) > 1 and is_loopback(address[0]):
         raise ConfigError(
-            f"{name} is {place[0]} here, which other hosts cannot reach; name this host by an address that "
+            f"{name} is {address[0]} here, which other hosts cannot reach; name this host by an address that "
             "they reach"
         )
     credentials = key.mint(encrypted=prepare.encrypted)
     listener = HostListener.open(
-        join_address(place), credentials, console.say, loop=loop, clock=SystemClock()
+        join_address(address), credentials, console.say, loop=loop, clock=SystemClock()
     )
-    return ThisHost(found, listener, facts_here(prepare, listener, None))
+    return ThisHost(index, listener, facts_here(prepare, listener, None))
 
 
 def _is_here(name: str) -> bool:
@@ -440,5 +440,5 @@ def _unsaid(text: str) -> None:
 
 
 def _peer_of(facts: HostFacts) -> PeerAddress:
-    """Return where workers of other hosts connect to a host."""
+    """Return the address at which workers of other hosts connect to a host."""
     return PeerAddress(facts.address, facts.port, facts.incarnation)

@@ -20,7 +20,7 @@ _PAUSE = 0.5
 
 @dataclass
 class CoordinatorAddress:
-    """Where agents join a coordinator over the network.
+    """The address at which agents join a coordinator over the network.
 
     Attributes:
         address: HOST:PORT; may change while there is no connection.
@@ -44,18 +44,18 @@ class CoordinatorAddress:
 
 
 class CoordinatorDialer:
-    """Connects to a coordinator in a thread, again and again until that succeeds.
+    """Connects to a coordinator in a thread, again and again until it succeeds.
 
     Args:
-        address: returns that of the coordinator, for each attempt.
+        address: returns the address of the coordinator, for each attempt.
         credentials: the credentials of the job.
         loop: calls `news`.
         news: called when there is a result, or when another attempt has failed.
 
     Attributes:
         failure: why the last attempt failed; empty before.
-        connection: once there is one; the caller takes it.
-        error: why there can be none.
+        connection: the connection, until the caller takes it; None if there is none.
+        error: why there can be no connection; None otherwise.
     """
 
     def __init__(

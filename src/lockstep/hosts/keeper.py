@@ -1,7 +1,7 @@
 """Keeps the connections of a job over hosts, and runs its coordinator in a process of its own.
 
 The agents of other hosts are connected to this process, and the agent of this host runs in it. If the
-coordinator is lost, this process starts another one, which takes over; no worker notices.
+coordinator is lost, this process starts another one, which takes over. No worker notices.
 """
 
 import contextlib
@@ -100,7 +100,7 @@ class Keeper:
         children: process ids of the children of this process that are not workers.
         notifies: whether the agents show notes.
         when_lost: called with the index of each host that is lost.
-        exports: what the coordinators show of the job.
+        exports: the exports of the coordinators.
         is_over: whether the end of the job is decided, so that no host can join.
     """
 
@@ -154,7 +154,7 @@ class Keeper:
             self._close()
 
     def add_host(self, host: ConnectedHost) -> None:
-        """Let a host take part from now on; its agent knows the job."""
+        """Let a host take part from now on. Its agent already knows the job."""
         self.hosts.append(host)
         if self._coordinator is not None:
             self._introduce(len(self.hosts) - 1)
@@ -164,17 +164,17 @@ class Keeper:
     def _start(self) -> None:
         self._term += 1
         self._heard = self.clock.now()
-        own, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = command_of("lockstep.hosts.coordinator_process", str(theirs.fileno()))
         try:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         except OSError as error:
-            own.close()
+            ours.close()
             raise UnfitError(f"no coordinator can be started: {error.strerror}") from None
         finally:
             theirs.close()
         self.children.add(self._process.pid)
-        self._coordinator = PacketChannel(own, CoordinatorReport)
+        self._coordinator = PacketChannel(ours, CoordinatorReport)
         self._pidfd = os.pidfd_open(self._process.pid)
         self.loop.watch(self._pidfd, self._see_exit)
         self.loop.watch(self._coordinator.fileno(), self._hear_coordinator)
@@ -214,9 +214,9 @@ class Keeper:
     def _relay(self, index: int) -> Attachment:
         """Return the coordinator's end of a new channel to the agent of a host."""
         host = self.hosts[index]
-        own, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
         up: StreamChannel[HostReport, Instruction] = StreamChannel.over(
-            own, Instruction, None, accepted=True, most_queued=MOST_QUEUED
+            ours, Instruction, None, accepted=True, most_queued=MOST_QUEUED
         )
         if isinstance(host.agent, CoordinatorSession):
             host.agent.attach(up)
@@ -300,10 +300,10 @@ class Keeper:
         self._losses.append(now)
         while now - self._losses[0] > _WITHIN:
             self._losses.popleft()
-        what = f"the coordinator (process {self._process.pid}) {describe_exit(status)}"
+        loss = f"the coordinator (process {self._process.pid}) {describe_exit(status)}"
         if len(self._losses) > _MOST_LOSSES:
-            raise UnfitError(f"{what}; it was lost {len(self._losses)} times within {_WITHIN:g} s")
-        self._say(f"{what}; another one takes over, and training continues")
+            raise UnfitError(f"{loss}; it was lost {len(self._losses)} times within {_WITHIN:g} s")
+        self._say(f"{loss}; another one takes over, and training continues")
         self._start()
 
     def _release(self) -> None:
@@ -318,7 +318,7 @@ class Keeper:
         self._coordinator = None
         for host in self.hosts:
             if host._up is not None:
-                # What is left there are whole instructions, which the next coordinator sends again.
+                # Only whole instructions are left there, which the next coordinator sends again.
                 self._pass_down(host)
                 self.loop.unwatch(host._up.fileno())
                 host._up.close()
@@ -363,7 +363,7 @@ class Keeper:
                 host.agent.send(ShowNote(text))
 
     def _tend(self) -> float:
-        """Let the agent of this host say that it lives, and end a coordinator that is stuck."""
+        """Let the agent of this host show that it lives, and end a coordinator that is stuck."""
         if (now := self.clock.now()) >= self._alive_due:
             if now - self._alive_due > SILENCE / 2:
                 # This process was stopped, and probably the coordinator with it.

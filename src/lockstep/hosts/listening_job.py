@@ -1,4 +1,4 @@
-"""A job that agents of other hosts join: waits until its hosts are complete, then coordinates."""
+"""A job that agents of other hosts join. It waits until its hosts are complete, then coordinates."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -44,10 +44,10 @@ def run_listening(
 
     Args:
         spec: the job, with the number of all workers and without hosts; its threads may be 0.
-        where: the job waits for them.
+        where: the address and the limits of the wait for them.
         resumed: see `Resumed`.
         command: the channel over which the job is stopped.
-        exports: what the process of the coordinator shows of the job.
+        exports: the exports of the process of the coordinator.
 
     Raises:
         ConfigError: there is no key, the address cannot be used, the hosts do not fit together, or one cannot
@@ -70,7 +70,7 @@ class _ListeningJob:
     where: Listen
     command: StopChannel
     loop: EventLoop
-    own: JobHost | None = None
+    this_host: JobHost | None = None
 
     def __post_init__(self) -> None:
         self.console = terminal_of(self.spec)
@@ -85,13 +85,13 @@ class _ListeningJob:
         gate = Gate(self.roster, self.credentials(), self.command, self.console, self.loop)
         with closing(gate):
             self.retried(lambda: gate.listen(self.where.address))
-            host, _ = gate.listener.place
+            host, _ = gate.listener.host_and_port
             if _address(host).is_unspecified:
                 raise ConfigError(
                     f"--listen {self.where.address} is not an address that other hosts can connect to; give "
                     "the one at which they reach this host"
                 )
-            self.own = JobHost(host, self.where.here)
+            self.this_host = JobHost(host, self.where.here)
             engine = self.where.engine
             if engine is not None:
                 engine.watch(self.loop)
@@ -99,22 +99,22 @@ class _ListeningJob:
             if self.where.task:
                 self.console.say(f"{self.where.task} coordinates the job at {self.where.address}")
             gate.gather(self.narrator(gate))
-            # An engine can start a coordinator on another host while this one lives, cut off.
+            # An engine can start another coordinator elsewhere while this host is cut off.
             spec = replace(self.spec, hold=HOLD if engine is not None else None)
             return gate.run(spec, resumed=resumed, exports=exports)
 
     def roster(self) -> OpenRoster:
-        """Return the hosts of the job: the job of an engine begins with the workers that this has found.
+        """Return the hosts of the job. With an engine, it begins with the workers that the engine has found.
 
         Parameter servers, which are the last workers, do not join later.
         """
-        workers, engine, own = self.spec.workers, self.where.engine, self.own
-        here = own if self.where.here else None
+        workers, engine, this_host = self.spec.workers, self.where.engine, self.this_host
+        here = this_host if self.where.here else None
         if engine is None:
-            address = _address(own.name) if own is not None else None
+            address = _address(this_host.name) if this_host is not None else None
             host = "" if address is None or address.is_loopback else str(address)
             return OpenRoster(workers, here, host, self.where.tasks)
-        begins_with = workers if self.spec.parameter_servers else min(workers, engine.found)
+        begins_with = workers if self.spec.parameter_servers else min(workers, engine.workers)
         waits = not begins_with or self.clock.now() < self.not_before
         return OpenRoster(begins_with or workers, here, waits=waits, limited=False)
 
@@ -126,7 +126,7 @@ class _ListeningJob:
         return self.retried(lambda: own_credentials(address, encrypted=not self.spec.plain))
 
     def retried(self, act: Callable[[], Result]) -> Result:
-        """Return what `act` returns; try again for a while, if the name of this host may not be known yet."""
+        """Return the result of `act`; repeat it for a while if the name of this host may be unknown yet."""
         begun = self.clock.now()
         said = begun - SAY_EVERY + _FIRST_NOTE
         while True:
@@ -142,7 +142,7 @@ class _ListeningJob:
             turn(self.loop, self.command, 1.0)
 
     def narrator(self, gate: Gate) -> Callable[[str], float]:
-        """Return what tells the user and the agents what is missing, and gives up at the limit."""
+        """Return a function that says for what the job waits, and gives up at the limit."""
         begun, told = self.clock.now(), ""
         due = begun + _FIRST_NOTE
         patience, engine = self.where.patience, self.where.engine
@@ -150,7 +150,7 @@ class _ListeningJob:
         plain = " --plain" if self.spec.plain else ""
         address = gate.listener.listener.address
         join = f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
-        host, port = gate.listener.place
+        host, port = gate.listener.host_and_port
         passes = f"a firewall must let TCP connections to port {port} through"
         if is_loopback(host):
             passes = (

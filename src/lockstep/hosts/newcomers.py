@@ -1,4 +1,4 @@
-"""Hosts that join a job while it runs: new ones, and lost ones that come back.
+"""Admits hosts to a running job: new hosts, and lost hosts that come back.
 
 They get a new index. Their agents answer `Prepare` with facts, which must equal those of the first host, and
 `HostJoined` gives their slots to supervision. Workers start where a host has free slots; `lockstep scale`
@@ -124,7 +124,7 @@ class Newcomers:
         return next(name + number for number in numbers if name + number not in names)
 
     def consider(self, host: AwaitedHost, workers: int) -> None:
-        """Admit a host, whose agent is connected, if it fits the job; more workers than replicas are idle."""
+        """Admit a host whose agent is connected, if it fits the job. Workers without a replica are idle."""
         now = self.clock.now()
         candidate = _Candidate(
             host, min(workers, self.spec.replicas), now, until=now + _PATIENCE, due=now + SAY_EVERY
@@ -153,13 +153,13 @@ class Newcomers:
 
     def _judge(self, candidate: _Candidate, facts: HostFacts) -> None:
         host = candidate.host
-        own = JobHost(host.name, candidate.workers)
+        newcomer = JobHost(host.name, candidate.workers)
         if self._is_over():
             host.channel.send(Rejected("the job is ending", runs=True))
             self._drop(candidate)
             return
         try:
-            check_facts((self.spec.hosts[0], own), (self.facts, facts), self.spec.target)
+            check_facts((self.spec.hosts[0], newcomer), (self.facts, facts), self.spec.target)
         except ConfigError as error:
             host.channel.send(Rejected(str(error), runs=True))
             self._refuse(candidate, str(error))
@@ -183,7 +183,7 @@ class Newcomers:
         self._admit(ConnectedHost(host.name, peer, workers, facts.cores, channel))
 
     def _free_slots(self, workers: int) -> int:
-        """Return the first of so many slots in a row that no host has."""
+        """Return the first slot of a free range of this size."""
         taken = {slot for _, slots in self._hosts.values() for slot in slots}
         starts = (0, *(slot + 1 for slot in sorted(taken)))
         return next(start for start in starts if taken.isdisjoint(range(start, start + workers)))
@@ -213,7 +213,7 @@ class Newcomers:
         candidate.host.channel.close()
 
     def _tend(self) -> float | None:
-        """Start agents that are due, and tell those that prepare that this process lives."""
+        """Start agents that are due, and show agents that still prepare that this process lives."""
         now = self.clock.now()
         if self._is_over():
             return None
@@ -235,12 +235,14 @@ class Newcomers:
         return min(dues) - now if dues else None
 
     def _note_wait(self, candidate: _Candidate, now: float) -> None:
-        """Tell both ends what the job waits for, except if it has said that it continues to try."""
+        """Tell both ends for what the job waits, unless they know that it continues to try."""
         absent = self._absent.get(candidate.host.name)
         if absent is None or not absent.noted:
-            what = f"the agent of {candidate.host.name} to describe its host, {now - candidate.begun:.0f} s"
-            candidate.host.channel.send(KeepWaiting(what))
-            self.say(f"waiting for {what}")
+            awaited = (
+                f"the agent of {candidate.host.name} to describe its host, {now - candidate.begun:.0f} s"
+            )
+            candidate.host.channel.send(KeepWaiting(awaited))
+            self.say(f"waiting for {awaited}")
 
     def _call(self, name: str, workers: int) -> None:
         assert self.start is not None

@@ -1,4 +1,4 @@
-"""Which hosts make up a job: whom it admits, what it waits for, and in which order the hosts stand. Pure.
+"""The hosts of a job: which agents it admits, for what it waits, and the order of the hosts. Pure.
 
 Hosts that a user names need no roster: the job itself starts their agents, and no others can come.
 """
@@ -34,7 +34,7 @@ class Roster(Protocol):
     """The hosts of a job, as far as they are known.
 
     Attributes:
-        workers: the number with which the job begins.
+        workers: the number of workers with which the job begins.
         here: this host; None if the job has no workers here.
     """
 
@@ -49,39 +49,39 @@ class Roster(Protocol):
 
         Args:
             peer: the IP address of its host.
-            offer: what it offers.
-            others: names of the other hosts that have joined, and what their agents offered, if known.
+            offer: its offer.
+            others: the names of the other hosts that have joined, and the offers of their agents, if known.
         """
 
     def is_full(self, offers: Offers) -> bool:
-        """Return whether another agent is too much."""
+        """Return whether the job needs no other agent."""
 
     def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
-        """Return what the job waits for; empty if it can begin."""
+        """Return a text that says for what the job waits; empty if it can begin."""
 
     def name(self, peer: str, offer: HostOffer) -> str:
         """Return the name of the host of an agent."""
 
     def rank(self, offer: HostOffer) -> int:
-        """Return the place of a host among the others; those with equal ranks keep their order."""
+        """Return the sort key of a host among the others; hosts with equal ranks keep their order."""
 
 
 @dataclass(frozen=True)
 class OpenRoster:
-    """As many hosts as come until they have enough workers.
+    """The hosts that come, until they have enough workers.
 
     Attributes:
         workers: see `Roster`.
         here: see `Roster`.
-        own: the IP address of this host; empty if several agents may run on one host.
+        address: the IP address of this host; empty if several agents may run on one host.
         tasks: the tasks of the cluster, the first of which is this process; empty without a cluster.
         waits: whether the job waits even if there are enough workers.
-        limited: whether further agents are too much.
+        limited: whether the job refuses agents that it does not need.
     """
 
     workers: int
     here: JobHost | None = None
-    own: str = ""
+    address: str = ""
     tasks: tuple[Task, ...] = ()
     waits: bool = False
     limited: bool = True
@@ -94,7 +94,7 @@ class OpenRoster:
             return "it offers no worker"
         if offer.first is not None:
             return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
-        if self.own and peer in (self.own, *(name for name, _ in others)):
+        if self.address and peer in (self.address, *(name for name, _ in others)):
             return (
                 f"the job already has an agent on host {peer}: start one agent on each host, and tell it "
                 "with -n how many workers to run"
@@ -149,7 +149,7 @@ class TaskRoster:
 
     @property
     def workers(self) -> int:
-        """One for each task."""
+        """The number of tasks."""
         return len(self.first.tasks)
 
     @property
@@ -178,7 +178,7 @@ class TaskRoster:
         return False
 
     def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
-        """Return the names of the tasks that no process has been started for."""
+        """Return the names of the tasks without a process."""
         firsts = [offer.first for _, offer in offers if offer.first is not None]
         started = {*self.waiting, *(slot for _, offer in offers for slot in offer.slots)}
         connected = {*self.first.here, *(slot for first in firsts for slot in first.here)}
@@ -224,9 +224,9 @@ def _host_of(task: Task) -> str:
 
 
 def placed(roster: Roster, offers: Offers) -> tuple[tuple[JobHost, ...], tuple[int, ...]]:
-    """Return the hosts of a job that can begin, this one first, and which offers the others have made.
+    """Return the hosts of a job that can begin, this one first, and the indices of the offers of the others.
 
-    The last one may get fewer workers than it has offered.
+    The last host may get fewer workers than it has offered.
     """
     hosts = [roster.here] if roster.here is not None else []
     order = sorted(range(len(offers)), key=lambda at: roster.rank(offers[at][1]))

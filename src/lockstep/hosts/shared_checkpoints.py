@@ -1,7 +1,7 @@
-"""The checkpoint from which a job over hosts resumes: the newest of all hosts, which the others get.
+"""The checkpoint from which a job over hosts resumes: the newest one of all hosts, which every host gets.
 
 For a script's callback in `fit`, `keras/state/checkpoint_callback.py` does the same. Both use
-`checkpoint/held.py`, which chooses, and `checkpoint/hand_over.py`, which copies. What may take long on a
+`checkpoint/held.py`, which chooses, and `checkpoint/hand_over.py`, which copies. Work that may take long on a
 slow disk runs in a thread (`system/disk_work.py`), while agents send signs of life, and workers meet every
 second.
 """
@@ -78,7 +78,7 @@ class AgentCheckpoints:
         loop: EventLoop,
         clock: Clock,
     ) -> "AgentCheckpoints":
-        """Return the folder of a job; the current folder must be that of the job."""
+        """Return the checkpoints of a job on this host, whose current folder must be that of the job."""
         folder = Path(prepare.checkpoints).absolute() if prepare.checkpoints else None
         return cls(folder, channel, loop, clock)
 
@@ -120,7 +120,7 @@ class AgentCheckpoints:
             self.channel.send(CheckpointTaken(str(error)))
 
     def advance(self) -> bool:
-        """Do a bounded part of what is under way; return whether more can be done at once."""
+        """Do a bounded part of the current work; return whether more can be done at once."""
         try:
             if self._work is not None and self._work.is_over:
                 work, self._work = self._work, None
@@ -135,7 +135,7 @@ class AgentCheckpoints:
         return self._leaving is not None and self.channel.queued < _AHEAD
 
     def close(self) -> None:
-        """Remove a checkpoint of which only parts have arrived."""
+        """Remove a checkpoint that has arrived only in part."""
         self._leaving = None
         if self._work is not None:
             self._work.close()
@@ -150,8 +150,8 @@ class AgentCheckpoints:
         if past is None or self.folder is None:
             return begin
         resume = self.folder / past.resume.name if past.resume is not None else None
-        own = replace(past, folder=self.folder, resume=resume)
-        return msgspec.structs.replace(begin, spec=replace(begin.spec, checkpoints=own))
+        here = replace(past, folder=self.folder, resume=resume)
+        return msgspec.structs.replace(begin, spec=replace(begin.spec, checkpoints=here))
 
 
 def _completed(arriving: ArrivingCheckpoint) -> CheckpointTaken:
@@ -193,17 +193,17 @@ class SharedCheckpoints:
         """Return the newest checkpoint of all hosts; None if there is none.
 
         Raises:
-            ConfigError: hosts have checkpoints of different trainings, of the same step.
+            ConfigError: hosts have checkpoints of the same step of different jobs.
         """
         for host, agent in self.hosts.items():
             for text in self.facts[host].damaged:
                 self.say(f"{agent.name}: {text}")
-        held = [self._own(), *(self.facts[host].checkpoint for host in self.hosts)]
+        held = [self._held_here(), *(self.facts[host].checkpoint for host in self.hosts)]
         chosen = choose_newest(["this host", *(agent.name for agent in self.hosts.values())], held)
         return held[chosen] if chosen is not None else None
 
     def hand_over(self, chosen: HeldCheckpoint) -> None:
-        """Give a checkpoint, the newest one, to all hosts with workers that lack it.
+        """Give the newest checkpoint to all hosts with workers that lack it.
 
         Raises:
             CheckpointError: it cannot be written on this host, or cannot be read.
@@ -211,14 +211,14 @@ class SharedCheckpoints:
             Stopped: the user has stopped the job.
         """
         lacking = [host for host in self.hosts if not chosen.is_same(self.facts[host].checkpoint)]
-        own = chosen.is_same(self._own())
+        is_here = chosen.is_same(self._held_here())
         arriving = None
-        if not lacking and (own or not self.has_workers):
+        if not lacking and (is_here or not self.has_workers):
             return
         holder = next((host for host in self.hosts if host not in lacking), None)
-        source = "this host" if own or holder is None else self.hosts[holder].name
+        source = "this host" if is_here or holder is None else self.hosts[holder].name
         names = [self.hosts[host].name for host in lacking]
-        if not own and self.has_workers:
+        if not is_here and self.has_workers:
             names.insert(0, "this host")
             arriving = ArrivingCheckpoint(self.checkpoints.folder, chosen, self.checkpoints.keep)
         self.say(
@@ -229,7 +229,7 @@ class SharedCheckpoints:
         try:
             for host in lacking:
                 self.hosts[host].channel.send(TakeCheckpoint(chosen, self.checkpoints.keep))
-            if own or holder is None:
+            if is_here or holder is None:
                 assert self.checkpoints.resume is not None
                 for file, part in parts_of_checkpoint(self.checkpoints.resume, CHECKPOINT_PART):
                     self._give(lacking, arriving, CheckpointPart(file, part))
@@ -247,7 +247,7 @@ class SharedCheckpoints:
                 arriving.discard()
             self.loop.unwatch(self.command.fileno())
 
-    def _own(self) -> HeldCheckpoint | None:
+    def _held_here(self) -> HeldCheckpoint | None:
         return held_of(self.checkpoints.resume) if self.checkpoints.resume is not None else None
 
     def _give(
@@ -267,7 +267,7 @@ class SharedCheckpoints:
         self._live()
 
     def _complete(self, arriving: ArrivingCheckpoint) -> None:
-        """Complete a copy on this host; the agents of others expect signs of life while the disk writes."""
+        """Complete the copy on this host; meanwhile, send signs of life to the agents of other hosts."""
         work = DiskWork(arriving.complete, _writing(self.checkpoints.folder), self.loop, self.clock)
         with closing(work):
             begun = self.clock.now()
@@ -297,7 +297,7 @@ class SharedCheckpoints:
                     f"host {self.hosts[host].name} sent {type(other).__name__}, not a checkpoint"
                 )
 
-    def _receive(self, host: int, what: str) -> RemoteReport:
+    def _receive(self, host: int, action: str) -> RemoteReport:
         agent, begun = self.hosts[host], self.clock.now()
         heard, descriptor = begun, agent.channel.fileno()
         self.loop.watch(descriptor, lambda: None)
@@ -317,17 +317,17 @@ class SharedCheckpoints:
                         return report
                 if self.clock.now() - heard > _PATIENCE:
                     raise UnfitError(f"host {agent.name} has sent nothing for {_PATIENCE:g} s")
-                self._wait(f"{agent.name} {what} the checkpoint", begun)
+                self._wait(f"{agent.name} {action} the checkpoint", begun)
         finally:
             self.loop.unwatch(descriptor)
 
-    def _wait(self, what: str, begun: float) -> None:
-        """Turn the loop once; say from time to time for what, and since when."""
+    def _wait(self, text: str, begun: float) -> None:
+        """Turn the loop once; note from time to time for what this waits, and since when."""
         self._live()
         now = self.clock.now()
         if now - max(begun, self._said) >= SAY_EVERY:
             self._said = now
-            self.say(f"{what}, {now - begun:.0f} s")
+            self.say(f"{text}, {now - begun:.0f} s")
         self.loop.turn(max(0.0, self._due - now))
 
     def _live(self) -> None:

@@ -1,4 +1,4 @@
-"""What a process of `lockstep run --slurm` is for, given the variables that `srun` sets for its task."""
+"""The role of a process of `lockstep run --slurm`, given the variables that `srun` sets for its task."""
 
 from collections.abc import Callable
 
@@ -68,12 +68,12 @@ def find_place(task: SlurmTask, workers: int | None) -> TaskPlace:
 
 
 def port_of(task: SlurmTask) -> int:
-    """Return the port of the coordinator, which every task of a step knows without asking. Pure."""
+    """Return the port of the coordinator, which every task of a step computes on its own. Pure."""
     return _FIRST_PORT + (task.job + _STRIDE * task.step) % _PORTS
 
 
 def check_names(task: SlurmTask, resolve: Resolve) -> None:
-    """Check that this host knows the one that coordinates, and that others can reach it if it is this one.
+    """Check that this host can resolve the name of the coordinator's host, and that others can reach it.
 
     Raises:
         ConfigError: the name cannot be resolved, or only this host can use its address.
@@ -81,7 +81,7 @@ def check_names(task: SlurmTask, resolve: Resolve) -> None:
     if len(task.hosts) == 1:
         return
     first, last = task.hosts[0][0], task.hosts[-1][0]
-    own = task.hosts[task.node][0]
+    host = task.hosts[task.node][0]
     try:
         address = resolve(first)
         if task.node == 0 and is_loopback(address) and not is_loopback(resolve(last)):
@@ -91,5 +91,5 @@ def check_names(task: SlurmTask, resolve: Resolve) -> None:
             )
     except NetworkError as error:
         raise ConfigError(
-            f"--slurm needs the names of the hosts in SLURM_STEP_NODELIST; on {own}, {error}"
+            f"--slurm needs the names of the hosts in SLURM_STEP_NODELIST; on {host}, {error}"
         ) from None

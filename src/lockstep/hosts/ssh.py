@@ -63,7 +63,7 @@ class SshAgent:
         return cls(name, process, channel)
 
     def watch(self, loop: EventLoop, say: Callable[[str], None], children: set[int]) -> None:
-        """Show each line that `ssh` and the agent write to stderr; once it has ended, it is not a child."""
+        """Show each line that `ssh` and the agent write to stderr, until `ssh` ends and leaves `children`."""
         assert self.process.stderr is not None
         descriptor = self.process.stderr.fileno()
         ended = os.pidfd_open(self.process.pid)
@@ -91,7 +91,7 @@ class SshAgent:
         loop.watch(descriptor, read)
 
     def why_lost(self) -> str:
-        """Say why the channel ended before the agent answered."""
+        """Return why the channel ended before the agent answered."""
         try:
             status = self.process.wait(5.0)
         except subprocess.TimeoutExpired:

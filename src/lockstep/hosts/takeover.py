@@ -1,10 +1,26 @@
-"""A coordinator's process that is started again: continues the job whose agents connect to it.
+"""Takeover by a coordinator's process that is started again: it continues the job of the agents that connect.
 
-Without ssh, the process at the job's address can be lost as a whole. An agent then connects to the address
-again, and offers what it knows of its job (`RunningJob`); the command that is started again there takes
-over. The address is the lock: only one process can listen there. The workers of its host join like those of
-a new host. In a job whose workers are started by hand, the process of the first host takes over in the same
-way when its tasks are started again.
+Without ssh, the process at the job's address can be lost as a whole, keeper and coordinator. The command that
+is started again there takes over. In a job whose workers are started by hand, the process of the first host
+does, when its tasks are started again.
+
+1. Each agent notices that the connection is closed, or silent, and connects to the same address again. Its
+   workers train on meanwhile. It offers its knowledge of the job: a `RunningJob`, with the newest record that
+   it keeps.
+2. The address is the lock: only one process can listen there, so there is only one successor. As soon as it
+   hears such an offer, it waits until the other hosts of that record have had the time to notice the loss
+   (`wait_for_hosts`). It does not wait longer, because the workers of a host that is lost too will not come.
+3. The newest record counts. Agents that the record considers lost, and agents of another job, are refused
+   (`taking_part`). Hosts that have not connected count as lost; they may come back as new hosts.
+4. A keeper starts a coordinator in a higher term, as after the loss of a coordinator alone. It asks the
+   agents for their standing, and continues from there (`coordinator_process.py`, `continued`).
+
+The workers of this host join like those of a new host: the old ones died with their agent.
+
+The keeper and the first eight agents keep records. If all of these are lost together, no process can continue
+the job, and the command says so. If only the agents with the newest record are lost, an older record counts.
+Then an agent that has carried out a later instruction cannot follow it, and is left behind. The job loses
+these workers but no step: the members of the next view agree on the state themselves.
 """
 
 import itertools
@@ -48,45 +64,45 @@ _NOTICED = 1.0
 
 
 def running_jobs(agents: Sequence[JoiningAgent]) -> list[tuple[JoiningAgent, RunningJob]]:
-    """Return the agents that run a job already, with what they know of it."""
+    """Return the agents that already run a job, each with its `RunningJob`."""
     offers = [(agent, agent.offer.running) for agent in agents if agent.offer is not None]
     return [(agent, running) for agent, running in offers if running is not None]
 
 
-def missing_hosts(agents: Sequence[JoiningAgent], own: tuple[str, int]) -> list[str]:
+def missing_hosts(agents: Sequence[JoiningAgent], host_and_port: tuple[str, int]) -> list[str]:
     """Return the names of the hosts of a running job whose agents have not connected.
 
     Args:
         agents: the agents that have connected; at least one runs the job.
-        own: the address and the port of this process, which the lost coordinator had.
+        host_and_port: the address and the port of this process, which the lost coordinator had.
     """
     running = [job for _, job in running_jobs(agents)]
-    if (found := _newest(running)) is None:
+    if (newest := _newest(running)) is None:
         return ["a host that keeps the record of the job"]
-    _, record = found
+    _, record = newest
     there = {job.host for job in running}
     return [
         host.name
         for index, host in enumerate(record.hosts)
         if not host.lost
         and index not in there
-        and (host.peer is None or (host.peer.address, host.peer.port) != own)
+        and (host.peer is None or (host.peer.address, host.peer.port) != host_and_port)
     ]
 
 
 def wait_for_hosts(
-    server: AgentServer, own: tuple[str, int], clock: Clock, turn: Callable[[float], object]
+    server: AgentServer, host_and_port: tuple[str, int], clock: Clock, turn: Callable[[float], object]
 ) -> None:
-    """Give the other agents of a running job the time to notice that its coordinator was lost.
+    """Wait for the other agents of a running job, which need time to notice that its coordinator was lost.
 
     Args:
         server: the server of the agents that have connected.
-        own: the address and the port of this process.
+        host_and_port: the address and the port of this process.
         clock: for the deadline.
         turn: serves the agents for at most so many seconds.
     """
     until = clock.now() + SILENCE + _NOTICED
-    while running_jobs(server.agents) and (names := missing_hosts(server.agents, own)):
+    while running_jobs(server.agents) and (names := missing_hosts(server.agents, host_and_port)):
         server.keep_waiting(f"{' and '.join(names)} to connect again")
         if (left := until - clock.now()) <= 0:
             return
@@ -96,9 +112,11 @@ def wait_for_hosts(
 def taking_part(
     running: Sequence[tuple[JoiningAgent, RunningJob]], job: bytes, record: JobRecord
 ) -> dict[int, JoiningAgent]:
-    """Return the agents of a job by their hosts, without those that its record does not count on."""
-    living = [host for host, known in enumerate(record.hosts) if not known.lost]
-    return {one.host: agent for agent, one in running if one.prepare.job == job and one.host in living}
+    """Return the agents of a job by their hosts, without agents of hosts that its record considers lost."""
+    living = [index for index, host in enumerate(record.hosts) if not host.lost]
+    return {
+        there.host: agent for agent, there in running if there.prepare.job == job and there.host in living
+    }
 
 
 @dataclass(frozen=True)
@@ -115,7 +133,7 @@ class TakenOverJob:
         listener: where agents and workers of other hosts connect.
         agents: the agents that run the job.
         by_hand: the workers of this host, if a user starts all workers; None if agents start them.
-        exports: what the process of the coordinator shows of the job.
+        exports: the exports of the process of the coordinator.
     """
 
     spec: JobSpec
@@ -132,17 +150,17 @@ class TakenOverJob:
         """Run the job to its end; return its exit status.
 
         Args:
-            accept: called with what admits the agents that come later.
+            accept: called with the `Newcomers` that admits agents that come later.
 
         Raises:
             ConfigError: the agents run another job than the one of this command.
             UnfitError: the hosts that keep the record of the job have not connected.
         """
         running = running_jobs(self.agents)
-        found = _newest([job for _, job in running])
-        if found is None:
+        newest = _newest([job for _, job in running])
+        if newest is None:
             raise UnfitError("no host that has connected keeps the record of its job, so it cannot continue")
-        kept, record = found
+        kept, record = newest
         self._check(record.spec)
         prepare = next(job.prepare for _, job in running if job.kept == kept)
         agents = taking_part(running, prepare.job, record)
@@ -154,22 +172,23 @@ class TakenOverJob:
             host: cast("Channel[Instruction, HostReport]", agent.channel) for host, agent in agents.items()
         }
         hosts = [
-            ConnectedHost(known.name, known.peer, 0, 0, channels.get(index))
-            for index, known in enumerate(record.hosts)
+            ConnectedHost(host_record.name, host_record.peer, 0, 0, channels.get(index))
+            for index, host_record in enumerate(record.hosts)
         ]
         facts = facts_here(prepare, self.listener, self.by_hand)
         before = tuple(
-            JobHost(known.name, slots) for known, slots in zip(record.hosts, record.state.slots, strict=True)
+            JobHost(host_record.name, slots)
+            for host_record, slots in zip(record.hosts, record.state.slots, strict=True)
         )
         names = [host.name for host in hosts if host.agent is not None]
-        own = next(name for name in _names(self.listener.place[0]) if name not in names)
+        name_here = next(name for name in _names(self.listener.host_and_port[0]) if name not in names)
         spec = replace(
             record.spec,
             run_dir=self.spec.run_dir,
-            hosts=(*before, *((JobHost(own, self.here),) if self.here else ())),
+            hosts=(*before, *((JobHost(name_here, self.here),) if self.here else ())),
             checkpoints=self._checkpoints(record.spec, prepare.job),
         )
-        living = sum(not known.lost for known in record.hosts)
+        living = sum(not host_record.lost for host_record in record.hosts)
         missing = f"; {len(channels)} of them continued it" if len(channels) < living else ""
         self.console.say(
             f"taking over a job of {count(living, 'host')} whose coordinator was lost{missing}; logs in "
@@ -213,12 +232,12 @@ class TakenOverJob:
             return keeper.run()
 
     def _checkpoints(self, runs: JobSpec, job: bytes) -> Checkpoints | None:
-        """Return the checkpoints of the job in the folder of this host, which it may share with others."""
-        own, then = self.spec.checkpoints, runs.checkpoints
-        if own is None or then is None:
+        """Return the checkpoints of the job in the folder of this host, which several hosts may share."""
+        here, begun = self.spec.checkpoints, runs.checkpoints
+        if here is None or begun is None:
             return None
-        sign_claim(own.folder, job.hex())
-        return replace(own, resume=then.resume)
+        sign_claim(here.folder, job.hex())
+        return replace(here, resume=begun.resume)
 
     def _check(self, runs: JobSpec) -> None:
         def saves(spec: JobSpec) -> str | None:
@@ -226,10 +245,10 @@ class TakenOverJob:
 
         compared = {field: (getattr(self.spec, field), getattr(runs, field)) for field in _SAME}
         compared["--checkpoint"] = saves(self.spec), saves(runs)
-        for field, (own, other) in compared.items():
-            if own != other:
+        for field, (here, there) in compared.items():
+            if here != there:
                 raise ConfigError(
-                    f"the agents that have joined run another job, whose {field} is {other!r}, not {own!r}: "
+                    f"the agents that have joined run another job, whose {field} is {there!r}, not {here!r}: "
                     "stop them, or repeat the command that began their job"
                 )
 

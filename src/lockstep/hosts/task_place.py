@@ -1,4 +1,4 @@
-"""What a process is for that is one of several tasks of a cluster, started with the same command."""
+"""The role of a process among the tasks of a cluster, which are all started with the same command."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,12 +26,12 @@ class TaskPlace:
     """The place of a process among the tasks that something else has started on each host.
 
     Attributes:
-        role: what it does.
+        role: its role.
         name: the name of its task, for messages.
         address: the address of its task, with port 0 for any free one; empty for a task that listens nowhere.
         coordinator: the address of the coordinator; empty if there is none.
         workers: the workers of the job.
-        here: those that this process starts.
+        here: the workers that this process starts.
         tasks: the tasks of the cluster, in whose order the hosts of the job are placed; empty for any order.
         task: the index of its task in `tasks`.
     """

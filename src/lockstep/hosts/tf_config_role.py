@@ -1,4 +1,4 @@
-"""What a process of `lockstep run --tf-config` is for, given the `TF_CONFIG` of its pod. Pure."""
+"""The role of a process of `lockstep run --tf-config`, given the `TF_CONFIG` of its pod. Pure."""
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config import TRAINING, parse, training_tasks
@@ -15,11 +15,11 @@ def find_place(text: str | None, here: int = 1, servers: int = 0) -> TaskPlace:
     Args:
         text: the text of the variable; None if it is not set.
         here: the number of workers of each task.
-        servers: the number of parameter servers of the job: that of the tasks `ps`. Without any, these tasks
-            have nothing to do.
+        servers: the number of parameter servers of the job, which must be that of the tasks `ps`. If it is 0,
+            these tasks have nothing to do.
 
     Raises:
-        ConfigError: there is none, or it is invalid, or does not fit the parameter servers.
+        ConfigError: the variable is not set or invalid, or does not fit the parameter servers.
     """
     if text is None:
         raise ConfigError(
@@ -73,11 +73,13 @@ def _servers(cluster: ClusterSpec, servers: int, here: int) -> tuple[tuple[str, 
     Raises:
         ConfigError: the cluster has another number of them, or no chief or worker, or `here` is not 1.
     """
-    found = cluster.task_indices("ps") if "ps" in cluster.jobs else []
-    if len(found) != servers:
-        raise ConfigError(f"--ps {servers}, but the cluster of TF_CONFIG has {count(len(found), 'task')} ps")
+    indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
+    if len(indices) != servers:
+        raise ConfigError(
+            f"--ps {servers}, but the cluster of TF_CONFIG has {count(len(indices), 'task')} ps"
+        )
     if not {"chief", "worker"} <= set(cluster.jobs):
         raise ConfigError("with --ps, the cluster of TF_CONFIG needs a task chief, and at least one worker")
     if here != 1:
         raise ConfigError("with --ps, each task of TF_CONFIG is one process: omit --workers-here")
-    return tuple(("ps", index, cluster.task_address("ps", index)) for index in found)
+    return tuple(("ps", index, cluster.task_address("ps", index)) for index in indices)

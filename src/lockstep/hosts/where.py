@@ -1,6 +1,7 @@
 """Where the workers of a job run, read once from the options of `lockstep run`. Pure.
 
-Another scheduler is a file such as `slurm_role.py`, which says what a task is for, and a row of `SCHEDULERS`.
+Another scheduler is a file such as `slurm_role.py`, which returns the role of a task, and a row of
+`SCHEDULERS`.
 """
 
 import re
@@ -25,7 +26,7 @@ _ENGINE = re.compile(r"ray|ray://\S+:[0-9]+")
 
 @dataclass(frozen=True)
 class Scheduler:
-    """What starts the same command once on each host, as a task of a cluster.
+    """A scheduler starts the same command once on each host, as a task of a cluster.
 
     Attributes:
         help: the help of its option.
@@ -60,7 +61,7 @@ SCHEDULERS = {
 
 @dataclass(frozen=True)
 class Here:
-    """On this machine, in as many processes as its GPUs suggest unless the user has chosen; on some GPUs."""
+    """On this machine. By default, the GPUs determine the number of processes."""
 
     processes: int | None
     devices: str | None = None
@@ -68,7 +69,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Hosts:
-    """On hosts that the user names, whose agents `ssh` starts."""
+    """On hosts that the user names. `ssh` starts their agents."""
 
     hosts: tuple[JobHost, ...]
 
@@ -158,7 +159,7 @@ PLACING = (
 
 
 class _Refusal(NamedTuple):
-    """Why an option cannot be given, or must be, with some ways to place workers; None is this machine."""
+    """Why an option must, or must not, be set with some ways to place workers; None is this machine."""
 
     option: str
     ways: Collection[str | None]
@@ -170,7 +171,7 @@ def _except(*ways: str | None) -> set[str | None]:
     return {None, *_WAYS}.difference(ways)
 
 
-_OF_ENGINES = "is what workers need of an engine; give --on too"
+_OF_ENGINES = "applies to workers on an engine; give --on too"
 _REFUSALS = (
     _Refusal(
         "restart_job",
@@ -226,7 +227,7 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
     Raises:
         ConfigError: the options contradict each other, or one is malformed.
     """
-    # Zero restarts are none, unlike port 0 and 0 GPUs.
+    # Zero restarts mean that the option is not set, unlike port 0 and 0 GPUs.
     options = {**options, "restart_job": options["restart_job"] or None}
     ways = [way for way in _WAYS if _is_given(options, way)]
     if len(ways) > 1:

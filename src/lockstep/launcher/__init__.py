@@ -1,1 +1,1 @@
-"""How worker processes start: backend, devices, fork server and main program; nothing that watches them."""
+"""Starts worker processes: backend, devices, fork server and main program. It does not watch them."""

@@ -1,13 +1,13 @@
-"""Which Keras backend the workers use, and why, chosen before anything imports Keras. Pure.
+"""The choice of the Keras backend that the workers use, before anything imports Keras. Pure.
 
-One rule applies to `lockstep run`, `lockstep.launch` and workers started by hand: the first of these that is
-set decides.
+One rule applies to `lockstep run`, `lockstep.launch` and workers started by hand. The first of these settings
+that exists decides:
 
     --backend                          the option of the command or argument of `launch`
     os.environ["KERAS_BACKEND"] = ...  in the script, which Keras obeys in any case
     KERAS_BACKEND                      in the environment
     os.environ.setdefault(...)         in the script
-    the checkpoint                     that the job resumes from
+    the checkpoint                     from which the job resumes
     keras.json                         where it names JAX or PyTorch; Keras writes TensorFlow there unasked
     --tf-distribute                    asks for TensorFlow
     the first that is installed        of TensorFlow, JAX and PyTorch
@@ -43,16 +43,16 @@ class Wishes:
     """The requests for a backend, by source; None for a source without one.
 
     Attributes:
-        asked: on the command line.
+        option: the one on the command line.
         script: the value to which the script sets `KERAS_BACKEND`.
         overrides: whether the script does so even if the variable is already set.
         variable: `KERAS_BACKEND`.
         checkpoint: the backend of the checkpoint that the job resumes from.
-        configured: in Keras's own configuration file.
+        configured: the one in Keras's own configuration file.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
     """
 
-    asked: str | None = None
+    option: str | None = None
     script: str | None = None
     overrides: bool = False
     variable: str | None = None
@@ -84,13 +84,13 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
         ConfigError: the requested backend is unknown, is not installed or contradicts the script; or none is
             installed.
     """
-    if wishes.asked and wishes.overrides and wishes.script != wishes.asked:
+    if wishes.option and wishes.overrides and wishes.script != wishes.option:
         raise ConfigError(
-            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
+            f"--backend {wishes.option}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
             "precedence: omit --backend, or remove the line from the script"
         )
     sources = (
-        (wishes.asked, f"--backend {wishes.asked}", "--backend selects it"),
+        (wishes.option, f"--backend {wishes.option}", "--backend selects it"),
         (wishes.script if wishes.overrides else None, *_of_script(wishes.script)),
         (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND selects it"),
         (wishes.script, *_of_script(wishes.script)),
@@ -129,7 +129,7 @@ def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None
     """Reject a setting that makes `tf.keras` Keras 2, which Lockstep does not support.
 
     Args:
-        value: of `TF_USE_LEGACY_KERAS`; None if it is not set.
+        value: the value of `TF_USE_LEGACY_KERAS`; None if it is not set.
         who: where it is set, for the message.
 
     Raises:

@@ -40,9 +40,9 @@ class ForkServerPlan:
         script = Script(spec.target, spec.module, spec.arguments)
         source = script.source()
         # A framework may look for GPUs when it is imported, and each worker must see only its own.
-        known = source if not spec.devices else None
+        scanned = source if not spec.devices else None
         environment = job_environment(spec.seed, spec.threads, backend=spec.backend)
-        scan = scan_imports(known, script.folder, environment) if known else NOTHING
+        scan = scan_imports(scanned, script.folder, environment) if scanned else NOTHING
         return cls(script.command_line, environment, spec.inherited, scan)
 
     def without_imports(self) -> "ForkServerPlan":

@@ -4,10 +4,10 @@ The agent starts it, and requests one worker at a time. A worker becomes the age
 between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or initialize a
 backend: a thread would not exist in a worker, and a backend would not work there.
 
-So workers, especially replacements, do not import again what the script will need, as far as its source
-tells. If the imports cannot be predicted (a script that computes its environment or its `sys.path`, a job
-with GPUs, an import that starts a thread), the worker starts as a new process. A fork server that ends is
-replaced.
+So workers, especially replacements, do not import again the modules that the script will need, as far as its
+source shows them. If the imports cannot be predicted (a script that computes its environment or its
+`sys.path`, a job with GPUs, an import that starts a thread), the worker starts as a new process. A fork
+server that ends is replaced.
 """
 
 import gc
@@ -97,7 +97,7 @@ def _import(setup: ForkServerSetup) -> None:
 
 
 def _can_fork() -> bool:
-    """Whether this process has one thread after a fork: libraries with fork handlers end theirs."""
+    """Whether this process has one thread after a fork: fork handlers of libraries end their threads."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -136,7 +136,8 @@ def _fork_orphan(connection: socket.socket) -> int:
             os._exit(0)
         for descriptor in (setup, tell, orphan):
             os.close(descriptor)
-        # Returns once the process in between was reaped: the agent is then the parent of this process.
+        # Returns once the process in between was reaped. From then on, the agent is the parent of this
+        # process.
         os.read(orphaned, 1)
         os.close(orphaned)
         return 0

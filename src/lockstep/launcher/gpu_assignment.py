@@ -1,4 +1,4 @@
-"""Which GPUs each worker of `lockstep run` gets. Pure."""
+"""Assigns GPUs to the workers of `lockstep run`. Pure."""
 
 import re
 from collections import Counter
@@ -33,7 +33,7 @@ def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices,
     """Give each worker its entry; all workers share a single entry.
 
     Raises:
-        ConfigError: there is not one entry, nor one per worker.
+        ConfigError: the number of entries is neither one nor that of the workers.
     """
     if len(entries) not in (1, workers):
         raise ConfigError(

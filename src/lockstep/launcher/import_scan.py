@@ -56,22 +56,22 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
         folder: where it searches for modules first.
         environment: the environment of the script.
     """
-    found = _Found(folder, environment)
+    source = _SourceScan(folder, environment)
     try:
-        found.read(script)
+        source.read(script)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         # Running the script reports the error.
         return NOTHING
-    if found.decides or not found.frameworks:
+    if source.decides or not source.frameworks:
         return NOTHING
-    imports = list(found.frameworks)
-    backend = {**environment, **found.settings}.get("KERAS_BACKEND")
+    imports = list(source.frameworks)
+    backend = {**environment, **source.settings}.get("KERAS_BACKEND")
     trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in _BACKENDS))
     if backend is not None and trains:
         imports += imports_for_training(backend)
-        if found.seeds and find_spec("tensorflow") is not None:
+        if source.seeds and find_spec("tensorflow") is not None:
             imports.append("tensorflow")
-    return ImportScan(tuple(dict.fromkeys(imports)), str(folder), found.settings)
+    return ImportScan(tuple(dict.fromkeys(imports)), str(folder), source.settings)
 
 
 def imports_for_training(backend: str) -> tuple[str, ...]:
@@ -88,12 +88,14 @@ def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
         statements = ast.parse(script.read_bytes()).body
     except (OSError, ValueError, SyntaxError, RecursionError):
         return None
-    found = [setting for statement in statements if (setting := _setting(statement)) and setting.name == name]
-    return (found[-1].value, any(setting.always for setting in found)) if found else None
+    settings = [
+        setting for statement in statements if (setting := _setting(statement)) and setting.name == name
+    ]
+    return (settings[-1].value, any(setting.always for setting in settings)) if settings else None
 
 
-class _Found:
-    """The findings in a script, and in its modules in the same folder."""
+class _SourceScan:
+    """The imports and settings of a script, and of its modules in the same folder."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.frameworks: dict[str, None] = {}

@@ -48,7 +48,7 @@ class Handle(Protocol):
         """Return the exit status, negative for a signal, or `UNKNOWN_STATUS`; None while the worker runs."""
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to its main process; this has no effect if that has ended."""
+        """Send a signal to its main process, unless that has ended."""
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -128,7 +128,7 @@ class LocalLauncher:
     before it is ready, a new one imports nothing; if it ends later, a new one imports the same.
 
     Args:
-        plan: what the workers share.
+        plan: the settings that the workers share.
     """
 
     def __init__(self, plan: ForkServerPlan) -> None:

@@ -1,7 +1,7 @@
 """Restarts the script of a `MirroredStrategy` with one worker per device of this host.
 
-Everything except `restart_per_device` is pure. How `lockstep run` gives each worker its GPUs is in
-`lockstep.launcher.gpu_assignment`.
+Everything except `restart_per_device` is pure. `lockstep.launcher.gpu_assignment` gives each worker of
+`lockstep run` its GPUs.
 """
 
 import os
@@ -33,12 +33,12 @@ class Restart:
     """How to restart a script with one worker per device.
 
     Attributes:
-        what: the devices, for messages.
+        shown: the devices, for messages.
         options: the options of `lockstep run`.
         hides_gpus: whether GPUs are hidden from the workers.
     """
 
-    what: str
+    shown: str
     options: tuple[str, ...]
     hides_gpus: bool
 
@@ -62,12 +62,12 @@ def restart_per_device(devices: Sequence[str] | None) -> None:
     restart = decide(devices, visible_gpus())
     if restart is None:
         return
-    own = invocation.own()
-    if own is None:
+    started_by = invocation.current_program()
+    if started_by is None:
         raise ConfigError(_USE_LAUNCH)
-    arguments = ("run", *restart.options, *own.command)
+    arguments = ("run", *restart.options, *started_by.command)
     note(
-        f"MirroredStrategy on {restart.what}: starting the script once per device, as by "
+        f"MirroredStrategy on {restart.shown}: starting the script once per device, as by "
         f"lockstep {shlex.join(arguments)}"
     )
     if restart.hides_gpus:
@@ -81,7 +81,7 @@ def decide(devices: Sequence[str] | None, gpus: Sequence[str]) -> Restart | None
 
     Args:
         devices: the requested devices; None for all of `gpus`.
-        gpus: the visible ones, as CUDA names them.
+        gpus: the visible GPUs, as CUDA names them.
 
     Raises:
         ConfigError: `devices` is empty, has a duplicate, an unknown device or an invisible GPU, or mixes CPUs
@@ -105,20 +105,20 @@ def _parse(devices: Sequence[str], gpus: Sequence[str]) -> tuple[str, list[int]]
     where = f"MirroredStrategy(devices={devices!r})"
     if not devices:
         raise ConfigError(f"{where} names no device; leave `devices` out for all visible GPUs")
-    found = [_parse_one(where, name) for name in devices]
+    parsed = [_parse_one(where, name) for name in devices]
     for at, name in enumerate(devices):
-        if found[at] in found[:at]:
+        if parsed[at] in parsed[:at]:
             raise ConfigError(f"{where}: {name} is listed twice; one worker computes on each device")
-    kinds = {kind for kind, _ in found}
+    kinds = {kind for kind, _ in parsed}
     if len(kinds) > 1:
         raise ConfigError(
             f"{where} has both CPUs and GPUs, whose results differ in their bits; name only one kind"
         )
     kind = kinds.pop()
-    for name, (_, number) in zip(devices, found, strict=True):
+    for name, (_, number) in zip(devices, parsed, strict=True):
         if kind == "GPU" and number >= len(gpus):
             raise ConfigError(f"{where}: {name} is not visible here; {_what_is_visible(gpus)}")
-    return kind, [number for _, number in found]
+    return kind, [number for _, number in parsed]
 
 
 def _parse_one(where: str, name: str) -> tuple[str, int]:

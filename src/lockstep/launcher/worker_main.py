@@ -110,7 +110,7 @@ def main(arguments: Sequence[str]) -> None:
     _share_searches()
     share_downloads(identity.run_dir, identity.agent, identity.worker, events.publish)
     sources = RunPaths(identity.run_dir).sources
-    keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))
+    keep_sources(sources, lambda path, change: events.publish(SourceChanged(path, change)))
     _watch_writes(identity.run_dir, job.settings, client)
     report_imports(_publish_import)
     client.started()
@@ -154,7 +154,7 @@ def _end_with_coordinator(identity: WorkerIdentity, client: AgentClient) -> None
 
 
 def _end_check(reason: str) -> NoReturn:
-    """End the script, of which a job only checks the first steps of calls."""
+    """End a script of which the job checks only the first steps of each call."""
     from lockstep.worker import job
 
     job.current().events.publish(CheckEnded(reason))
@@ -187,15 +187,15 @@ def _enter_job(identity: WorkerIdentity, client: AgentClient, events: Bus) -> "J
         identity.worker, events, settings, identity.run_dir, identity.host, membership.over_hosts
     )
     checkpoints = open_checkpoints(settings, events, job.is_chief, joins=identity.joins)
-    own = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=identity.joins)
-    job.enter(own)
+    this_job = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=identity.joins)
+    job.enter(this_job)
     leads_host = any(host[0] == identity.worker for host in view.hosts)
-    first = CacheOwner(identity.worker, own.is_chief, leads_host and not identity.joins)
-    own.at_exit(divide_caches(first))
+    first = CacheOwner(identity.worker, this_job.is_chief, leads_host and not identity.joins)
+    this_job.at_exit(divide_caches(first))
     if settings.adopts:
         when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=job.become_alone)
-    return own
+    return this_job
 
 
 def _publish_import(event: ImportStarted) -> None:
@@ -212,7 +212,7 @@ def _is_chief() -> bool:
 
 
 def _adopt(_: object) -> None:
-    """Distribute models that the script compiles without a strategy, now that it has imported Keras."""
+    """Distribute models that the script compiles without a strategy; called when it has imported Keras."""
     from lockstep.keras import patches
     from lockstep.worker import job
 
@@ -243,7 +243,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
 
 
 def _run_whole(script: Script) -> None:
-    """Run the script, and then what it has begun and not completed, unless it ends with an error."""
+    """Run the script; unless it ends with an error, complete the work that it has begun."""
     from lockstep.worker import job
 
     threads = ScriptThreads()
@@ -261,7 +261,7 @@ def _run_whole(script: Script) -> None:
 def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
     trace = user_traceback(error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
-        # Where it arrived within Keras or Lockstep explains nothing.
+        # The frames of Keras or Lockstep in which the signal arrived explain nothing.
         trace = program_traceback(trace) or trace
     error = original_of(error).with_traceback(trace)
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
@@ -272,7 +272,7 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
         prints = not has_log or sys.excepthook is not sys.__excepthook__
     else:
         summary, prints = f"{summarize(error)}{_hint(error)}", True
-        # What is shown; the event has all frames.
+        # For the terminal. The event has all frames.
         hide_internals(error)
     flush_streams()
     # Notify the other workers first: writing the output may block on a slow reader.
@@ -287,7 +287,7 @@ def _hint(error: BaseException) -> str:
     """Return a hint to show after an error; empty if there is none."""
     from lockstep.worker import job
 
-    # A library's own error of this kind, which has no number, may be about something else than a path.
+    # A library may raise such an error without a number, about something else than a path.
     exists = isinstance(error, FileExistsError) and error.errno is not None
     if exists and job.current().settings.workers > 1:
         return (

@@ -33,7 +33,7 @@ from lockstep.transport.local_channel import LocalChannel
 
 @dataclass(frozen=True)
 class LocalHost:
-    """What a job uses on the host of its coordinator.
+    """The parts that a job uses on the host of its coordinator.
 
     Attributes:
         output: takes the output of workers.
@@ -121,7 +121,7 @@ def run_job(
         console: shows notes, and the output of workers.
         loop: serves everything.
         local: the host of this process.
-        exports: what this process shows of the job.
+        exports: the exports of this process.
 
     Raises:
         SharedMemoryError: this machine has too little memory.

@@ -1,15 +1,15 @@
 """The process of a job's coordinator and agent, as the command sees it.
 
-The command forks it, passes signals on to it, and ends what it leaves behind if it dies.
+The command forks it, passes signals on to it, and ends the processes that it leaves behind if it dies.
 
 Both processes watch each other, and both are subreapers, so that processes that a script started and left
 behind are found and ended too. When the command is killed, the agent ends everything. When the job's process
 is killed, the kernel ends the workers (`PR_SET_PDEATHSIG`), and the command ends the rest. Only if both are
-killed at once can a process that a script left behind outlive them; the workers cannot. Nothing of this uses
-a port or a file.
+killed at once can a process that a script left behind outlive them; workers cannot. None of this uses a port
+or a file.
 
 A stopped job has one budget, `--grace`: the coordinator gives it to the chief for its step and a checkpoint,
-and the command waits that much longer for the agent. Output never stops a training: a failure to write to a
+and the command waits that much longer for the agent. Output never stops a job: a failure to write to a
 terminal or a file is reported once, and later output is dropped.
 """
 
@@ -68,7 +68,7 @@ def run_in_job_process(serve: Serve, grace: float, lifeline: int | None = None) 
     if process == 0:
         mine.close()
         if lifeline is not None:
-            # Also if it is stopped, it ends with this process.
+            # Even if it is stopped, it ends with this process.
             die_with(parent)
         _become_job_process(PacketChannel(theirs, StopRequest), serve)
     theirs.close()
@@ -133,7 +133,7 @@ class _Watch:
         return self._conclude(in_time)
 
     def _wait(self, ended: int, woken: socket.socket) -> bool:
-        """Return whether the process ended by itself: it may hang after a signal, or lose its lifeline."""
+        """Return whether the process ended by itself; it may hang after a signal, or lose its lifeline."""
         while True:
             patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             ready = wait_for([ended, woken.fileno(), *self._lifelines], patience)
@@ -162,7 +162,7 @@ class _Watch:
         if left:
             note(unkillable(left))
         if self._released:
-            # What held the lifeline was the reader of notes too.
+            # The process that held the lifeline also read the notes.
             return shell_status(status)
         if not in_time and self._stopped_by is not None:
             name = signal_name(self._stopped_by)

@@ -1,4 +1,4 @@
-"""A job that is followed: its run folder, and its coordinator, which may be slow, hang or end."""
+"""Follows a job by its run folder and its coordinator, which may be slow, hang or end."""
 
 import contextlib
 import queue
@@ -64,15 +64,15 @@ class JobContact:
         self._requests: queue.SimpleQueue[tuple[AdminRequest, Answer] | None] = queue.SimpleQueue()
 
     def start(self) -> None:
-        """Ask for the state now, and from now on; the thread ends with the process, or on `close`."""
+        """Request the state now, and regularly; the thread ends with the process, or on `close`."""
         threading.Thread(target=self._serve, name="contact", daemon=True).start()
 
     def ask(self, request: AdminRequest, answer: Answer) -> None:
-        """Send a request, after those before it; the thread must run."""
+        """Send a request, after earlier ones; the thread must run."""
         self._requests.put((request, answer))
 
     def close(self) -> None:
-        """End the thread, after the request in which it is."""
+        """End the thread after its current request."""
         self._requests.put(None)
 
     def look(self) -> None:
@@ -116,7 +116,7 @@ class FollowedJob:
         name: the name of the job, or of the folder.
         folder: the folder of the run.
         clock: dates overviews.
-        contact: to the coordinator; None for a run that has ended.
+        contact: the contact to the coordinator; None for a run that has ended.
     """
 
     name: str
@@ -125,9 +125,9 @@ class FollowedJob:
     contact: JobContact | None = None
 
     def look(self) -> Overview:
-        """Read what is new, and return what the job does now, or has done on average if it has ended."""
+        """Read new lines, and return the present overview of the job, or averages if it has ended."""
         contact = self.contact
-        # In this order: what the job has written last is there when it is gone.
+        # In this order: once the job is gone, its last lines are complete.
         gone = contact is None or contact.gone
         with contextlib.suppress(OSError):
             self.folder.update()
@@ -166,7 +166,7 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
     """Return a running job of this user, or the folder of a run.
 
     Args:
-        job: what the user calls it; see `find_run`.
+        job: the name by which the user calls it; see `find_run`.
         clock: dates overviews.
         interval: seconds between two requests to its coordinator.
 

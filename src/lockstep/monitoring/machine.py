@@ -117,7 +117,7 @@ class MachineWatch:
             return self._newest
 
     def close(self) -> None:
-        """End the thread, after the look in which it is."""
+        """End the thread after its current look."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -157,7 +157,7 @@ def machine_lines(machine: MachineLoad | None, now: float, interval: float) -> l
 
 
 def _unrecorded(machine: MachineLoad, index: int) -> list[str]:
-    """Return what is known of a GPU and no job records."""
+    """Return the values of a GPU that no job records."""
     bar1, fault = machine.bar1.get(index), machine.faults.get(index, "")
     shown = [f"BAR1 {bar1.used / _GIB:.1f} of {bar1.total / _GIB:.1f} GiB"] if bar1 is not None else []
     return [*shown, *([printable(fault)] if fault else [])]

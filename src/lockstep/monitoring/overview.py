@@ -1,4 +1,4 @@
-"""What a run does now, or did on average, as values for a table: from `RunState`, without I/O."""
+"""The overview of a run, now or on average, as values for a table: from `RunState`, without I/O."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,14 +42,14 @@ _STATES = {
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """A worker; None for what is not measured, or not now.
+    """A worker; None for values that are not measured, or not now.
 
     Attributes:
         worker: its id.
         host: the name of its host; empty if unknown.
-        state: what it does.
+        state: its state, in words.
         task: `chief`, `worker` or `ps` in a job with parameter servers; else empty.
-        replicas: that it executes.
+        replicas: the number of replicas that it executes.
         steps_per_second: training steps per second; for a parameter server, updates.
         parts: the share of each part of its steps in their time, from 0 to 1; empty without steps.
         score: its pace compared with the fastest worker, which has 1.0.
@@ -59,10 +59,10 @@ class WorkerRow:
         delayed: seconds per second in which its threads waited for a core.
         memory: resident bytes.
         faults: page faults per second that read from the disk.
-        gpus: those that it uses, by their index on the host.
-        gpu_memory: bytes that it uses on them.
-        gpu_utilization: the highest of them, in percent.
-        gpu_temperature: the highest of them, in degrees Celsius.
+        gpus: the GPUs that it uses, by their index on the host.
+        gpu_memory: the bytes that it uses on these GPUs.
+        gpu_utilization: the highest utilization of these GPUs, in percent.
+        gpu_temperature: the highest temperature of these GPUs, in degrees Celsius.
         cause: why it is slow; empty if it is not.
         ended: whether its process has ended.
         pid: the id of its process on its host; None before it has started.
@@ -95,7 +95,7 @@ class WorkerRow:
 class HostRow:
     """A host: its cores and those in use, bytes of memory, bytes per second of swap, and its GPUs.
 
-    `used` are the cores that the workers use; None if they are not known.
+    `used` are the cores that the workers use; None if they are unknown.
     """
 
     host: str
@@ -116,19 +116,19 @@ class Overview:
     Attributes:
         time: seconds since 1970.
         job: its name.
-        script: that it runs.
+        script: its script.
         began: when it began, in seconds since 1970.
         call: the call in which it trains.
         step: the last training step of that call; None before the first.
         epoch: the epoch in progress, from 1; None if the call has none.
-        epochs: the last epoch that the call asks for; None if it is not known.
-        left: seconds until its last step at the present speed; None if they are not known.
+        epochs: the last epoch that the call requests; None if it is unknown.
+        left: seconds until its last step at the present speed; None if they are unknown.
         trained: training steps of all calls.
-        metrics: the newest, by name.
-        examples_per_second: examples per second; None if the size of batches is not known.
+        metrics: the newest metrics, by name.
+        examples_per_second: examples per second; None if the size of batches is unknown.
         steps_per_second: training steps per second.
         idle: seconds since the last measured step; None before the first.
-        workers: the running ones, and the last ones that have ended.
+        workers: the running workers, and the last ones that have ended.
         wanted: the number of workers that the job should have; None if unknown.
         hosts: the hosts of the workers.
         events: the last events, one line each.
@@ -136,9 +136,8 @@ class Overview:
         compared: the verdict of the comparison with one process; empty if none was wanted.
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
-        went: its effective training time, pauses, losses and joiners, and what did not hold; see
-            `how_it_goes`.
-        advice: what slows the training, one line each; empty if nothing does notably.
+        went: its effective training time, pauses, losses and joiners, and its troubles; see `how_it_goes`.
+        advice: causes that slow training, one line each; empty if none does notably.
         pid: the process id of the command; None if the coordinator has not answered.
     """
 
@@ -179,7 +178,7 @@ def overview(
     end: str = "",
     averages: bool = False,
 ) -> Overview:
-    """Return what a run does.
+    """Return the overview of a run.
 
     Args:
         run: the state of the run.
@@ -194,7 +193,7 @@ def overview(
     since = 0.0 if averages else now - window(run, now)
     taken = {info.worker: _times(run, info, since) for info in infos}
     taken = {worker: sums for worker, sums in taken.items() if sums.steps}
-    # Those of servers are updates.
+    # The steps of servers are updates.
     times = {worker: sums for worker, sums in taken.items() if task_of(run, worker) != "ps"}
     loads = {info.worker: _mean(info.load, since) for info in infos}
     judged = training_times(run, live=not averages)
@@ -249,7 +248,7 @@ def overview(
 def _shown_workers(run: RunState) -> list[WorkerInfo]:
     infos = [info for info in run.workers.values() if info.worker >= 0 and info.began >= run.began]
     if run.finished is not None:
-        # Those that did not end with the run are of no interest.
+        # Workers that did not end with the run do not matter here.
         last = [info for info in infos if info.worker in run.members]
         return sorted(last or infos, key=lambda info: info.worker)
     living = [info for info in infos if info.ended is None]
@@ -258,7 +257,7 @@ def _shown_workers(run: RunState) -> list[WorkerInfo]:
 
 
 def _times(run: RunState, info: WorkerInfo, since: float) -> WorkerTimes:
-    """Return the times of the training steps of a worker, or of the updates of a server, since then."""
+    """Return the times of the training steps of a worker, or of the updates of a server, since a time."""
     return worker_times(info, _steps(run, info), since) if len(info.steps) else WorkerTimes()
 
 
@@ -269,7 +268,7 @@ def _steps(run: RunState, info: WorkerInfo) -> npt.NDArray[np.bool_]:
 
 
 def _staleness(run: RunState, info: WorkerInfo, since: float) -> tuple[float, int] | None:
-    """Return the mean and the largest staleness of the steps of a worker since then; None for none."""
+    """Return the mean and the largest staleness of the steps of a worker since a time; None for none."""
     if not len(info.steps):
         return None
     chosen = _steps(run, info) & (info.steps.column("time") > since)
@@ -282,7 +281,7 @@ def _staleness(run: RunState, info: WorkerInfo, since: float) -> tuple[float, in
 
 
 def _mean(load: Columns, since: float) -> dict[str, float]:
-    """Return the means since then; empty without a measurement since then."""
+    """Return the means since a time; empty without a later measurement."""
     if not len(load):
         return {}
     chosen = load.column("time") > since
@@ -416,27 +415,27 @@ def tell(happening: Happening) -> str:
     who = "" if happening.worker is None else f"worker {happening.worker} "
     match happening.event:
         case "joined" | "left" | "lost":
-            what = f"{who}{happening.event}: {fields.get('reason', '')}"
+            text = f"{who}{happening.event}: {fields.get('reason', '')}"
         case "failed":
-            what = f"{who}failed: {fields.get('summary', '')}"
+            text = f"{who}failed: {fields.get('summary', '')}"
         case "view":
             workers = tuple(fields.get("workers", ()))
-            what = f"view {fields.get('number')} with {name_workers(workers) if workers else 'no worker'}"
+            text = f"view {fields.get('number')} with {name_workers(workers) if workers else 'no worker'}"
         case "paused":
-            what = f"training paused for {fields.get('seconds', 0):.2f} s"
+            text = f"training paused for {fields.get('seconds', 0):.2f} s"
         case "checkpoint":
-            what = f"checkpoint {Path(str(fields.get('path', ''))).name}"
+            text = f"checkpoint {Path(str(fields.get('path', ''))).name}"
         case "checkpoint failed" | "no memory" | "stop" | "coordinator":
-            what = {
+            text = {
                 "checkpoint failed": f"no checkpoint: {fields.get('reason', '')}",
                 "no memory": f"memory ran out on {who.strip()}",
                 "stop": "asked to stop",
                 "coordinator": f"another coordinator took over (process {fields.get('pid')})",
             }[happening.event]
         case "resumed":
-            what = f"{who}resumed after {fields.get('where', '')}"
+            text = f"{who}resumed after {fields.get('where', '')}"
         case "warning":
-            what = str(fields.get("text", ""))
+            text = str(fields.get("text", ""))
         case _:
-            what = f"ended with status {fields.get('status')}"
-    return what
+            text = f"ended with status {fields.get('status')}"
+    return text

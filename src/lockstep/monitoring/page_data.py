@@ -1,7 +1,7 @@
-"""What the page and the report show of a run, as values that are ready for JSON. Pure.
+"""The content of the page and the report of a run, as values that are ready for JSON. Pure.
 
 A run is shown in parts (`parts`), which change seldom, and in charts (`chart`), which have a bounded number
-of points whatever the length of the run. Times within a run are seconds since it started.
+of points, however long the run is. Times within a run are seconds since it started.
 """
 
 import math
@@ -45,7 +45,7 @@ Indices = npt.NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Window:
-    """What part of a chart to compute.
+    """The part of a chart to compute.
 
     Attributes:
         axis: `step` for training steps, or `time` for seconds since the run started.
@@ -99,7 +99,7 @@ def state(run: RunState, *, active: bool) -> str:
 
 
 def describe_state(status: Any, *, active: bool) -> str:
-    """Return in a few words what a run does, from the status of its event `finished`; None without it."""
+    """Return the state of a run in a few words, from the status of its event `finished`; None without it."""
     if status is None:
         return "running" if active else "ended without a last event"
     return "finished" if status == 0 else f"failed (status {status})"
@@ -154,13 +154,13 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
 
 
 def _current_call(run: RunState) -> str:
-    # The end of a call within a call is not known.
+    # The end of a call within a call is unknown.
     last = next((call for call in reversed(run.calls) if " within " not in call.name), None)
     return last.name if last is not None and last.ended is None and run.finished is None else ""
 
 
 def _rate(run: RunState, *, whole: bool) -> dict[str, Any]:
-    """Return the speed of the training: of the whole run, with the rest of calls, or at its end.
+    """Return the speed of training: of the whole run, with the rest of calls, or at its end.
 
     It is in examples if the size of batches is known, otherwise in steps.
     """
@@ -218,7 +218,7 @@ def _worker(run: RunState, info: WorkerInfo) -> dict[str, Any]:
 
 
 def _phase(run: RunState) -> str:
-    """Return what the longest-serving worker does, such as `compiling`; empty before it has started."""
+    """Return the phase of the longest-serving worker, such as `compiling`; empty before it has started."""
     return next((run.workers[worker].phase for worker in run.members if worker in run.workers), "")
 
 
@@ -238,7 +238,7 @@ def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
 
 
 def _checkpoints(run: RunState) -> list[dict[str, Any]]:
-    """Return the checkpoints, the oldest first; `deleted` says which ones newer ones have replaced."""
+    """Return the checkpoints, the oldest first; `deleted` marks those that newer ones have replaced."""
     kept: dict[str, Any] = {}
     removed: set[str] = set()
     if isinstance(settings := run.job.get("checkpoints"), Mapping):
@@ -288,7 +288,7 @@ def _key(event: Happening) -> tuple[Any, ...]:
 
 
 def _events(run: RunState) -> list[dict[str, Any]]:
-    """Return the newest events in their order: equal ones, and the reports of a wait, are one row, the last.
+    """Return the newest events in their order; equal events, and the reports of a wait, are one row.
 
     A row of several events counts them. Calls within calls, such as validations, are not shown: they are
     many, and the charts have their time.
@@ -387,13 +387,14 @@ def chart(run: RunState, name: str, window: Window) -> list[dict[str, Any]]:
 
     A series has `label`, `role` and lists of equal length: `x`; `low` and `high`, the extremes of the values
     that a point represents, so that no spike is lost; `mean`, their average, over the width of the smoothing.
-    They are None where no value is finite. `missing` counts values that are not finite, `first_missing` is
-    the first one's place; `count` is the number of all values, `extent` the first and the last `x` of all.
+    They are None where no value is finite. `missing` counts values that are not finite, and `first_missing`
+    is the `x` of the first one. `count` is the number of all values, and `extent` has the first and the last
+    `x`.
 
     Args:
         run: the run.
         name: the `id` of one of its charts.
-        window: what to compute.
+        window: the part to compute.
 
     Raises:
         KeyError: the run has no such chart.
@@ -472,7 +473,7 @@ def _without_first_steps(steps: Columns) -> dict[str, Numbers]:
 
 
 def _without_first(steps: Columns) -> dict[str, Numbers]:
-    """Return the same without those of the time after the last step of a call, which have no steps."""
+    """Return measurements without those of the time after the last step of a call, which have no steps."""
     rows = _without_first_steps(steps)
     return {name: column[rows["count"] > 0] for name, column in rows.items()}
 
@@ -480,7 +481,7 @@ def _without_first(steps: Columns) -> dict[str, Numbers]:
 def _training(
     run: RunState, chosen: Callable[[Columns], dict[str, Numbers]] = _without_first
 ) -> Iterator[dict[str, Numbers]]:
-    """Yield the steps of calls that train, each step from one worker: another one's after a worker ended.
+    """Yield the steps of calls that train, each from one worker; after a worker has ended, from another one.
 
     With parameter servers, the chief takes all steps.
     """

@@ -3,11 +3,11 @@
 The address has a token, which the first request exchanges for a cookie. Requests without the cookie, with a
 name in `Host` that another site could point here, or with another method than GET are refused.
 
-One browser asks every two seconds, so the server is the standard library's, and the command needs no
+One browser asks every two seconds, so the server of the standard library suffices, and the command needs no
 package. The page is three files in `static/`, written by hand: a page of tables and canvas charts needs
 neither a framework nor a build, and the wheel needs no other tool. All computing is in Python
-(`page_data.py`). What changes seldom travels in parts with digests, so a poll transfers only parts that have
-changed. The report is the same page with the data inside; its policy allows the script and the style by
+(`page_data.py`). Data that changes seldom travels in parts with digests, so a poll transfers only parts that
+have changed. The report is the same page with the data inside; its policy allows the script and the style by
 their hashes.
 
 The page never takes part in a run. `lockstep run --ui` starts it as another process of the command, outside
@@ -75,7 +75,7 @@ _UPDATE_EVERY = 0.5
 
 
 class BadRequest(Exception):
-    """A request that asks for nothing that the page has; the text says why."""
+    """A request for something that the page does not have; the text says why."""
 
 
 class _Followed:
@@ -90,7 +90,7 @@ class _Followed:
         self._encoded: dict[str, tuple[str, bytes]] | None = None
 
     def update(self) -> None:
-        """Read what is new, unless that was done just now; like all methods, while holding the lock."""
+        """Read new lines, unless that was done just now; like all methods, while holding the lock."""
         if time.monotonic() < self._updated + _UPDATE_EVERY:
             return
         active = is_active(self._folder)
@@ -128,7 +128,7 @@ class RunsView:
         """Return the JSON for a request.
 
         Raises:
-            BadRequest: there is no such thing.
+            BadRequest: the page does not have it.
             ConfigError: a later version of Lockstep has recorded the run.
             OSError: a file cannot be read.
         """
@@ -253,7 +253,7 @@ class PageServer(ThreadingHTTPServer):
     """Serves the page at an address; `serve_forever` serves until `shutdown`, or an interrupt.
 
     Args:
-        place: the host and the port to listen at; port 0 for any free port.
+        address: the host and the port to listen at; port 0 for any free port.
         family: the family of the address.
         view: answers requests about runs.
         context: the context with which connections are encrypted; None if they are not.
@@ -268,7 +268,7 @@ class PageServer(ThreadingHTTPServer):
 
     def __init__(
         self,
-        place: tuple[Any, ...],
+        address: tuple[Any, ...],
         family: socket.AddressFamily,
         view: RunsView,
         context: ssl.SSLContext | None = None,
@@ -282,7 +282,7 @@ class PageServer(ThreadingHTTPServer):
         self._token: str | None = secrets.token_urlsafe(32)
         self._lock = threading.Lock()
         self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        super().__init__(cast(tuple[str, int], place), _Handler)
+        super().__init__(cast(tuple[str, int], address), _Handler)
 
     def server_bind(self) -> None:
         """Bind without asking name servers for this host's name, which may take long."""
@@ -299,7 +299,7 @@ class PageServer(ThreadingHTTPServer):
 
     @property
     def cookie_name(self) -> str:
-        """The name of the cookie: browsers do not tell the ports of a host apart."""
+        """The name of the cookie: browsers do not distinguish the ports of a host."""
         return f"lockstep-{self.server_port}"
 
     def take(self, token: str) -> bool:
@@ -410,7 +410,7 @@ class _Handler(BaseHTTPRequestHandler):
         return {"Set-Cookie": f"{pair}; Path=/; HttpOnly; SameSite=Strict{secure}"}
 
     def _refuse(self, status: HTTPStatus, text: str) -> None:
-        # What follows on the connection may not be a request.
+        # The next bytes of the connection may not be a request.
         self.close_connection = True
         self._send(status, "text/plain; charset=utf-8", text.encode())
 

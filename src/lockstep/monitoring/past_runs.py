@@ -1,7 +1,8 @@
-"""The runs in folders, one row each: when they ran, with how many workers, how far they came, how they ended.
+"""The runs in folders, one row each: their times, workers, progress and ends.
 
-`summarize`, `select` and the tables are pure. What a log does not say, or says in a form that this version
-does not know, is left out: its last line may be torn, and an earlier version has recorded less.
+`summarize`, `select` and the tables are pure. Values that a log does not have, or has in a form that this
+version does not know, are left out: the last line may be incomplete, and an earlier version has recorded
+less.
 """
 
 import contextlib
@@ -48,14 +49,14 @@ class WrittenCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class PastRun:
-    """What is known of the last run in a folder; None or empty for what is not.
+    """The last run in a folder; None or empty for unknown values.
 
     Attributes:
         name: the name of the folder.
         began: when it started, in seconds since 1970.
         seconds: how long it took, or has taken so far.
         state: `finished`, `failed`, `stopped`, `running`, or `lost` without an end.
-        script: what it runs.
+        script: its script.
         backend: the Keras backend.
         workers: the workers with which it started, without a chief that has parameter servers.
         servers: the number of parameter servers.
@@ -67,11 +68,10 @@ class PastRun:
         lost: the number of lost workers.
         joined: the number of workers that joined.
         warnings: the number of warnings.
-        metrics: those of the last epoch by name; None for a value that was not finite.
-        tags: those of `lockstep run --tag`.
+        metrics: the metrics of the last epoch, by name; None for a value that was not finite.
+        tags: the tags of `lockstep run --tag`.
         digest: the digest of the model that was trained last.
-        end: how it ended, or that it runs, what did not hold, and the verdict of the comparison with one
-            process.
+        end: how it ended, or that it runs, its troubles, and the verdict of the comparison with one process.
         resumed: the folder and the step of the checkpoint from which it resumed; None if it did not.
         resumed_from: the name of the run that wrote that checkpoint, or else its folder.
         written: the checkpoints that the runs in the folder wrote.
@@ -146,7 +146,7 @@ def _measurements(paths: RunPaths) -> bytes:
 def summarize(
     name: str, events: bytes, measurements: Callable[[], bytes], now: float | None, compared: str = ""
 ) -> PastRun:
-    """Return what the logs of a folder say about the last run in it.
+    """Return the last run of a folder, from its logs.
 
     Args:
         name: the name of the folder.
@@ -226,7 +226,7 @@ def _linked(run: PastRun, runs: Sequence[PastRun]) -> PastRun:
 
 
 class _RunColumn(NamedTuple):
-    """A column: its name, its value for a run, and its text in the table; None for none there."""
+    """A column: its name, its value for a run, and its text in the table; None if it is not there."""
 
     name: str
     value: Callable[[PastRun], Any]
@@ -292,7 +292,7 @@ def select(runs: Sequence[PastRun], conditions: Sequence[str], order: str = "") 
     Args:
         runs: the runs.
         conditions: each a column, `=`, `!=`, `<` or `>`, and a value. A text may be a pattern such as
-            `train*`; a run has a list such as `tags` if it has one of its items.
+            `train*`. A run meets a condition on a list such as `tags` if one of the items does.
         order: the column by which to sort, after `-` for the largest value first; empty to keep the order.
 
     Raises:
@@ -436,6 +436,6 @@ def _share(share: float | None) -> float | None:
 
 
 def _number(value: Any, otherwise: float | None = None) -> float | None:
-    """Return a time; what is not a number, or not a time that a calendar has, is left out."""
+    """Return a time; None if the value is not a number, or not a time that a calendar has."""
     is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
     return float(value) if is_valid else otherwise

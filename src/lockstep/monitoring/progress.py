@@ -1,4 +1,4 @@
-"""How far the training of a run is, and how long the rest takes. Pure."""
+"""The progress of training in a run, and the time that the rest takes. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ _MANY = 8
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """How far a run is in its last call that trains.
+    """The progress of a run in its last call that trains.
 
     Attributes:
         call: its name.
         step: the number of the last step in the call; None before the first.
-        steps: the number of its steps, if it ends with its last epoch; None if that is not known.
+        steps: the number of its steps, if it ends with its last epoch; None if it is unknown.
         epoch: the epoch in progress, or the last one if the call has ended, from 1; None if it has none.
-        epochs: the last epoch that the call asks for; None if it is not known.
-        left: seconds until its last step at the present speed; None if they are not known, or it has ended.
+        epochs: the last epoch that the call requests; None if it is unknown.
+        left: seconds until its last step at the present speed; None if they are unknown, or it has ended.
     """
 
     call: str
@@ -37,7 +37,7 @@ class TrainingProgress:
 
 
 def progress(run: RunState) -> TrainingProgress | None:
-    """Return how far a run is; None before its first call that trains."""
+    """Return the progress of a run; None before its first call that trains."""
     index = max((at for at, call in enumerate(run.calls) if trains(call.name)), default=None)
     if index is None:
         return None
@@ -74,7 +74,7 @@ def _epoch(run: RunState, call: CallInfo) -> int | None:
 
 
 def _ended_epochs(run: RunState, call: CallInfo) -> list[tuple[float, float, float]]:
-    """Return the epochs of a call that have ended, the training steps of the job at their ends, and when."""
+    """Return the epochs of a call that have ended, and the training steps and the times of their ends."""
     until, names = math.inf if call.ended is None else call.ended, ("epoch", "trained", "time")
     for columns in run.metrics.values():
         chosen = (columns.column("time") >= call.began) & (columns.column("time") <= until)

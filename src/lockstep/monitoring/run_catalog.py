@@ -1,4 +1,4 @@
-"""The runs in folders that the user names, and what the ends of their logs say about them."""
+"""The runs in folders that the user names, and a glance at each from the ends of its log."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def resolve(words: Sequence[str]) -> list[Path]:
     """Return the folders that words name: each a folder that contains run folders, or a run (`find_run`).
 
     Raises:
-        ConfigError, UnfitError: a word names neither; without words, there is no folder of runs here.
+        ConfigError, UnfitError: a word names neither; or there are no words, and no folder of runs here.
     """
     if not words and not RUNS.is_dir():
         raise ConfigError(f"there is no folder {RUNS} here; name the folder of a run, or a running job")
@@ -58,7 +58,7 @@ class Glance:
     """The facts about a run at the beginning and the end of its event log.
 
     Attributes:
-        script: what it runs; empty if unknown.
+        script: its script; empty if unknown.
         began: when its first run started, in seconds since 1970; 0 if unknown.
         last: when its log was last written.
         status: the status in its event `finished`; None if that is not its last event.
@@ -100,7 +100,7 @@ class Catalog:
         }
 
     def glance(self, folder: Path) -> Glance:
-        """Return what the event log of a run says, from its ends only."""
+        """Return the facts about a run from the two ends of its event log."""
         path = RunPaths(folder).events
         try:
             with os.fdopen(open_regular(path), "rb") as file:

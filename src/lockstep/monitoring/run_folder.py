@@ -1,7 +1,7 @@
-"""The folder of a run, followed while its files grow: the state of the run that they tell.
+"""Follows the folder of a run while its files grow, and returns the state of the run.
 
-A folder may contain several runs, one after the other: the last one counts, but for metrics and steps, which
-continue.
+A folder may contain several runs, one after the other. The last one counts, except for metrics and steps,
+which continue.
 """
 
 import heapq
@@ -59,9 +59,9 @@ class RunFolder:
         self._measurements = GrowingFile(self.paths.measurements)
 
     def update(self) -> bool:
-        """Read what the files have gained; return whether anything is new.
+        """Read new lines of the files; return whether there are any.
 
-        A line without its end is read when it is complete. One that cannot be read is skipped, and counted.
+        A line without its end is read when it is complete. Unreadable lines are skipped and counted.
 
         Raises:
             OSError: a file exists and cannot be read.
@@ -70,7 +70,7 @@ class RunFolder:
         if self._events.shrank() or self._measurements.shrank():
             self._begin()
         before = self.state
-        # In the order of time: what a worker does follows from both files.
+        # In the order of time: the phase of a worker follows from both files.
         for entry in heapq.merge(self._happenings(), self._measured(), key=lambda happening: happening.time):
             self.state = self.state.after(entry)
         self.state = self.state.with_verdict(read_verdict(self.paths))

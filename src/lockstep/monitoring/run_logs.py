@@ -93,7 +93,7 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
     Args:
         folder: the folder of the run.
         worker: whose log.
-        text: what to look for, not empty.
+        text: the text to look for, not empty.
         case: whether the case of ASCII letters counts; that of others always does.
         start: the byte at which to start, the beginning of a line.
 

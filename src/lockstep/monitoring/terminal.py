@@ -1,4 +1,4 @@
-"""A terminal that shows a picture and reads keys; afterwards, and while the program is stopped, as before."""
+"""A terminal that shows a picture and reads keys. It is restored at the end, and while the program stops."""
 
 import contextlib
 import os
@@ -23,11 +23,11 @@ _WAKE = 0
 
 
 class Input(NamedTuple):
-    """What has happened in a terminal.
+    """The input of a terminal since the last wait.
 
     Attributes:
-        typed: what the user has typed.
-        ended: the signal that asks the program to end; SIGHUP also if the terminal is gone; None for none.
+        typed: the characters that the user has typed.
+        ended: the signal that tells the program to end; SIGHUP if the terminal is gone; None for none.
     """
 
     typed: str = ""
@@ -37,7 +37,7 @@ class Input(NamedTuple):
 class PictureTerminal:
     """The terminal of stdin and stdout, on its alternate screen, without echo, within a `with` block.
 
-    Signals that end the program are reported by `wait`; Ctrl-Z stops it with the terminal as it was before.
+    Signals that end the program are reported by `wait`. Ctrl-Z stops it and restores the terminal.
     For the main thread.
 
     Args:

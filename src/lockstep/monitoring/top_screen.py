@@ -1,4 +1,4 @@
-"""What `lockstep top` shows on a terminal, and what its keys do. Pure."""
+"""The screen of `lockstep top` on a terminal, and the effect of its keys. Pure."""
 
 import re
 import textwrap
@@ -44,8 +44,8 @@ class TopScreen:
     """The state of the screen.
 
     Attributes:
-        selected: the worker on which the arrows are; None before their first use.
-        mode: what the next key means.
+        selected: the worker that the arrow keys have selected; None before their first use.
+        mode: the meaning of the next key.
         typed: the digits of the number of a worker.
         message: the last line.
         stack: the text that is shown instead of the events.
@@ -59,11 +59,11 @@ class TopScreen:
     _wanted: int | None = field(default=None)
 
     def press(self, key: str, view: Overview) -> AdminRequest | Literal["quit"] | None:
-        """Process a key; return what to ask the job, `QUIT`, or None.
+        """Process a key; return a request to the job, `QUIT`, or None.
 
         Args:
             key: a character, or `up`, `down`, `enter`, `escape`, `backspace`.
-            view: what is shown.
+            view: the overview that is shown.
         """
         self.message = ""
         if self.mode == "stop":
@@ -89,7 +89,7 @@ class TopScreen:
         return None
 
     def take(self, request: AdminRequest, reply: Reply | str) -> None:
-        """Take the reply to a request, or why there is none."""
+        """Process the reply to a request, or why there is none."""
         if isinstance(request, ScaleRequest) and request.workers == self._wanted:
             self._wanted = None
         if isinstance(reply, str):
@@ -199,9 +199,9 @@ def stack_lines(reply: StackReply) -> tuple[str, ...]:
 
 def _frame(text: str) -> tuple[str, str]:
     """Return the function and the place of a frame, whose path starts at the package or the last folders."""
-    if (found := _FRAME.fullmatch(text)) is None:
+    if (match := _FRAME.fullmatch(text)) is None:
         return text, ""
-    path, line, function = found.groups()
+    path, line, function = match.groups()
     packaged = path.rpartition("-packages/")[2]
     short = packaged if packaged != path else "/".join(path.split("/")[-_LAST_PARTS:])
     return function, f"{short}:{line}"
@@ -221,7 +221,7 @@ _KEYS = {
 
 
 def read_keys(typed: str) -> Sequence[str]:
-    """Return the keys in what a terminal has sent; those without a meaning are left out."""
+    """Return the keys in the characters of a terminal; keys without a meaning are left out."""
     keys, at = [], 0
     while at < len(typed):
         sequence = typed[at : at + 3]

@@ -21,7 +21,7 @@ _METRICS = 6
 
 
 class _Column(NamedTuple):
-    """A column of the table of workers; the highest ranks are left out where there is no room."""
+    """A column of the table of workers; columns of the highest ranks are left out if room is scarce."""
 
     heading: str
     show: Callable[[WorkerRow], str]
@@ -131,9 +131,9 @@ def host_lines(view: Overview) -> list[str]:
     lines = []
     for host in view.hosts:
         lines.append(host_line(host))
-        own = [row for row in owners.values() if row.host == host.host]
+        rows = [row for row in owners.values() if row.host == host.host]
         for gpu in host.gpus:
-            users = [row.worker for row in own if gpu.index in row.gpus]
+            users = [row.worker for row in rows if gpu.index in row.gpus]
             lines.append(f"  {gpu_line(gpu)}" + (f"  worker {', '.join(map(str, users))}" if users else ""))
     return lines
 
@@ -206,7 +206,7 @@ def csv_heading() -> str:
 
 
 def as_csv(view: Overview) -> str:
-    """Return a line per worker; empty for what is not measured. Units are those of `WorkerRow`."""
+    """Return a line per worker; empty for values that are not measured. Units are those of `WorkerRow`."""
     return csv_lines([[_csv_value(view, row, name) for name in _CSV] for row in view.workers])
 
 
@@ -256,10 +256,10 @@ def clipped(text: str, width: int | None) -> str:
 
 def _join_blank(lines: list[str]) -> list[str]:
     """Return the lines with one empty line where several follow each other, and none at the end."""
-    found: list[str] = []
+    joined: list[str] = []
     for line in lines:
-        if line or (found and found[-1]):
-            found.append(line)
-    while found and not found[-1]:
-        found.pop()
-    return found
+        if line or (joined and joined[-1]):
+            joined.append(line)
+    while joined and not joined[-1]:
+        joined.pop()
+    return joined

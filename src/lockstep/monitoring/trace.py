@@ -3,8 +3,8 @@
 Each host is a process and each worker a thread of it. A step is a slice with a slice for each of its parts,
 in the order of `STEP_PARTS`: a worker measures how long a part takes, not when.
 
-With parameter servers, each step is taken by one worker. The slices of the chief are the results that it
-gets, which it numbers in the order of completion.
+With parameter servers, one worker takes each step. The slices of the chief are the results that it receives,
+which it numbers in the order of completion.
 """
 
 import re
@@ -60,8 +60,8 @@ def parse_steps(text: str) -> range:
     Raises:
         ConfigError: it names no steps.
     """
-    found = _STEPS.fullmatch(text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = _STEPS.fullmatch(text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError(
             f"--steps {text} names no steps: give the first and the last one, counted from 1, such as 100:110"
@@ -70,7 +70,7 @@ def parse_steps(text: str) -> range:
 
 
 def trace_of(folder: Path, steps: range) -> list[TraceEvent]:
-    """Return the events of some steps of the run in a folder, and what happened meanwhile.
+    """Return trace events for some steps of the run in a folder, and for the run's events meanwhile.
 
     Raises:
         ConfigError: the folder has no run, or not all of the steps were recorded one by one.
@@ -92,17 +92,17 @@ def trace_of(folder: Path, steps: range) -> list[TraceEvent]:
 def single_steps(paths: RunPaths) -> Iterator[tuple[float, SingleStep]]:
     """Yield the recorded steps of a run folder, each with the time of its measurement."""
     for line in GrowingFile(paths.measurements).lines():
-        found = measurement(line)
-        if found is None or found.worker is None or not isinstance(found.event, StepsMeasured):
+        recorded = measurement(line)
+        if recorded is None or recorded.worker is None or not isinstance(recorded.event, StepsMeasured):
             continue
-        measured = found.event
+        measured = recorded.event
         began = round(measured.began * _MICRO)
         before = measured.trained - measured.number
         steps = measured.steps or [before + number for number, *_ in measured.singles]
         for step, (number, start, *parts) in zip(steps, measured.singles, strict=False):
             yield (
-                found.time,
-                SingleStep(step, found.worker, measured.call, number, began + start, tuple(parts)),
+                recorded.time,
+                SingleStep(step, recorded.worker, measured.call, number, began + start, tuple(parts)),
             )
 
 
@@ -113,20 +113,20 @@ def newest(recorded: Iterable[tuple[float, SingleStep]], begun: Sequence[float])
         recorded: steps with the times of their measurements.
         begun: when each run in the folder began, in seconds since 1970.
     """
-    found: dict[int, tuple[int, dict[int, SingleStep]]] = {}
+    steps: dict[int, tuple[int, dict[int, SingleStep]]] = {}
     for time, step in recorded:
         run = bisect(begun, time)
-        last, workers = found.get(step.step, (run, {}))
+        last, workers = steps.get(step.step, (run, {}))
         if run > last:
             workers = {}
         if run >= last:
             # A joiner takes the step before its first one by itself.
-            found[step.step] = (run, {**workers, step.worker: step})
-    return [step for _, workers in found.values() for step in workers.values()]
+            steps[step.step] = (run, {**workers, step.worker: step})
+    return [step for _, workers in steps.values() for step in workers.values()]
 
 
 def refuse_missing(steps: range, recorded: Sequence[int], trained: int) -> None:
-    """Raise ConfigError if not all steps were recorded; `recorded` are the numbers of those that were."""
+    """Raise ConfigError if not all steps were recorded; `recorded` are the numbers of the recorded ones."""
     if sum(step in steps for step in recorded) == len(steps):
         return
     if not recorded:
@@ -136,11 +136,11 @@ def refuse_missing(steps: range, recorded: Sequence[int], trained: int) -> None:
         )
     windows = [
         (group[0][1], group[-1][1])
-        for _, found in groupby(enumerate(recorded), lambda entry: entry[1] - entry[0])
-        for group in (list(found),)
+        for _, entries in groupby(enumerate(recorded), lambda entry: entry[1] - entry[0])
+        for group in (list(entries),)
     ]
-    known = set(recorded)
-    missing = next(step for step in steps if step not in known)
+    single = set(recorded)
+    missing = next(step for step in steps if step not in single)
     before = [window for window in windows if window[0] < missing][-1:]
     after = [window for window in windows if window[0] > missing][:1]
     near = " and ".join(f"{first}:{last}" if last > first else f"{first}" for first, last in before + after)
@@ -151,7 +151,7 @@ def refuse_missing(steps: range, recorded: Sequence[int], trained: int) -> None:
 
 
 def trace_events(steps: Iterable[SingleStep], run: RunState) -> list[TraceEvent]:
-    """Return the events of steps of a run, and of what happened between the first and the last of them."""
+    """Return trace events for steps of a run, and for the run's events between the first and the last."""
     by_worker: dict[int, list[SingleStep]] = {}
     for step in sorted(steps, key=lambda step: (step.worker, step.start)):
         by_worker.setdefault(step.worker, []).append(step)

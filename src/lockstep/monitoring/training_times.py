@@ -1,4 +1,4 @@
-"""What slows a run: its last seconds, or its last call that trains, judged as at the end of a call. Pure."""
+"""The causes that slow a run in its last seconds, or in its last call that trains. Pure."""
 
 import math
 from collections.abc import Collection
@@ -28,7 +28,7 @@ def window(run: RunState, now: float) -> float:
 
 
 def advice(run: RunState, times: CallTimes) -> tuple[str, ...]:
-    """Return what slows a run, one line each; empty if nothing does notably.
+    """Return the causes that slow a run, one line each; empty if none does notably.
 
     Args:
         run: the run.
@@ -128,7 +128,7 @@ def worker_times(info: WorkerInfo, chosen: "npt.NDArray[np.bool_]", since: float
     shapes = int(steps.column("compiled")[chosen].sum())
     chosen &= steps.column("time") > since
     parts = {part: float(steps.column(part)[chosen].sum()) for part in STEP_PARTS}
-    # The seconds by method are known of the whole run.
+    # The seconds by method are known only for the whole run.
     scale = parts["nested"] / (sum(info.nested.values()) or 1.0)
     return WorkerTimes(
         steps=int(counts[chosen].sum()),
@@ -154,17 +154,17 @@ def _loads(run: RunState, host: str, since: float, until: float, *, counts_first
         since = float(times[chosen][0])
         chosen = (times > since) & (times <= until)
     workers = {}
-    for worker, known in run.workers.items():
-        if known.host == host and len(known.load):
-            load, times = known.load, known.load.column("time")
-            own = ((times >= since) if counts_first else (times > since)) & (times <= until)
+    for worker, worker_run in run.workers.items():
+        if worker_run.host == host and len(worker_run.load):
+            load, times = worker_run.load, worker_run.load.column("time")
+            during = ((times >= since) if counts_first else (times > since)) & (times <= until)
             workers[worker] = WorkerLoads(
-                count=int(own.sum()),
-                cores=float(load.column("cores")[own].sum()),
-                delayed=float(load.column("delayed")[own].sum()),
-                faults=float(load.column("faults")[own].sum()),
-                throttled=int(load.column("throttled")[own].sum()),
-                gpus=known.throttled,
+                count=int(during.sum()),
+                cores=float(load.column("cores")[during].sum()),
+                delayed=float(load.column("delayed")[during].sum()),
+                faults=float(load.column("faults")[during].sum()),
+                throttled=int(load.column("throttled")[during].sum()),
+                gpus=worker_run.throttled,
             )
     return HostLoads(
         cores=info.measured.cores,

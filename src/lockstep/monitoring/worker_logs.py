@@ -20,14 +20,12 @@ def list_logs(folder: Path) -> dict[int, Path]:
     Raises:
         OSError: the folder cannot be read.
     """
-    found = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
-    return {
-        worker: path for worker, path in sorted(found.items()) if path.is_file() and not path.is_symlink()
-    }
+    logs = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
+    return {worker: path for worker, path in sorted(logs.items()) if path.is_file() and not path.is_symlink()}
 
 
 class WorkerLogs:
-    """Writes the logs of a run, and later what they have gained since then, in constant memory.
+    """Writes the logs of a run, and later their new lines, in constant memory.
 
     A log that is shown alone is written as it is. Otherwise complete lines are written, those longer than
     64 KiB in parts.
@@ -57,7 +55,7 @@ class WorkerLogs:
         self._logs: dict[int, GrowingLog] = {}
 
     def advance(self) -> None:
-        """Write what the logs have gained since the last call, worker by worker.
+        """Write the new lines of the logs since the last call, worker by worker.
 
         A log that has become shorter, or was replaced, is shown from its start; one that is missing is
         skipped.
@@ -70,7 +68,7 @@ class WorkerLogs:
             log.advance()
 
     def finish(self) -> None:
-        """Write what the logs have gained, including last lines without an end; raises as `advance`."""
+        """Write the new lines of the logs, including last lines without an end; raises as `advance`."""
         self._find()
         for log in self._logs.values():
             log.finish()
@@ -96,7 +94,7 @@ def follow(
     """Write the logs of a running job, or one log, until it has ended.
 
     Args:
-        logs: what to write.
+        logs: the logs to write.
         is_running: whether the job still runs.
         rest: called between two looks at the logs.
 
@@ -115,7 +113,7 @@ class GrowingLog:
 
     Args:
         path: the path of the log.
-        outlet: takes what is read.
+        outlet: takes the bytes.
         position: the byte with which to begin.
     """
 
@@ -127,22 +125,22 @@ class GrowingLog:
         self._position = position
 
     def advance(self) -> None:
-        """Write what is new, up to the present end: another log may wait."""
+        """Write new bytes up to the present end, because another log may wait."""
         try:
-            found = self._path.stat()
-            if self._file == (found.st_dev, found.st_ino) and found.st_size == self._position:
+            status = self._path.stat()
+            if self._file == (status.st_dev, status.st_ino) and status.st_size == self._position:
                 return
             descriptor = open_regular(self._path)
         except FileNotFoundError:
             return
         try:
-            found = os.fstat(descriptor)
-            file = found.st_dev, found.st_ino
-            if self._file not in (None, file) or found.st_size < self._position:
+            status = os.fstat(descriptor)
+            file = status.st_dev, status.st_ino
+            if self._file not in (None, file) or status.st_size < self._position:
                 self.end_line()
                 self._position = 0
             self._file = file
-            while left := found.st_size - self._position:
+            while left := status.st_size - self._position:
                 piece = os.pread(descriptor, min(left, _PIECE), self._position)
                 if not piece:
                     return
@@ -152,11 +150,11 @@ class GrowingLog:
             os.close(descriptor)
 
     def finish(self) -> None:
-        """Write what is new, and the end of a line that has none yet."""
+        """Write new bytes, and the end of an unterminated line."""
         self.advance()
         self.end_line()
 
     def end_line(self) -> None:
-        """Write a line that has no end yet."""
+        """Write an unterminated line."""
         if isinstance(self._outlet, LinePrefixer):
             self._outlet.close()

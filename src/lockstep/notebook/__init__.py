@@ -1,1 +1,1 @@
-"""`lockstep.launch`, which runs a function on several workers; `lockstep run` uses nothing of it."""
+"""`lockstep.launch`, which runs a function on several workers. `lockstep run` does not use this package."""

@@ -111,13 +111,13 @@ def launch(
         closing.callback(os.close, call_file)
         box = ResultBox.create()
         closing.callback(box.close)
-        own = run_dir
-        if own is None:
+        folder_of_run = run_dir
+        if folder_of_run is None:
             name = str(getattr(function, "__name__", "function")).strip("<>")
-            own = fresh_folder(RUNS, name, time.time())
-            options.append(f"--run-dir={own}")
-            closing.callback(remove_where_empty, own)
-        folder = Path(own)
+            folder_of_run = fresh_folder(RUNS, name, time.time())
+            options.append(f"--run-dir={folder_of_run}")
+            closing.callback(remove_where_empty, folder_of_run)
+        folder = Path(folder_of_run)
         history = RunHistory(folder)
         status = _run(call_file, box, options)
         returned = box.take()

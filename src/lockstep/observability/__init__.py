@@ -1,1 +1,1 @@
-"""The events of a run, the bus that publishes them, and where they are written or shown; no decisions."""
+"""The events of a run, the bus that publishes them, and where they are written or shown. No decisions."""

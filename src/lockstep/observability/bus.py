@@ -1,7 +1,7 @@
 """Publish and subscribe: the publisher of an event depends on none of its subscribers.
 
 A bus calls subscribers on the publisher's thread, in the order in which they subscribed, so that files and
-messages have the order of the events; a subscriber must not block. A slow reader (a terminal that shows the
+messages have the order of the events. A subscriber must not block. A slow reader (a terminal that shows the
 run, a user's code) takes events from a `Feed` instead: a bounded queue that drops the oldest events and
 counts them. A subscriber that raises is removed, and the bus says so once.
 
@@ -26,7 +26,7 @@ class PublishedEvent(NamedTuple):
     Attributes:
         time: when it was published, in seconds since 1970.
         worker: the worker that published it; None for the coordinator.
-        event: what happened.
+        event: the event.
     """
 
     time: float
@@ -72,10 +72,10 @@ class Bus:
         return kind in self._subscribers
 
     def publish(self, event: Event, worker: int | None = None) -> None:
-        """Call the subscribers to the event's class; what they raise does not reach the caller.
+        """Call the subscribers to the event's class; their errors do not reach the caller.
 
         Args:
-            event: what happened.
+            event: the event.
             worker: the worker that published it first, if the coordinator publishes it again.
         """
         subscribers = self._subscribers.get(type(event))

@@ -93,7 +93,7 @@ class Console:
             prefixer.close()
 
     def flush(self) -> None:
-        """Write what can be written without blocking."""
+        """Write as much as possible without blocking."""
         for sink in self.sinks:
             sink.flush()
 

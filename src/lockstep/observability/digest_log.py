@@ -1,8 +1,8 @@
 """Writes the digest log, a folder of segments of JSON lines that stays below a size; see docs/run-folder.md.
 
 A coordinator that takes a job over begins a new segment, so segments are only appended to by the process that
-has created them. When the log reaches its limit, segments are thinned, those first that were thinned least:
-of the steps in a segment, only those remain whose number its stride divides.
+has created them. When the log reaches its limit, segments are thinned, beginning with those that were thinned
+least. Only the steps whose number the stride of the segment divides remain in it.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class DigestLog:
     Args:
         folder: the folder of the log.
         encode: returns the line of an event.
-        complain: shows a line if the log cannot be written; then the rest of it is lost.
+        complain: shows a line if the log cannot be written. The rest of the log is then lost.
         limit: maximum bytes of all segments.
         segment: bytes from which a new segment begins.
     """
@@ -65,7 +65,7 @@ class DigestLog:
         self._lost = False
 
     def announce(self, published: PublishedEvent) -> None:
-        """Append an event before the next one that is appended, if there is one."""
+        """Append an event, but only when another one follows."""
         self._waiting.append(self._encode(published))
 
     def append(self, published: PublishedEvent) -> None:

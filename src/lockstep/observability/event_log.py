@@ -1,4 +1,4 @@
-"""Writes what a run publishes to its folder: a JSON object per line, as docs/run-folder.md describes."""
+"""Writes the events of a run to its folder: a JSON object per line, as docs/run-folder.md describes."""
 
 import json
 from collections.abc import Iterator

@@ -60,7 +60,7 @@ class WorkerReady(_Event, frozen=True, tag="ready"):
 
 
 class JoinRequested(_Event, frozen=True, tag="asks"):
-    """A joiner requests the position of the training, or, if `whole`, to join the next view."""
+    """A joiner requests the position of the members, or, if `whole`, to join the next view."""
 
     worker: int
     whole: bool
@@ -140,7 +140,7 @@ class HostLost(_Event, frozen=True, tag="host lost"):
 
 
 class WaitReported(_Event, frozen=True, tag="wait"):
-    """A worker has waited for `seconds` in `what` for the workers `waits_for`; repeated while it waits."""
+    """A worker has waited for `waits_for` in the call `what`, for `seconds`; repeated while it waits."""
 
     worker: int
     what: str
@@ -162,7 +162,7 @@ class DecisionMade(_Event, frozen=True, tag="decision"):
 
 
 class MemoryExhausted(_Event, frozen=True, tag="no memory"):
-    """The kernel killed `kills` processes because memory ran out, probably also this worker."""
+    """The kernel killed `kills` processes because memory ran out, probably including this worker."""
 
     worker: int
     kills: int
@@ -190,7 +190,7 @@ class MessageMisunderstood(_Event, frozen=True, tag="misunderstood"):
 
 
 class CoordinatorStarted(_Event, frozen=True, tag="coordinator"):
-    """Another coordinator takes over the job, because the one before was lost."""
+    """Another coordinator takes over the job, because the previous one was lost."""
 
     term: int
     pid: int
@@ -211,12 +211,12 @@ class WarningShown(_Event, frozen=True, tag="warning"):
 
 
 class HostStrain(msgspec.Struct, frozen=True):
-    """In how many measurements of a host it could not give the job what it needs.
+    """The number of measurements of a host in which the job lacked cores or clock rate.
 
     Attributes:
         measured: number of measurements.
-        overloaded: in how many of them workers waited for cores that other processes used.
-        throttled: in how many of them a CPU quota stopped processes, or GPUs of workers had a lowered clock.
+        overloaded: the number in which workers waited for cores that other processes used.
+        throttled: the number in which a CPU quota stopped processes, or GPUs of workers had a lowered clock.
     """
 
     measured: int = 0
@@ -225,35 +225,36 @@ class HostStrain(msgspec.Struct, frozen=True):
 
 
 class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job has done, and what did not hold in it.
+    """The totals of a job, and its troubles.
 
     Attributes:
-        job_restarts: how often the command has started the job before; other figures begin with this start.
+        job_restarts: how often the command has started the job before. The other totals begin with this
+            start.
         lost: number of lost workers.
         joined: number of workers that joined.
         lost_hosts: number of lost hosts.
         joined_hosts: number of hosts that joined.
-        pauses: how often the training paused because the workers changed.
+        pauses: how often training paused because the workers changed.
         paused: seconds of these pauses.
         effective: seconds in training steps; see "Effective training time" in docs/monitoring.md.
         checkpoints: number of written checkpoints.
         failed_checkpoints: number of checkpoints that could not be written.
-        checkpoint_failure: why the last of them could not be written; empty without one.
+        checkpoint_failure: why the last one could not be written; empty without a failure.
         saved: training steps in the newest checkpoint that was written, or from which the job resumed; None
             without one.
         verified: number of replicas' computations that a second worker has repeated, with equal bits.
-        failed_verifications: number of those with unequal bits.
+        failed_verifications: number of such computations with unequal bits.
         epoch: the last epoch of `fit` that has ended, from 1; 0 before.
-        metrics: its metrics by name, or before its end the newest ones; None if a value was not finite.
+        metrics: its metrics by name, or the newest ones before its end; None if a value was not finite.
         not_finite: for each metric with a value that was not finite, the training steps before the first.
         strained: the load of hosts that were often overloaded or throttled, by name.
         lost_outputs: number of files of the run folder and of streams that could not be written.
         warnings: number of warnings that the command has shown.
         before: training steps in the checkpoint from which the job resumed.
-        steps: training steps, including those; None until the chief reports them.
+        steps: training steps, including those before; None until the chief reports them.
         model: the name of the model that was trained last; empty if there is none.
         digest: `lockstep.digest` of that model at the end of the script.
-        reached: training steps that are known to be completed, also those in the checkpoint.
+        reached: training steps that are known to be completed, including those in the checkpoint.
     """
 
     job_restarts: int = 0
@@ -284,12 +285,12 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobFinished(JobTotals, frozen=True, kw_only=True, tag_field="event", tag="finished"):
-    """The run has ended; `steps` are those that are known to be completed if the script did not finish.
+    """The run has ended; if the script did not finish, `steps` are the steps that are known to be completed.
 
     Attributes:
         status: exit status of the command.
         message: why, in one line; empty on success.
-        workers: the workers that are the reason.
+        workers: the workers that caused the end.
         seconds: duration of the run.
     """
 
@@ -327,7 +328,7 @@ class CallStarted(_Event, frozen=True, tag="call"):
     Attributes:
         name: the call.
         initial_epoch, epochs: the arguments of a `fit`; None in other calls.
-        steps_per_epoch: number of steps of its epochs, if it is known before they are read; None otherwise.
+        steps_per_epoch: number of steps of its epochs; None if it is unknown before they are read.
     """
 
     name: str
@@ -369,7 +370,7 @@ class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification fa
 
 
 class HostsDiffer(_Event, frozen=True, tag="hosts differ"):
-    """Hosts compute different bits, and the user allows it; `what` says which, and why."""
+    """Hosts compute different bits, and the user allows it; `what` names the hosts and the reason."""
 
     what: str
 
@@ -385,20 +386,20 @@ class ReplicasVerified(_Event, frozen=True, tag="verified"):
 
 
 class TimeoutSet(_Event, frozen=True, tag="patience"):
-    """The script set after how many seconds a worker that others wait for is stuck."""
+    """The script set the number of seconds after which a worker that others wait for counts as stuck."""
 
     seconds: float
 
 
 class SourceChanged(_Event, frozen=True, tag="source"):
-    """The file of a module differs from the source that the workers run; `what` says how."""
+    """The file of a module differs from the source that the workers run; `what` describes the difference."""
 
     path: str
     what: str
 
 
 class ChiefWrites(_Event, frozen=True, tag="chief writes"):
-    """In a job over hosts, Keras's callbacks write to `paths`, which hosts do not share, on the chief's."""
+    """Keras's callbacks write to `paths` on the chief's host, which other hosts do not share."""
 
     paths: tuple[str, ...]
 
@@ -471,8 +472,8 @@ class TrainingPaused(_Event, frozen=True, tag="paused"):
 
     Attributes:
         number: the number of the view.
-        seconds: from when it saw that the workers change until the call was complete, with what it computed
-            for it again.
+        seconds: from the moment when it noticed the change until the call was complete, including repeated
+            computations.
     """
 
     number: int
@@ -488,9 +489,10 @@ class CallEnded(_Event, frozen=True, tag="call ended"):
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     """A worker completed a step of `fit`, `evaluate`, `train_on_batch` or `strategy.steps`.
 
-    Several replicas compute it: Keras's own function takes the steps of a job with one replica. In a job with
-    parameter servers, the steps of `fit` are those that the chief has taken, or that a worker has computed;
-    those of `functions 1` are scheduled functions, those of `updates within fit 1` the updates of a server.
+    The job has several replicas: Keras's own function takes the steps of a job with one replica. In a job
+    with parameter servers, the steps of `fit` are those that the chief has taken, or that a worker has
+    computed. The steps of `functions 1` are scheduled functions, and those of `updates within fit 1` are the
+    updates of a server.
 
     The parts are seconds of the worker's main thread; they do not overlap, and add up to `seconds`. A backend
     may return from an update before it is computed: the remaining time counts for the part that waits for the
@@ -502,7 +504,8 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         trained: number of training steps of the job so far, in all calls.
         examples: number of examples of the global batch; 0 if it is unknown, in a loop of the script.
         replicas: number of replicas that this worker executes.
-        seconds: from the end of the previous step; in the first step of a call, from when its batch is read.
+        seconds: from the end of the previous step; in the first step of a call, from the beginning of reading
+            its batch.
         input: reading the batch and this worker's rows.
         compute: forward and backward passes of the replicas of this worker.
         wait: waiting for other workers, in the reduce and for a new view.
@@ -512,7 +515,8 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         other: callbacks, the loop of Keras or of the script, comparing states and copying checkpoints.
         nested: distributed calls within this one, such as a validation, or `predict` in a callback.
         calls: the seconds of `nested` by method.
-        compiled: whether the backend has compiled the step: none before had examples of these shapes.
+        compiled: whether the backend has compiled the step, because no earlier step had examples of these
+            shapes.
         staleness: the staleness of the step, in a worker of a job with parameter servers; None elsewhere.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
@@ -561,7 +565,7 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
         number: the number of the last step in its call, from 1.
         trained: number of training steps of the job after the last of them.
         count: number of steps; 0 if only time after the last step of the call is left.
-        began: when the first of them began, in seconds since 1970.
+        began: when the first of these steps began, in seconds since 1970.
         examples: number of examples of their global batches.
         replicas: number of replicas that this worker executes.
         seconds: sum of their durations; also the sum of the parts.
@@ -570,13 +574,13 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
             growing gaps. For each, the number in the call, the start in microseconds after `began`, and the
             parts in microseconds in the order of `STEP_PARTS`.
         steps: the training step of each of `singles`, if they are not consecutive: a worker of a job with
-            parameter servers takes some of the steps of the call.
+            parameter servers takes only some of the steps of the call.
         calls: the seconds of `nested` by method, such as `predict`.
         compiled: how many of the steps the backend has compiled, because of new shapes of examples.
         compiling: the seconds of `compute` in these steps.
-        staleness: sum over the steps of their staleness, in a worker of a job with parameter servers; None
+        staleness: the sum of the staleness of the steps, in a worker of a job with parameter servers; None
             elsewhere.
-        largest_staleness: the largest of them; None elsewhere.
+        largest_staleness: the largest staleness of a step; None elsewhere.
     """
 
     call: str
@@ -627,7 +631,7 @@ class MetricsRecorded(_Event, frozen=True, kw_only=True, tag="metrics"):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker's process uses of its host.
+    """The resources of its host that the process of a worker uses.
 
     Attributes:
         worker: its id.
@@ -646,10 +650,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of a GPU; None for what the driver does not report.
+    """The load of a GPU; None for values that the driver does not report.
 
     Attributes:
-        index: on its host.
+        index: its index on the host.
         name: the name of the model.
         utilization: percent of the time in which it computed.
         memory_used: bytes.
@@ -687,7 +691,7 @@ class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):
-    """What a host and its workers use, measured by its agent every few seconds.
+    """The load of a host and its workers, which its agent measures every few seconds.
 
     Attributes:
         host: its name.
@@ -697,7 +701,7 @@ class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):
         memory_total: bytes of the host, or that the container may use.
         swapping: bytes per second that the host reads from and writes to swap.
         throttled: seconds per second in which the container's CPU quota stopped its processes.
-        workers: on this host.
+        workers: the load of the workers on this host.
         gpus: the GPUs of this host.
     """
 
@@ -713,7 +717,7 @@ class LoadMeasured(_Event, frozen=True, kw_only=True, tag="load"):
 
 
 class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
-    """What the bits of a run depend on besides its data, as a worker sees it; published when it changes.
+    """Everything but data on which the bits of a run depend, as a worker sees it; published when it changes.
 
     Attributes:
         format: the format of the digest log.
@@ -723,7 +727,7 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
         input: how the workers read datasets: `divided` or `joint`.
         backend: the Keras backend.
         versions: the versions of Python and of the imported libraries, by name.
-        flags: environment variables that can change what a script computes, by name.
+        flags: environment variables that can change the results of a script, by name.
         processor: the kind of the processor.
         features: the instruction sets of the processor, separated by spaces.
         sources: SHA-256 of the program's own source files, by path; below the script's folder relative to it.
@@ -752,7 +756,8 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
 class SettingsRecorded(_Event, frozen=True, kw_only=True, tag="settings"):
     """The settings of a distributed call that begins: of the call, the model, optimizer, loss and callbacks.
 
-    Published for the first call of a method, and for those with other settings than the call before.
+    Published for the first call of a method, and for each call whose settings differ from those of the
+    previous one.
 
     Attributes:
         call: its call, such as `fit 1`.
@@ -778,10 +783,10 @@ class NamesRecorded(_Event, frozen=True, tag="names"):
 
 
 class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Hashes (XXH3, hexadecimal) of one step, of what one worker has computed of it.
+    """Hashes (XXH3, hexadecimal) of the part of one step that one worker has computed.
 
-    A hash of several arrays is that of their 8-byte hashes in the order of their names. `..._parts` has
-    these, 16 digits each, one after the other.
+    A hash of several arrays is the hash of their 8-byte hashes in the order of their names. `..._parts` has
+    the latter, 16 digits each, one after the other.
 
     Attributes:
         step: number of training steps of the job, with this one if it trains, in all calls.
@@ -826,7 +831,8 @@ class DigestsRecorded(_Event, frozen=True, kw_only=True, tag="digests"):
     """Hashes of steps of a worker, in the order in which it has completed them.
 
     Attributes:
-        serial: number of this event among those of its worker's process, from 1: a missing one was lost.
+        serial: number of this event among those of its worker's process, from 1. A missing number is a lost
+            event.
         stride: the stride of the last step; steps whose number it does not divide are not recorded.
         steps: the steps.
     """
@@ -841,7 +847,7 @@ class OrderRecorded(_Event, frozen=True, kw_only=True, tag="order"):
 
     Attributes:
         name: the name of the order, such as `chief` or `ps-0`.
-        number: the number of this part among those of a call, from 0: a missing one was lost.
+        number: the number of this part among those of a call, from 0. A missing number is a lost part.
         data: the records.
     """
 
@@ -856,7 +862,7 @@ class Difference(msgspec.Struct, frozen=True):
     Attributes:
         part: a part of the step, such as `gradient dense/kernel`.
         deviation: how much, and in which direction.
-        begins: the layer with which it begins; empty if that is not known.
+        begins: the layer with which it begins; empty if that is unknown.
         named: the parts of the program in a note that explain it; empty if none does.
     """
 
@@ -874,7 +880,7 @@ class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
         model: its name.
         kind: the kind of the step, `train`, `test` or `predict`.
         equal: the parts that are equal up to rounding.
-        differences: the others.
+        differences: the other parts.
         reason: why the step could not be compared; empty if it was.
     """
 

@@ -1,11 +1,11 @@
-"""What a job shows of itself beside its run folder, while it runs.
+"""The exports of a job: TensorBoard's files, OpenMetrics and notifications, while it runs.
 
-The process of the coordinator writes it, not the chief: its bus has the events of all workers and hosts, it
+The process of the coordinator writes them, not the chief: its bus has the events of all workers and hosts, it
 outlives every worker, and the interpreter of a worker is busy. A thread takes the events from a feed, so a
-slow disk never blocks decisions. The figures of OpenMetrics are added up where the events are published,
-because a counter must not miss any. The command opens their port, so that a port in use is refused before
-anything starts; the keeper passes it on to each coordinator. `Exports` is not part of the job: it belongs to
-the command, so a command that takes a job over gives its own.
+slow disk never blocks decisions. The values of OpenMetrics are added up where events are published, because a
+counter must not miss any. The command opens their port, so that a port in use is refused before anything
+starts; the keeper passes it on to each coordinator. `Exports` is not part of the job: it belongs to the
+command, so a command that takes a job over gives its own.
 """
 
 import socket
@@ -32,7 +32,7 @@ class JobDescription:
 
 @dataclass(frozen=True)
 class Exports:
-    """What the process of the coordinator shows of the job; each one that takes over continues it.
+    """The exports of the coordinator's process; a coordinator that takes over continues them.
 
     Attributes:
         tensorboard: the folder of TensorBoard's files, absolute; None for none.
@@ -56,8 +56,8 @@ def exported(
 
     Args:
         events: the bus of the job.
-        exports: what to show; its descriptor is closed after the block.
-        job: what is known of the job before its first event.
+        exports: the exports of the job; their descriptors are closed after the block.
+        job: the facts about the job that are known before its first event.
         complain: shows a line about a failure, on any thread.
     """
     with ExitStack() as ends:

@@ -1,6 +1,6 @@
-"""Immutable values that grow: each shares what it holds with the value that it was made from.
+"""Immutable values that grow: each shares its content with the value from which it was made.
 
-A state of a run that gains thousands of events stays a value, without copies of all that it has.
+So the state of a run that gains thousands of events stays a value, without copies of its content.
 """
 
 from array import array
@@ -77,14 +77,14 @@ class Columns:
 
 
 class GrowingList(Generic[_Item]):
-    """Items in the order in which they were added: all of them, or the newest ones."""
+    """Items in the order in which they were added: all items, or only the newest."""
 
     __slots__ = ("_last", "_parts", "_skipped")
 
     def __init__(
         self, parts: tuple[tuple[_Item, ...], ...] = (), last: tuple[_Item, ...] = (), skipped: int = 0
     ) -> None:
-        # All parts have the same length; the first `skipped` items of the first one count no more.
+        # All parts have the same length. The first `skipped` items of the first part do not count any more.
         self._parts = parts
         self._last = last
         self._skipped = skipped
@@ -101,7 +101,7 @@ class GrowingList(Generic[_Item]):
         return GrowingList(parts, last, skipped)
 
     def replaced(self, index: int, item: _Item) -> "GrowingList[_Item]":
-        """Return the items with another one at an index, counted from the first one that there was."""
+        """Return the items with another one at an index, counted from the first item ever."""
         number, at = divmod(index, _PART)
         if number == len(self._parts):
             return GrowingList(self._parts, (*self._last[:at], item, *self._last[at + 1 :]), self._skipped)
@@ -135,7 +135,7 @@ class GrowingMap(Mapping[int, _Item], Generic[_Item]):
         self._parts: Mapping[int, Mapping[int, _Item]] = {}
 
     def plus(self, key: int, item: _Item) -> "GrowingMap[_Item]":
-        """Return the items with another one, instead of that with the same id."""
+        """Return the items with another one, which replaces the item with the same id."""
         number = key // _NEIGHBOURS
         longer: GrowingMap[_Item] = GrowingMap.__new__(GrowingMap)
         longer._parts = {**self._parts, number: {**self._parts.get(number, _NO_ITEMS), key: item}}

@@ -1,4 +1,4 @@
-"""What workers used of their hosts during a call: sums over measurements. Pure."""
+"""The load of hosts by workers during a call: sums over measurements. Pure."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ class WorkerLoads(msgspec.Struct, frozen=True):
         count: number of measurements.
         cores, delayed, faults: sums of the fields of `WorkerLoad`.
         throttled: number of measurements in which a GPU of the worker had a lowered clock.
-        gpus: those GPUs, and why, such as `GPU 3 (thermal)`; of the last such measurement.
+        gpus: these GPUs in the last such measurement, and why, such as `GPU 3 (thermal)`.
     """
 
     count: int = 0

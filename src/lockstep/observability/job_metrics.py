@@ -1,4 +1,4 @@
-"""The figures of a running job as OpenMetrics: those of the state of its run, and the text of the format."""
+"""The metrics of a running job in the format OpenMetrics, from the state of its run."""
 
 import math
 import threading
@@ -44,7 +44,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 class LabelledValue(NamedTuple):
-    """A value, and the labels that tell it from the others of its family."""
+    """A value, and the labels that distinguish it from the others of its family."""
 
     labels: Mapping[str, str]
     value: float
@@ -61,9 +61,9 @@ class Family(NamedTuple):
 
 
 class JobMetrics:
-    """The figures of a job, from its events; the methods may be called from any thread.
+    """The metrics of a job, from its events; the methods may be called from any thread.
 
-    Counters begin at zero with each coordinator, but for the number of steps.
+    Counters begin at zero with each coordinator, except for the number of steps.
 
     Args:
         labels: the labels of the job, by their names.
@@ -76,17 +76,17 @@ class JobMetrics:
         self._state = RunState(keeps_history=False, members=range(workers))
 
     def add(self, published: PublishedEvent) -> None:
-        """Take in an event of one of `KINDS`."""
+        """Add an event of one of `KINDS`."""
         with self._lock:
             self._state = self._state.after(published)
 
     def text(self) -> bytes:
-        """Return the figures as the body of a response with `CONTENT_TYPE`."""
+        """Return the metrics as the body of a response with `CONTENT_TYPE`."""
         return exposition(job_families(self._labels, self._state))
 
 
 def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
-    """Return the families of a job: what it is, and what has happened in it."""
+    """Return the families of a job: its description, and the totals of its run."""
     totals, taken = state.totals, state.taken
     joined, left, lost = (single(number) for number in (totals.joined, state.left, totals.lost))
     steps = [LabelledValue(of_worker(worker), sums.count) for worker, sums in taken.items()]

@@ -1,4 +1,4 @@
-"""Serves the figures of a job at http://127.0.0.1:PORT/metrics, on a separate thread.
+"""Serves the metrics of a job at http://127.0.0.1:PORT/metrics, on a separate thread.
 
 The thread serves all connections without blocking on any: their number, the size of a request and the time of
 each are limited.
@@ -32,7 +32,7 @@ _LOCAL = re.compile(rb"(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]+)?", re.IGNOR
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket that listens at a port of this machine alone; 0 means any free one.
+    """Return a socket that listens at a port, only for this machine; 0 means any free port.
 
     Raises:
         OSError: the port cannot be used.
@@ -50,7 +50,7 @@ def listen(port: int) -> socket.socket:
 
 
 def response(request: bytes, body: Callable[[], bytes]) -> bytes:
-    """Return the response to a request; `body` returns the figures."""
+    """Return the response to a request; `body` returns the metrics."""
     line = _REQUEST.match(request)
     if line is None:
         return _encoded("400 Bad Request", "this is not a request of HTTP/1.1\n")
@@ -81,7 +81,7 @@ def _head(status: str, content: str, length: int, fields: str = "") -> bytes:
 
 @contextmanager
 def served(listener: socket.socket, body: Callable[[], bytes]) -> Iterator[None]:
-    """Serve what `body` returns during the block, from a thread; close the listener after it."""
+    """Serve the result of `body` during the block, from a thread; close the listener after it."""
     wake = os.eventfd(0, os.EFD_CLOEXEC)
     thread = threading.Thread(
         target=_serve, args=(listener, body, wake), name="lockstep metrics", daemon=True
@@ -188,7 +188,7 @@ class _Server:
 
 
 class _Connection:
-    """A client: its deadline, its request so far, and what is left of the response."""
+    """A client: its deadline, its request so far, and the rest of the response."""
 
     def __init__(self, accepted: socket.socket, until: float) -> None:
         self.socket = accepted

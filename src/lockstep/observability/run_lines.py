@@ -1,6 +1,6 @@
-"""Reads the JSON lines of a run folder. A line that is not what it should be is left out.
+"""Reads the JSON lines of a run folder, and leaves out invalid lines.
 
-Its last line may be torn, another version may have written it, and a file may hold anything.
+The last line of a file may be incomplete, another version may have written it, and a file may hold anything.
 """
 
 import os
@@ -24,7 +24,7 @@ class Happening(msgspec.Struct, frozen=True):
         time: when it was published, in seconds since 1970.
         event: its name.
         worker: the worker that published it, or about which it is; None for the run.
-        fields: the others.
+        fields: the other fields.
     """
 
     time: float
@@ -33,7 +33,7 @@ class Happening(msgspec.Struct, frozen=True):
     fields: Mapping[str, Any]
 
 
-# What every line of `measurements.jsonl` says beside its measurement: so a line is decoded once.
+# The fields of every line of `measurements.jsonl` beside its measurement, so that a line is decoded once.
 
 
 class _StepsLine(StepsMeasured, frozen=True, kw_only=True, tag="steps"):
@@ -57,7 +57,7 @@ _measurements: msgspec.json.Decoder[_StepsLine | _MetricsLine | _LoadLine] = msg
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if there is another thing."""
+    """Return the JSON object in a line; None if the line has anything else."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except _UNREADABLE:
@@ -93,7 +93,7 @@ def happenings(text: bytes) -> Iterator[Happening]:
 
 
 def as_happening(published: PublishedEvent) -> Happening:
-    """Return an event as its line in `events.jsonl` says it."""
+    """Return an event as its line in `events.jsonl` has it."""
     fields = recorded_fields(published.event)
     worker = fields.pop("worker", published.worker)
     return Happening(published.time, fields.pop("event"), worker, fields)

@@ -1,13 +1,13 @@
-"""What has happened in a run: one immutable state, and one pure step, `RunState.after`.
+"""The state of a run: one immutable value, and one pure step, `RunState.after`.
 
-All that people see of a run is rendered from this state: the page, the report, `lockstep top` and `lockstep
-runs` from the files of its folder, its last line and its metrics while it publishes its events. An event
-means the same to all of them.
+Everything that people see of a run is rendered from this state: the page, the report, `lockstep top` and
+`lockstep runs` from the files of its folder, and its last line and its metrics while it publishes its events.
+An event means the same to all of them.
 
-A reader in another thread has a state that does not change. What grows with a run (rows of measurements,
-events, calls) is a value that shares its rows with the state before (`growth.py`), so an event costs
-microseconds, however long the run is. The process of a job has sums instead of the history: the size of its
-state is bounded.
+A reader in another thread has a state that does not change. Parts that grow with a run (rows of measurements,
+events, calls) are values that share their rows with the previous state (`growth.py`), so an event costs
+microseconds, however long the run is. The process of a job has sums instead of the history, so the size of
+its state is bounded.
 """
 
 import math
@@ -85,7 +85,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: its id.
-        phase: what it does, or how it has ended.
+        phase: its phase, or how it has ended.
         pid: the id of its process; None until it has started.
         host: the name of its host, once its load was measured; else empty.
         began: when it was started, in seconds since 1970.
@@ -93,7 +93,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
         call: the call that it has begun last, or in which its last steps were measured.
-        preparing: the last event that says how far it is before its first step; None before it is ready.
+        preparing: the last event that shows how far it is before its first step; None before it is ready.
         nested: seconds of calls within calls that train, by method.
         steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
             own with count 1 and number 1.
@@ -145,7 +145,7 @@ class CallInfo(msgspec.Struct, frozen=True):
 
 
 class ViewInfo(msgspec.Struct, frozen=True):
-    """A membership: when it began, its workers, why, and how long the training paused; None if unknown."""
+    """A membership: when it began, its workers, its reason, and how long training paused; None if unknown."""
 
     number: int
     time: float
@@ -195,7 +195,7 @@ class ExampleCount(msgspec.Struct, frozen=True):
         examples: their number.
         first: the training steps before the first measurement; None before it.
         counted: the training steps up to which examples are counted.
-        reached: for each worker, up to which step it has measured, and the examples up to there.
+        reached: for each worker, the step up to which it has measured, and the examples up to there.
     """
 
     examples: int = 0
@@ -209,7 +209,7 @@ class ExampleCount(msgspec.Struct, frozen=True):
         first, counted = (before, before) if self.first is None else (self.first, self.counted)
         reached, examples = self.reached.find(worker) or (first, 0)
         if reached != before:
-            # It has joined: how many there were before follows from the others, up to uneven batches.
+            # It has joined. The number of earlier examples follows from the others, up to uneven batches.
             mean = self.examples / max(1, counted - first)
             examples = self.examples + round((before - counted) * mean)
         examples += steps.examples
@@ -220,7 +220,7 @@ class ExampleCount(msgspec.Struct, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a run, or of the last one of several in a folder; see the attributes.
+    """The state of a run, or of the last one of several in a folder.
 
     Steps, load, metrics, calls, checkpoints and events of earlier runs in the folder remain.
 
@@ -234,7 +234,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         members: the workers of the newest view, the longest-serving first.
         workers: the workers by id.
         hosts: the hosts by name.
-        totals: what the job has done, and what did not hold; once it has ended, what its last event says.
+        totals: the totals of the job, and its troubles; once it has ended, those of its last event.
         stepped: whether a worker has completed a first step.
         call_times: the times of the last call that trains, until all members have ended it.
         ended_call: the times of the last such call that all members have ended; None before.
@@ -243,7 +243,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         examples: the examples of measured training steps.
         taken: sums over the training steps of each worker that has measured any.
         served: sums over the updates of each parameter server that has measured any.
-        timed: the training steps up to which their time counts as effective; None before the first.
+        timed: the training steps whose time counts as effective so far; None before the first.
         values: the newest value of each metric; None if it was not finite.
         views: the views after the first one, the newest last.
         calls: the calls of the script in the order in which they began. Those within a call share one name,
@@ -251,8 +251,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         metrics: the metrics by name, at the end of epochs; columns `METRIC_COLUMNS`.
         batch_metrics: the same within epochs.
         waits: the last report of each wait in progress, by the worker that waits.
-        events: the newest 20,000 events of all kinds but measurements.
-        checkpoints: `checkpoint` events.
+        events: the newest 20,000 events, without measurements.
+        checkpoints: the events `checkpoint`.
         finished: the fields of the event `finished`; None while the run has not ended.
         compared: the verdict of the comparison with one process; empty if none was wanted.
         skipped: number of lines that could not be read.
@@ -291,7 +291,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     _epochs: Numbering = Numbering()
 
     def after(self, published: PublishedEvent | Happening) -> "RunState":
-        """Return what is known after an event."""
+        """Return the state after an event."""
         if isinstance(published, Happening):
             return self._after_happening(published)
         match published.event:
@@ -305,16 +305,16 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return self._after_happening(as_happening(published))
 
     def without_line(self) -> "RunState":
-        """Return what is known if another line of a file cannot be read."""
+        """Return the state after a line of a file that cannot be read."""
         return replace(self, skipped=self.skipped + 1)
 
     def with_verdict(self, compared: str) -> "RunState":
-        """Return what is known with another verdict, which is in a file of its own."""
+        """Return the state with another verdict, which is in a separate file."""
         return self if compared == self.compared else replace(self, compared=compared)
 
     @property
     def seconds(self) -> float:
-        """How long the run took, or has taken until its last event."""
+        """The seconds that the run took, or has taken until its last event."""
         seconds = (self.finished or {}).get("seconds")
         return seconds if isinstance(seconds, float) else self.last - self.began
 
@@ -363,7 +363,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self._with_totals(effective=round(effective, 6)), timed=steps.trained)
 
     def _with_sums(self, worker: int, steps: StepsMeasured) -> "RunState":
-        """Return the state with a measurement in its sums, which a state with history can do without."""
+        """Return the state with a measurement in its sums, which a state with history does not need."""
         examples, taken, served = self.examples, self.taken, self.served
         if trains(steps.call):
             taken = taken.plus(worker, (taken.find(worker) or StepSums()).plus(steps))
@@ -477,7 +477,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return self._with_worker(replace(info, **changes))
 
     def _with_call(self, name: str, time: float) -> tuple["RunState", int]:
-        """Return the state with a call, and its index; the time is that of a new one."""
+        """Return the state with a call, and the index of the call; `time` is when a new call begins."""
         number = self._call_names.number(name)
         if number is not None:
             return self, self._earlier_calls + number
@@ -563,13 +563,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def _paused(self, happening: Happening) -> "RunState":
         totals, seconds = self.totals, float(happening.fields.get("seconds") or 0.0)
-        # A pause of another call is not in the time of training steps.
+        # The pause of another call is not part of the time of training steps.
         effective = totals.effective - seconds * trains(self._worker(happening).call)
         pauses, paused = totals.pauses + 1, round(totals.paused + seconds, 6)
         return self._with_totals(pauses=pauses, paused=paused, effective=effective)._with_pause(happening)
 
     def _with_pause(self, happening: Happening) -> "RunState":
-        """Return the state with the pause of a view that it keeps."""
+        """Return the state with the pause of a view."""
         for index in reversed(range(len(self.views))):
             if self.views[index].number == happening.fields.get("number"):
                 view = replace(self.views[index], pause=happening.fields.get("seconds"))
@@ -580,7 +580,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         name = str(happening.fields.get("name", ""))
         method, _, _ = name.partition(" ")
         if " within " in name:
-            # There may be one in each step.
+            # There may be such a call in each step.
             name = f"{method} within {name.partition(' within ')[2]}"
         state = self
         if self.keeps_history:
@@ -653,7 +653,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return state._with_totals(**{name: getattr(recorded, name) for name in told})
 
     def _with_more(self, _: Happening, name: str) -> "RunState":
-        """Return the state with one more of what the total with this name counts."""
+        """Return the state with a total, of this name, that is larger by one."""
         return self._with_totals(**{name: getattr(self.totals, name) + 1})
 
     def _with_totals(self, **changes: Any) -> "RunState":
@@ -661,7 +661,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def effective_share(totals: JobTotals, seconds: float) -> float | None:
-    """Return the effective training time of a job that takes `seconds` so far, as a share of them.
+    """Return the effective training time of a job as a share of the `seconds` that it has taken so far.
 
     None if no training steps were measured.
     """
@@ -679,7 +679,7 @@ def _reached(totals: JobTotals, step: int) -> JobTotals:
 
 
 def _with_metrics(totals: JobTotals, metrics: MetricsRecorded) -> JobTotals:
-    """Return the totals with metrics: those of the last epoch, before the end of the first one the newest."""
+    """Return the totals with metrics: those of the last epoch, or the newest ones before its end."""
     new = {name: metrics.trained for name, value in metrics.values.items() if value is None}
     if new.keys() - totals.not_finite.keys():
         totals = replace(totals, not_finite={**new, **totals.not_finite})
@@ -689,7 +689,7 @@ def _with_metrics(totals: JobTotals, metrics: MetricsRecorded) -> JobTotals:
 
 
 def _without(waits: Mapping[int, Happening], worker: int) -> Mapping[int, Happening]:
-    return {one: wait for one, wait in waits.items() if one != worker} if worker in waits else waits
+    return {other: wait for other, wait in waits.items() if other != worker} if worker in waits else waits
 
 
 def _one_more(name: str) -> Callable[[RunState, Happening], RunState]:

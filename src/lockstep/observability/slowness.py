@@ -1,8 +1,8 @@
-"""Judges what slows a call, from its times and the load of its hosts, and says what to change. Pure.
+"""Finds the causes that slow a call, from its times and the load of its hosts, and gives advice. Pure.
 
-There is one judge, `advise`: the line at the end of a call, `lockstep top`, the page and the report say the
-same. It names up to three causes, those that cost the most time first. A cause that explains another one
-stands for both: where a worker is slow, the others wait, and nothing is said of their waiting.
+All judgements come from `advise`, so the line at the end of a call, `lockstep top`, the page and the report
+agree. It names up to three causes, the costliest first. A cause that explains another one replaces it: if a
+worker is slow, the others wait, and only the slow worker is named.
 """
 
 from collections.abc import Iterable, Mapping
@@ -88,14 +88,14 @@ _REMEDIES = {
 
 
 class _Cause(NamedTuple):
-    """Something that slows a call: about which share of its time it costs, and what to do about it."""
+    """A cause that slows a call: about which share of the time it costs, and a remedy."""
 
     cost: float
     text: str
 
 
 def advise(call: CallTimes) -> tuple[str, ...]:
-    """Return what slows a call, and what to do, the costliest first; empty if nothing does notably."""
+    """Return the causes that slow a call, with advice, the costliest first; empty if none does notably."""
     workers = call.workers
     if max((times.seconds for times in workers.values()), default=0.0) < SHORTEST:
         return ()
@@ -170,7 +170,7 @@ def _by_role(workers: Mapping[int, WorkerTimes]) -> tuple[dict[int, WorkerTimes]
 
 
 def slow_workers(call: CallTimes) -> dict[int, str]:
-    """Return what is slow on each slow worker, and why; empty without two workers to compare."""
+    """Return the slow part of each slow worker, and why; empty without two workers to compare."""
     workers, _ = _by_role(call.workers)
     paces = scores(workers)
     if len(paces) < 2:
@@ -198,7 +198,7 @@ def _slow_part(slow: WorkerTimes, fast: WorkerTimes, fastest: int) -> str:
 
 
 def _why(call: CallTimes, worker: int, fastest: int) -> str:
-    """Return what explains that a worker is slow, the strongest evidence first; empty if nothing does."""
+    """Return the explanations for a slow worker, the strongest evidence first; empty if there are none."""
     slow, host = _loads_of(call, worker)
     fast, fast_host = _loads_of(call, fastest)
     faults = _mean(slow.faults, slow)
@@ -233,7 +233,7 @@ def _mean(total: float, loads: WorkerLoads | HostLoads) -> float:
 
 
 def _slowest(workers: Mapping[int, WorkerTimes], slow: Mapping[int, str]) -> _Cause | None:
-    """Return that workers are slow: of the slowest one, why."""
+    """Return the cause that workers are slow, with the explanation for the slowest one."""
     if not slow:
         return None
     paces = scores(workers)
@@ -254,7 +254,7 @@ def _is_delayed(loads: WorkerLoads) -> bool:
 
 
 def _overload(name: str, host: HostLoads, slow: Mapping[int, str]) -> _Cause | None:
-    """Return that other processes use the cores of a host, unless that is said of its slow workers."""
+    """Return the cause that others use the cores of a host, unless it explains slow workers there."""
     delays = [
         _mean(loads.delayed, loads)
         for worker, loads in host.workers.items()
@@ -286,7 +286,7 @@ def with_load(strain: HostStrain, load: LoadMeasured, throttled: Mapping[int, st
 
 
 def is_often(strain: HostStrain) -> bool:
-    """Whether a host was so often overloaded or throttled that it is worth a word."""
+    """Whether a host was overloaded or throttled so often that it is worth a message."""
     most = max(strain.overloaded, strain.throttled)
     return strain.measured >= _LEAST_MEASURED and most >= _OFTEN * strain.measured
 
@@ -295,7 +295,7 @@ def is_often(strain: HostStrain) -> bool:
 
 
 def _new_shapes(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
-    """Return that many batches have new shapes, which compile."""
+    """Return the cause that many batches have new shapes, which must be compiled."""
     times = max(workers.values(), key=lambda times: times.compiling, default=WorkerTimes())
     if times.shapes <= _FEW_SHAPES or times.compiling <= _COMPILING * times.seconds:
         return None
@@ -307,9 +307,9 @@ def _new_shapes(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
 
 
 def _uneven_replicas(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
-    """Return that workers wait because of their numbers of replicas."""
+    """Return the cause that workers wait because of their numbers of replicas."""
     owned = {worker: times.replicas / times.steps for worker, times in workers.items() if times.steps}
-    # After a change of membership, a worker has computed other numbers of replicas before.
+    # Before a change of membership, a worker has computed other numbers of replicas.
     changed = any(number != round(number) for number in owned.values())
     taken = [times.steps for times in workers.values()]
     if len(owned) < 2 or changed or min(taken) < _SAME_STEPS * max(taken):
@@ -327,7 +327,7 @@ def _uneven_replicas(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
 
 
 def _short_steps(time_shares: Mapping[str, float], workers: Mapping[int, WorkerTimes]) -> _Cause | None:
-    """Return that steps are short, so that most of their time does not depend on the batch."""
+    """Return the cause that steps are short, so that most of their time does not depend on the batch."""
     stepping = [times for times in workers.values() if times.steps]
     if not stepping:
         return None
@@ -353,7 +353,7 @@ def _examples(number: float) -> str:
 
 
 def _largest_part(time_shares: Mapping[str, float], without: Iterable[str]) -> _Cause | None:
-    """Return that a part takes the most time of steps, waiting for others apart."""
+    """Return the cause that one part, other than waiting, takes most of the time of steps."""
     if not time_shares:
         return None
     stepping = 1 - time_shares["nested"]
@@ -368,7 +368,7 @@ def _largest_part(time_shares: Mapping[str, float], without: Iterable[str]) -> _
 
 
 def _nested_calls(workers: Iterable[WorkerTimes]) -> list[_Cause]:
-    """Return which calls within the call take much time."""
+    """Return the cause that calls within the call take much time."""
     causes = []
     for method, share in _shares_of_calls(workers).items():
         if share < _NESTED:
@@ -393,7 +393,7 @@ def _shares_of_calls(workers: Iterable[WorkerTimes]) -> dict[str, float]:
 
 
 def _waiting(time_shares: Mapping[str, float], workers: int, *, waits_for_chief: bool) -> _Cause | None:
-    """Return that workers wait, which nothing else explains."""
+    """Return the cause that workers wait, which nothing else explains."""
     share = time_shares["wait"]
     largest = max(time_shares[part] for part in time_shares if part != "nested")
     if share < max(_WORTH, _LARGE * (1 - time_shares["nested"]), largest):

@@ -1,4 +1,4 @@
-"""Where the time of a call goes: sums over the steps of its workers, and the load of their hosts. Pure."""
+"""The times of a call: sums over the steps of its workers, and the load of their hosts. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping
 from operator import add, attrgetter
@@ -24,7 +24,7 @@ class WorkerTimes(msgspec.Struct, frozen=True):
         calls: seconds of the part `nested`, by the method of the nested calls.
         compiled: how many of the steps were compiled, because of new shapes of examples.
         compiling: seconds of the part `compute` in these steps.
-        shapes: how many steps were compiled since the call began, also before the steps of these sums.
+        shapes: how many steps were compiled since the call began, including steps before those of these sums.
     """
 
     steps: int = 0
@@ -59,7 +59,7 @@ class WorkerTimes(msgspec.Struct, frozen=True):
 
     @property
     def busy(self) -> float:
-        """The same without waiting, summing, compiling and nested calls."""
+        """The duration without waiting, summing, compiling and nested calls."""
         idle = sum(self.parts[part] for part in ("wait", "exchange", "nested"))
         return self.seconds - self.compiling - idle
 
@@ -106,7 +106,7 @@ class CallTimes(msgspec.Struct, frozen=True):
     hosts: Mapping[str, HostLoads] = {}
 
     def measured(self, worker: int, measured: StepsMeasured) -> "CallTimes":
-        """Return the times with a measurement of a worker, which may begin another call."""
+        """Return the times with a measurement of a worker, which may be the first of another call."""
         if not measured.call.startswith(("fit", "steps", "functions")):
             return self
         times = self if measured.call == self.call else CallTimes(measured.call)

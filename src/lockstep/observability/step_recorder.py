@@ -1,4 +1,4 @@
-"""Records the steps of a worker: sums of their parts, some of them one by one, and the chief's metrics.
+"""Records the steps of a worker: sums of their parts, some single steps, and the chief's metrics.
 
 It makes one `StepsMeasured` of many `StepEnded`, so the rate of measurements does not depend on the rate of
 steps: at most one per second in the first hour of the process, later one per 1/3600 of its age. A run of a
@@ -90,7 +90,7 @@ class StepRecorder:
                 self._events.publish(sums.taken())
 
     def _record_metrics(self, step: StepEnded) -> None:
-        """Record the metrics of the step before: those of this one may still be computed."""
+        """Record the metrics of the previous step: the backend may still compute those of this one."""
         if self._logs and trains(step.call) and step.number > 1 and self._is_chief():
             values = finite_values(self._logs)
             trained = step.trained - 1
@@ -132,9 +132,10 @@ class _Sums:
             self._compiling += step.compute
         if step.staleness is not None:
             self._staleness.append(step.staleness)
-        # Each worker of parameter servers takes some of the steps of the job; all record the same ones.
-        place = step.number if step.staleness is None else step.trained
-        if self.trains and is_single(place):
+        # With parameter servers, each worker takes some of the steps of the job. All record the same single
+        # steps.
+        step_number = step.number if step.staleness is None else step.trained
+        if self.trains and is_single(step_number):
             start = ended - step.seconds - self._began
             self.singles.append((step.number, *(round(part * _MICRO) for part in (start, *parts))))
             self._trained.append(step.trained)
@@ -189,7 +190,7 @@ class _Sums:
 
 
 def is_single(number: int) -> bool:
-    """Whether the step with this number, from 1, is recorded one by one."""
+    """Whether the step with this number, from 1, is recorded by itself."""
     before = number - 1
     return before < _ALL_SINGLES or (before // _WINDOW) % (1 << (before // _ALL_SINGLES).bit_length()) == 0
 

@@ -44,7 +44,7 @@ class StepTimer:
         return self._call is not None
 
     def begin(self, call: str) -> None:
-        """Note that a step of `call` begins: its first, or one that follows the end of another."""
+        """Note that a step of `call` begins: its first, or one after the end of another."""
         if not self._events.has_subscribers(StepEnded):
             self.stop()
         elif self._call == call:

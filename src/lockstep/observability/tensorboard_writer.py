@@ -1,7 +1,7 @@
 """Writes metrics, the times of steps, load and membership as TensorBoard's event files, while the job runs.
 
-`Points` decides what is written where; a thread writes it, because a disk may be slow. Only the package
-`tensorboard` is needed, never TensorFlow.
+`Points` decides which points go to which file. A thread writes them, because a disk may be slow. Only the
+package `tensorboard` is needed, never TensorFlow.
 """
 
 import math
@@ -48,7 +48,7 @@ class Point(NamedTuple):
     """One value of a series.
 
     Attributes:
-        run: the folder below that of all, which TensorBoard shows as a run.
+        run: the folder within the folder of all runs, which TensorBoard shows as a run.
         tag: the name of the series.
         step: its position in the series.
         time: seconds since 1970.
@@ -65,8 +65,8 @@ class Point(NamedTuple):
 class Points:
     """Turns the events of a job into points.
 
-    What belongs to no step gets the last known training step. Until one is known, nothing is returned for
-    it: TensorBoard removes later points of an earlier run of the job when one with a smaller step follows.
+    Points without a step get the last known training step. They are left out until one is known, because
+    TensorBoard removes later points of an earlier run of the job when a point with a smaller step follows.
     """
 
     def __init__(self) -> None:

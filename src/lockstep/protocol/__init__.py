@@ -1,1 +1,1 @@
-"""The messages between processes, the contract of a channel, and the specification of a job; no sockets."""
+"""The messages between processes, the contract of a channel, and the specification of a job. No sockets."""

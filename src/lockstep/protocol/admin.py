@@ -32,10 +32,10 @@ class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="end"):
-    """Requests the end of the job: if it saves checkpoints, after a last one.
+    """Requests the end of the job, after a last checkpoint if the job saves checkpoints.
 
     Attributes:
-        signal: the one that the command has received; another terminal requests what SIGTERM does.
+        signal: the signal that the command has received; SIGTERM if another terminal requests the end.
     """
 
     signal: Annotated[int, msgspec.Meta(ge=1, le=_MOST_SIGNAL)] = int(SIGTERM)
@@ -57,15 +57,15 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     Attributes:
         job: its name.
         script: the script or module that it runs.
-        pid: process id of its command, which takes signals.
+        pid: process id of its command, which handles signals.
         run_dir: its run folder.
         since: when it started, in seconds since 1970.
         replicas: number of replicas.
         workers: ids of the members.
         joining: ids of the joiners.
         wanted: the number of workers that it should have.
-        where: what it is doing, such as "fit 1"; may be empty.
-        went: what a person should know of it so far, such as "2 checkpoints failed".
+        where: its current call, such as "fit 1"; may be empty.
+        went: how it goes, in a few words, such as "2 checkpoints failed".
     """
 
     job: str
@@ -86,7 +86,7 @@ class StackReply(msgspec.Struct, frozen=True, tag="stack"):
 
     Attributes:
         worker: its id.
-        frames: the innermost first.
+        frames: its frames, the innermost first.
         problem: why there is no stack; empty if there is one.
     """
 

@@ -1,15 +1,15 @@
 """The contract of a channel, which connects two parts of a job.
 
 A channel connects a worker and its agent, an agent and the coordinator, or the command and the coordinator.
-Its messages are typed, and arrive complete and in order. Sending never raises and never waits longer than
-asked. A receiver gets `PeerGone` after the last message of a peer that has ended. A message can contain an
-`Attachment`: memory of which the receiver gets a descriptor of its own.
+Its messages are typed, and arrive complete and in order. Sending never raises, and never waits longer than
+the sender allows. A receiver gets `PeerGone` after the last message of a peer that has ended. A message can
+contain an `Attachment`: memory of which the receiver gets a descriptor of its own.
 
-Between agent and worker, the channel is a SOCK_SEQPACKET socket with JSON in its packets; between
-coordinator and agent of one process, it is a queue; between hosts, it is a stream. A worker starts with a
-socket and no other descriptor: the first message that it receives, `Welcome`, contains the pool, and
-`EnterView` contains an `Endpoint`, which says how to reach the exchange of the view. One test suite holds
-for all implementations (`tests/transport`).
+Between agent and worker, the channel is a SOCK_SEQPACKET socket with JSON in its packets. Between coordinator
+and agent of one process, it is a queue. Between hosts, it is a stream. A worker starts with a socket and no
+other descriptor: the first message that it receives, `Welcome`, contains the pool, and `EnterView` contains
+an `Endpoint`, which says how to reach the exchange of the view. One test suite holds for all implementations
+(`tests/transport`).
 """
 
 import os
@@ -53,7 +53,7 @@ class Attachment:
         return made
 
     def content(self) -> bytes:
-        """Return what the memory of the attachment holds."""
+        """Return the content of the memory of the attachment."""
         return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
 
     @classmethod

@@ -23,7 +23,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
         requests: a socket that has the name of the job, where other terminals connect; None if there is none.
         tensorboard: see `Exports`.
         metrics: the socket of `Exports`; None for none.
-        notifier: that to the notifier; None for none.
+        notifier: the socket to the notifier; None for none.
     """
 
     kept: KeepRecord
@@ -39,7 +39,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
 
 
 class HostChannel(msgspec.Struct, frozen=True, tag="host"):
-    """How the coordinator reaches the agent of a host, also of one that joins later.
+    """A channel of the coordinator to the agent of a host, which may have joined later.
 
     Attributes:
         host: the index of the host.
@@ -62,7 +62,7 @@ CoordinatorCommand = Coordinate | HostChannel | ShowNote | StopRequest
 
 
 class RecordMade(msgspec.Struct, frozen=True, tag="record"):
-    """Keep the record of the job instead of the one before; agents get what follows from it afterwards.
+    """Keep the record of the job instead of the previous one, before agents get the instructions that follow.
 
     Attributes:
         kept: the record, without its bytes.

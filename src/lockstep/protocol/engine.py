@@ -1,7 +1,7 @@
 """The messages between an engine and the processes of a job that it starts.
 
 An engine finds hosts, starts an agent on each, and keeps one coordinator alive. A process that it starts has
-a socket to the part of the engine on its host; the key of the job travels only there.
+a socket to the part of the engine on its host. The key of the job travels only over this socket.
 """
 
 import msgspec
@@ -30,7 +30,8 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="lease_renewed"):
     """The engine starts no other coordinator for now.
 
     Attributes:
-        until: when this coordinator must have stopped to coordinate, by the monotonic clock of the machine.
+        until: the time at which this coordinator must have stopped coordinating, by the monotonic clock of
+            the machine.
     """
 
     until: float
@@ -53,7 +54,7 @@ class StartAgent(msgspec.Struct, frozen=True, tag="start_agent"):
         key: the key of the job.
         coordinator: HOST:PORT of the coordinator.
         workers: the number of workers that this host offers.
-        address: the address of this host, where the workers of others connect.
+        address: the address of this host, where the workers of other hosts connect.
         inherited: descriptors of the agent that its workers inherit; they get the numbers as last arguments.
     """
 
@@ -74,7 +75,7 @@ class Retire(msgspec.Struct, frozen=True, tag="retire"):
     """The host of this agent will go soon, so its workers leave at the end of a step.
 
     Attributes:
-        reason: why, for the user.
+        reason: the reason, for the user.
     """
 
     reason: str

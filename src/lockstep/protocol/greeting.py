@@ -2,9 +2,9 @@
 
     magic  version  kind  job  term  view  incarnation  host  lane  receiver  nonce  |  HMAC-SHA256 of all
 
-It says what the connection is for, and proves that the sender holds the key of the job. So a listener refuses
-a stranger after `SIZE` bytes, and knows which worker gets the connection. A recorded greeting that is sent
-again proves nothing: the listener refuses copies, and an encrypted connection checks certificates next.
+It states the purpose of the connection, and proves that the sender holds the key of the job. So a listener
+refuses a stranger after `SIZE` bytes, and knows which worker gets the connection. A recorded greeting that is
+sent again proves nothing: the listener refuses copies, and an encrypted connection checks certificates next.
 """
 
 import hmac
@@ -42,7 +42,7 @@ class ConnectionKind(IntEnum):
 
 
 class Greeting(msgspec.Struct, frozen=True):
-    """Who opens a connection, and for what.
+    """The first message of a connection: its sender and its purpose.
 
     Attributes:
         kind: the kind of the connection.
@@ -103,7 +103,7 @@ def decode_greeting(data: bytes, key: bytes) -> Greeting:
     """Return the greeting of `SIZE` bytes, if it was signed with `key`.
 
     Raises:
-        ValueError: it was not; the message says why the sender is refused.
+        ValueError: it was not signed so; the message says why the sender is refused.
     """
     if not may_begin(data) or len(data) != SIZE:
         raise ValueError("it is not a process of Lockstep")

@@ -52,7 +52,7 @@ class PeerAddress(NamedTuple):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """The first message to an agent: what the job will run on its host. The answer is `HostFacts`.
+    """The first message to an agent: the program of the job. The answer is `HostFacts`.
 
     Attributes:
         job: the id of the job, random bytes.
@@ -83,7 +83,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
 
 
 class KeepRecord(msgspec.Struct, frozen=True, tag="keep record"):
-    """Keep the record of the job instead of the one before; instructions that follow from it come later.
+    """Keep the record of the job instead of the previous one; instructions that follow from it come later.
 
     Attributes:
         term: the term of the coordinator.
@@ -123,7 +123,7 @@ class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
         workers: the number of workers that the host can run.
         first: the first process that a user has started on the host by hand; its tasks have their addresses
             as places. None if the agent starts the workers.
-        slots: the tasks of which a process waits on the host.
+        slots: the tasks for which a process waits on the host.
         running: the job that runs on the host, whose coordinator was lost; None before a job.
         tasks: the tasks of the cluster that the agent is one of, with their addresses as places; empty if it
             is in none.
@@ -182,7 +182,7 @@ class TakeCheckpoint(msgspec.Struct, frozen=True, tag="take checkpoint"):
     """Write a checkpoint, whose parts follow; the answer is `CheckpointTaken`.
 
     Attributes:
-        held: what its host has told of it.
+        held: its description by its host.
         keep: the number of checkpoints to keep.
     """
 
@@ -194,8 +194,8 @@ class CheckpointPart(msgspec.Struct, frozen=True, tag="checkpoint part"):
     """A part of a checkpoint, in both directions.
 
     Attributes:
-        file: the number of its file.
-        part: the bytes that follow those of the part before; empty after the last one.
+        file: the number of the file.
+        part: the bytes that follow those of the previous part; empty after the last one.
     """
 
     file: int
@@ -230,9 +230,9 @@ class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
 class StartView(msgspec.Struct, frozen=True, tag="start view"):
     """End the current view, if there is one, and begin another.
 
-    Supervision decides it; the coordinator adds its term, and the names and addresses of the hosts. The agent
-    tells the members how to reach the new exchange, when they start if they have not yet (`EnterView`).
-    Members that are not in the current view also get a state that was given in it.
+    Supervision decides it. The coordinator adds its term, and the names and addresses of the hosts. The agent
+    tells the members how to reach the new exchange (`EnterView`), and members that have not started yet when
+    they start. Members that are not in the current view also get a state that was given in it.
 
     Attributes:
         number: the number of the view.
@@ -276,7 +276,7 @@ class StartWorker(msgspec.Struct, frozen=True, tag="start"):
 
 
 class AskMembers(msgspec.Struct, frozen=True, tag="notice"):
-    """Post a notice to the members of the view; it replaces the one before."""
+    """Post a notice to the members of the view; it replaces the previous notice."""
 
     notice: Notice
 
@@ -291,7 +291,7 @@ class SendPosition(msgspec.Struct, frozen=True, tag="send position"):
 class SendState(msgspec.Struct, frozen=True, tag="send state"):
     """Send a host the state that the chief has given, for joiners there; the agent reports `StateArrived`.
 
-    The agent of that host gets it, unless it is held there.
+    The agent of that host fetches the state, unless it is held there.
     """
 
     host: int
@@ -321,9 +321,10 @@ class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
     """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts.
 
     Attributes:
-        received: how many numbered messages of the other end the sender has taken, and will not need again.
-        sent: when the agent sent this, by a clock of its own. The coordinator answers with that of the newest
-            one that it has taken; 0 for none.
+        received: how many numbered messages of the other end the sender has processed, and will not need
+            again.
+        sent: when the agent sent this, by its own clock. The coordinator answers with the time of the newest
+            one that it has processed; 0 for none.
     """
 
     received: int = 0
@@ -344,7 +345,7 @@ class RepeatReports(msgspec.Struct, frozen=True, tag="repeat reports"):
 
 
 class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
-    """Have these workers on a host without the console, and no others, wait with their output."""
+    """Let these workers on a host without the console, and no others, wait with their output."""
 
     workers: tuple[int, ...]
 
@@ -380,9 +381,10 @@ class AgentStanding(msgspec.Struct, frozen=True, tag="standing"):
     """The state of an agent that a coordinator needs when it takes over.
 
     Attributes:
-        term: the one that `TakeOver` began.
-        received: how many numbered instructions the agent has taken.
-        acknowledged: how many numbered reports it does not have any more, because they were acknowledged.
+        term: the term that `TakeOver` began.
+        received: how many numbered instructions the agent has processed.
+        acknowledged: how many numbered reports were acknowledged, so that the agent does not have them any
+            more.
         kept: the newest record of the job that it has; None if it has none.
     """
 
@@ -398,7 +400,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
     Attributes:
         worker: its id.
         joins: whether it was to join a running job.
-        reason: why it cannot.
+        reason: why it cannot be started.
     """
 
     worker: int
@@ -432,7 +434,7 @@ class HostRetires(msgspec.Struct, frozen=True, tag="host retires"):
 
 
 class HostStopped(msgspec.Struct, frozen=True, tag="host stopped"):
-    """A user has stopped the agent of a host, which ends, with a signal."""
+    """A user has stopped the agent of a host with a signal, and it ends."""
 
     host: int
     signal: int
@@ -454,7 +456,7 @@ class StateArrived(msgspec.Struct, frozen=True, tag="state arrived"):
 
 
 class StateMoving(msgspec.Struct, frozen=True, tag="state moving"):
-    """Of the state that was given in a view, `received` of `size` bytes have reached a host in `seconds`."""
+    """In `seconds`, a host has received `received` of the `size` bytes of a view's state."""
 
     host: int
     view: int
@@ -478,7 +480,7 @@ class ExitReport(msgspec.Struct, frozen=True, tag="exited"):
         event: the event that the coordinator publishes. Its status may be `UNKNOWN_STATUS`.
         memory_kills: how many processes the kernel has killed for lack of memory since a worker was last
             killed; 0 if this one was not killed.
-        stack: lines for its log about where it was, if it was asked for its stack; otherwise empty.
+        stack: lines for its log with its stack, if that was requested; otherwise empty.
     """
 
     event: WorkerExited
@@ -507,7 +509,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
 
 
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
-    """A view cannot begin on a host; there, the current one continues."""
+    """A view cannot begin on a host, where the current one continues."""
 
     view: int
     reason: str

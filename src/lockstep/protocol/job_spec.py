@@ -1,4 +1,4 @@
-"""The specification of a job, and the part of it that its workers get: the one place of each setting."""
+"""The specification of a job, and the part of it that its workers get. Each setting is declared only here."""
 
 from dataclasses import dataclass, field, fields
 from itertools import islice
@@ -67,7 +67,7 @@ class Verification(msgspec.Struct, frozen=True, rename={"every": "verify_every",
 
     Attributes:
         every: the interval in training steps; 0 for never.
-        all: whether it is all of the step, instead of one replica and its part of the sum.
+        all: whether the whole step is computed again, instead of one replica and its part of the sum.
     """
 
     every: int = 0
@@ -80,7 +80,7 @@ class JobLimits(msgspec.Struct, frozen=True):
     Attributes:
         timeout: seconds after which a worker that others wait for counts as stuck.
         grace: seconds that a stopped job has to complete its step and write a checkpoint.
-        min_workers: with fewer workers, training waits.
+        min_workers: training waits while there are fewer workers.
         max_restarts: how many lost workers are replaced.
     """
 
@@ -92,7 +92,7 @@ class JobLimits(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What all workers of a job know of it; the agent's first message to a worker contains it.
+    """The settings of a job that all its workers know; the agent's first message to a worker contains them.
 
     The defaults are those of a process that is not a worker of a job.
 
@@ -102,18 +102,18 @@ class JobSettings:
         threads: the number of threads that compute one replica; 0 until the cores of all hosts are known.
         seed: determines everything random in the job.
         limits: how long the job waits, and how many workers it may lose.
-        joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
+        joint_input: whether each worker reads whole datasets, even if reading could be divided.
         adopts: whether models that a script compiles without a strategy are distributed.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
         checkpoints: the checkpoints to save; None for none.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
-        verification: what is computed twice.
+        verification: the parts of steps that are computed twice.
         exact_batch: whether replicas also exchange large rows for losses and metrics that compare examples.
         allow_unlike: whether hosts may compute different bits.
         parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
-        digests: which steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
-        checks: the calls whose first steps a job compares with plain Keras in one process, and does nothing
-            else: `first` of each kind of each compiled model, or `every-fit`; empty for other jobs.
+        digests: the steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
+        checks: for a job that only compares the first steps of calls with plain Keras in one process, these
+            calls: `first` of each kind of each compiled model, or `every-fit`. Empty for other jobs.
         order: the folder of the run whose order of arrivals this job follows; None for none.
         env: the variables of the script on all hosts; None for a value that is not recorded, as it may be a
             secret.
@@ -140,13 +140,13 @@ class JobSettings:
 
     @property
     def in_one_process(self) -> bool:
-        """Whether one process has all tasks of a job with parameter servers: it repeats a run."""
+        """Whether one process has all tasks of a job with parameter servers, in order to repeat a run."""
         return self.parameter_servers > 0 and self.workers == 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobSpec(JobSettings):
-    """One job, with all defaults resolved: its settings, what it runs, and how it is started and supervised.
+    """One job, with all defaults resolved: its settings, its program, and how it is started and supervised.
 
     Attributes:
         target: path of the script, or name of the module.
@@ -161,8 +161,8 @@ class JobSpec(JobSettings):
         job_restarts: how often the command has started the job before (`--restart-job`).
         tags: words of the user, by which `lockstep runs` finds the run.
         plain: whether connections between hosts are not encrypted.
-        hold: seconds for which the hosts train without an answer of the coordinator, before they pause; None
-            if no other coordinator can lead the job meanwhile, because the address of this one is a lock.
+        hold: seconds for which the hosts train without an answer of the coordinator before they pause. None
+            if the address of the coordinator is a lock, so that no other one can lead the job meanwhile.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
@@ -188,11 +188,11 @@ class JobSpec(JobSettings):
 
     @property
     def settings(self) -> JobSettings:
-        """The part of it that its workers get."""
+        """The settings that its workers get."""
         return JobSettings(**{each.name: getattr(self, each.name) for each in fields(JobSettings)})
 
     def recorded(self) -> dict[str, Any]:
-        """Return its fields as the event `job` has them: those of two components beside the others."""
+        """Return its fields as the event `job` has them: flat, with those of two components."""
         named: dict[str, Any] = msgspec.to_builtins(self, enc_hook=str)
         return {**named.pop("limits"), **named.pop("verification"), **named}
 
@@ -222,7 +222,7 @@ class JobSpec(JobSettings):
 
     @property
     def labels(self) -> dict[str, str]:
-        """What tells this job from others, for programs that collect figures of many."""
+        """Labels that identify this job, for programs that collect the metrics of many jobs."""
         return {
             "job": self.name,
             "script": self.target,
@@ -242,31 +242,31 @@ class JobSpec(JobSettings):
         return devices if slot < len(self.devices) else Devices(devices.visible, shared=True)
 
     def describe(self, folder: str = "logs") -> tuple[str, str]:
-        """Describe what will run: in 25 words at most, and the rest; `folder` is what the run folder has."""
+        """Describe the job in at most 25 words, then the rest; `folder` names the run folder's content."""
         return f"{self.shape}; {folder} in {self.run_dir}", self._rest
 
     @property
     def shape(self) -> str:
         """The number of workers and of replicas, and how other numbers of workers give the same bits."""
         on = f" on {count(len(self.hosts), 'host')}" if self.hosts else ""
-        what = f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}"
+        workers = f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}"
         if self.parameter_servers:
             servers = self.parameter_servers
-            what = f"a chief (worker 0), {count(self.replicas - servers - 1, 'worker')}, "
-            what += count(servers, "parameter server")
+            workers = f"a chief (worker 0), {count(self.replicas - servers - 1, 'worker')}, "
+            workers += count(servers, "parameter server")
             if self.in_one_process:
-                what += " in one process"
+                workers += " in one process"
             else:
-                what += (
+                workers += (
                     f" (worker {self.workers - 1})"
                     if servers == 1
                     else f" (from worker {self.workers - servers})"
                 )
-            return f"{what}; lockstep rerun repeats the bits"
+            return f"{workers}; lockstep rerun repeats the bits"
         if self.replicas == 1:
-            return f"{what} (like plain Keras; --replicas 2 gives the bits of -n 2)"
+            return f"{workers} (like plain Keras; --replicas 2 gives the bits of -n 2)"
         up_to = "1 or 2" if self.replicas == 2 else f"1 to {self.replicas}"
-        return f"{what} (fixed for this job; --replicas {self.replicas} gives these bits with -n {up_to})"
+        return f"{workers} (fixed for this job; --replicas {self.replicas} gives these bits with -n {up_to})"
 
     @property
     def _rest(self) -> str:

@@ -1,4 +1,4 @@
-"""What the process of the coordinator tells the notifier of `lockstep run --notify`: JSON, one per packet."""
+"""The messages of the coordinator to the notifier of `lockstep run --notify`: JSON, one per packet."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -9,14 +9,14 @@ What = Literal["finished", "failed", "stopped", "not_replaced", "nan", "stalled"
 
 
 class Notification(msgspec.Struct, frozen=True, kw_only=True, tag="notification"):
-    """Something that a person wants to hear of who does not watch the job.
+    """Something that a person who does not watch the job wants to hear of.
 
     Attributes:
         what: its kind; `not_replaced`: a lost worker is not replaced; `nan`: a metric is not a finite number.
         text: the same in one line.
         status: the exit status of the job; None while it runs.
         steps: training steps that are known to be completed; None if none is.
-        workers: number of members; None if it is not known.
+        workers: number of members; None if it is unknown.
         metrics: the newest value of each metric; None for one that is not a finite number.
     """
 
@@ -29,12 +29,12 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, tag="notification"
 
 
 class ProgressMade(msgspec.Struct, frozen=True, tag="progress"):
-    """The training goes on, or a call of the script has ended.
+    """Training goes on, or a call of the script has ended.
 
     Attributes:
         patience: seconds without another sign of progress after which the job counts as stalled; None if it
             may be silent for any time.
-        steps: training steps so far; None if they are not known.
+        steps: training steps so far; None if they are unknown.
     """
 
     patience: float | None

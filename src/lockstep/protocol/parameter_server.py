@@ -1,6 +1,6 @@
 """The messages between the chief, the workers and the parameter servers of a job.
 
-Workers and the chief ask, parameter servers and the chief answer each question once, perhaps later. Arrays
+Workers and the chief ask. Parameter servers and the chief answer each question once, perhaps later. Arrays
 travel beside the messages; see `lockstep.transport.array_channel`.
 """
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Introduction(msgspec.Struct, frozen=True, tag="hello"):
-    """Who asks: the first message of a connection, and what begins and ends each call on it.
+    """The process that asks: the first message of a connection, and the beginning and the end of each call.
 
     It has no answer.
 
@@ -36,10 +36,10 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
     """A worker asks a server for its shards, to compute a step; the answer is `ServedValues`.
 
     Attributes:
-        step: which it computes.
+        step: the number of the step.
         common: whether it also asks for the variables of the optimizers that belong to no weight.
         part: how often the step has applied an optimizer before.
-        tables: the positions of the shards of which it asks for rows, whose numbers are in the arrays.
+        tables: the positions of the shards from which it requests rows, whose numbers are in the arrays.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
     Attributes:
         step: the step for which they were computed.
-        shards: the positions among the server's shards of those that have a gradient, in the arrays' order.
+        shards: the positions of the server's shards that have a gradient, in the order of the arrays.
         updates: the numbers of the optimizers that are applied.
         part: how often the step has applied an optimizer before.
         tables: the positions of the shards of which some rows have a gradient, whose numbers follow in the
@@ -117,7 +117,7 @@ class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
 
     Attributes:
         table: its number.
-        slot: the number of a slot of the optimizer, to read that of the rows; -1 for the rows.
+        slot: the number of a slot of the optimizer to read instead of the rows; -1 for the rows.
         loads: how often the process has loaded rows of the table, outside of `fit`.
         in_turn: whether the server answers in turn with the other questions of the call, which may change
             its shards. Otherwise a thread answers, whatever the server does.
@@ -164,7 +164,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 
     Attributes:
         process: the process that sent the message.
-        question: the message. Its arrays are beside this one, but for those of a `Pull` or `PullRows`.
+        question: the message. Its arrays are beside this one, except for a `Pull` or `PullRows`.
     """
 
     process: int
@@ -174,7 +174,7 @@ class Keep(msgspec.Struct, frozen=True, tag="keep"):
 class KeepState(msgspec.Struct, frozen=True, tag="keep state"):
     """A server gives another one its state, in the arrays; the answer is as for `Keep`.
 
-    The state is that after all messages that were kept before, which are needed no longer.
+    The state includes all messages that were kept before, which are no longer needed.
     """
 
 
@@ -190,7 +190,7 @@ class AtCall(msgspec.Struct, frozen=True, tag="call"):
 
     Attributes:
         call: the number of the call, from 0; -1 for a worker that visits batches, and waits for a step.
-        scheduled: the number of works that the process can do now, those before included; -1 for any. In
+        scheduled: the number of works that the process can do now, including earlier ones; -1 for any. In
             `fit`, a worker gives back the steps that it has not begun.
     """
 
@@ -220,7 +220,7 @@ class FunctionFailure(msgspec.Struct, frozen=True):
 
 
 class WorkDone(msgspec.Struct, frozen=True, tag="returned"):
-    """A worker has done a work, whose gradients all servers have; the answer is as for `AtCall`.
+    """A worker has done a work, and all servers have its gradients; the answer is as for `AtCall`.
 
     Attributes:
         at: where the worker waits now.
@@ -230,9 +230,9 @@ class WorkDone(msgspec.Struct, frozen=True, tag="returned"):
         names: the names of the next arrays, of a step: changes of the layers' state, metrics, logged values.
         staleness: the number of changes of the weights between reading and changing them, the largest of all
             servers.
-        check: a hash of what identifies the batch of a step.
-        result: of a function, whose arrays are the last ones; None if the function has failed.
-        failure: why.
+        check: a hash that identifies the batch of a step.
+        result: the result of a function, whose arrays are the last ones; None if the function has failed.
+        failure: why the function has failed.
     """
 
     at: AtCall
@@ -278,9 +278,9 @@ class CopiedRows(msgspec.Struct, frozen=True, tag="copied_rows"):
     """Rows of a table, and all their slots, in the arrays.
 
     Attributes:
-        slots: for each array after the first one the number of the optimizer, and that of the slot. The
-            optimizer -1 is the one that has trained the rows last, or whose slots were loaded.
-        optimizer: the number of the one that has trained the rows last; -1 if there is none.
+        slots: for each array after the first one, the number of the optimizer and of the slot. The optimizer
+            -1 is the one that has trained the rows last, or whose slots were loaded.
+        optimizer: the number of the optimizer that has trained the rows last; -1 if there is none.
         loaded: whether rows were loaded since.
     """
 
@@ -307,10 +307,10 @@ class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
 
     Attributes:
         step: the number of the work, from 0.
-        incomplete: the earlier ones that are not complete; the worker keeps what it needs for them.
+        incomplete: the earlier works that are not complete; the worker keeps the data that they need.
         names: the names of the arrays.
-        replacement: the worker id of the process that has taken the place of a lost worker and does the work,
-            in a replay that of the recorded run; -1 if none has.
+        replacement: the worker id of the process that replaces a lost worker and does the work; in a replay,
+            the id in the recorded run. -1 if the worker is not a replacement.
     """
 
     step: int
@@ -334,7 +334,7 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
             variables.
         steps: the numbers of these functions, at the end.
         failures: why other functions have no result, by their numbers, at the end.
-        failure: what the call raises.
+        failure: the error that the call raises.
         completed: at the beginning of `fit`, all steps before this one are complete.
     """
 

@@ -21,8 +21,8 @@ class Task(msgspec.Struct, frozen=True):
 
     Attributes:
         kind: "chief" or "worker".
-        index: among the tasks of this kind.
-        address: as in `TF_CONFIG`.
+        index: its index among the tasks of this kind.
+        address: its address, as in `TF_CONFIG`.
         place: the address with the host's IP address instead of its name.
     """
 
@@ -33,7 +33,7 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The name of the task in messages."""
         return f"{self.kind} {self.index}"
 
     def __str__(self) -> str:
@@ -45,14 +45,14 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
 
     Attributes:
         tasks: all training tasks, in the order of their replicas.
-        slot: the index of the task that the process is for.
+        slot: the index of the task of the process.
         version: the version of Lockstep.
         backend: the backend of Keras.
         cores: number of cores that the process may use.
         gpus: the GPUs that are visible to the process.
         target: the script or module that it runs.
         module: whether `target` is a module.
-        here: the tasks whose addresses are of the same host, by index; empty if all are.
+        here: the tasks on the same host, by index; empty if all are.
     """
 
     tasks: tuple[Task, ...]
@@ -67,7 +67,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
 
     @property
     def task(self) -> Task:
-        """The task that the process is for."""
+        """The task of the process."""
         return self.tasks[self.slot]
 
     @property
@@ -161,7 +161,7 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
     """Return why a process cannot take part in a job; empty if it can.
 
     Args:
-        first: the arrival that the job began with.
+        first: the first arrival of the job.
         other: the arrival of the process.
         pid: process id of another process for the same task; None if there is none.
     """

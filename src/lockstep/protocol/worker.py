@@ -25,10 +25,10 @@ class EventReport(msgspec.Struct, frozen=True, tag="report"):
 
 
 class ViewBroken(msgspec.Struct, frozen=True, tag="view broken"):
-    """The worker has left the exchange of a view for `reason`, or cannot enter it, and none has followed.
+    """The worker has left the exchange of a view for `reason`, or cannot enter it; no view has followed.
 
-    A connection between hosts has broken, although the workers of both live. If this is fatal, the next view
-    would break too.
+    A connection between hosts has broken, although the workers of both hosts live. If this is fatal, the next
+    view would break too.
     """
 
     worker: int
@@ -63,8 +63,8 @@ class FailureReport(msgspec.Struct, frozen=True, tag="failure"):
         status: the exit status.
         blames: whether the error only says that another worker is lost or stuck.
         prints: whether the worker prints the traceback; otherwise the agent writes it to the worker's log.
-        recurs: whether the others would meet the error too, perhaps later: they take over the work of this
-            worker, or differ from it.
+        recurs: whether the other workers would meet the error too, perhaps later, because they take over the
+            work of this worker, or because they differ from it.
     """
 
     event: ScriptFailed
@@ -80,7 +80,7 @@ class FailureReport(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class StateSource(msgspec.Struct, frozen=True):
-    """Where a state, or a position, is that the chief of a view has given.
+    """The location of a state, or of a position, that the chief of a view has given.
 
     Attributes:
         view: the number of the view in which the chief has given it.
@@ -100,7 +100,7 @@ class StateSource(msgspec.Struct, frozen=True):
 
 
 class StateGiven(msgspec.Struct, frozen=True, tag="given"):
-    """The chief gives what joiners have requested.
+    """The chief gives the state or the position that joiners have requested.
 
     Its agent keeps the memory until the next view, and reports where that is.
 
@@ -110,7 +110,7 @@ class StateGiven(msgspec.Struct, frozen=True, tag="given"):
             the position.
         failure: why there is none; empty on success.
         state: the published state, on the way from the chief to its agent.
-        source: where the state is, from the agent on.
+        source: the location of the state; set by the agent.
     """
 
     view: int
@@ -182,7 +182,7 @@ Endpoint = SharedMemoryEndpoint | NetworkEndpoint
 
 
 class Notice(IntEnum):
-    """What the coordinator asks of the members of a view; all of them see it in the same call.
+    """A request of the coordinator to the members of a view; all of them see it in the same call.
 
     It is not a message: the exchange of the view carries it as a number.
     """
@@ -199,7 +199,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         pool: the memory for partials and totals, which all workers on the host share.
-        settings: what the worker knows of its job.
+        settings: the settings of the job.
         job: the id of the job, random bytes; empty if it has one host.
         credentials: the credentials with which the worker connects to other hosts; None if the job has one
             host.
@@ -218,7 +218,7 @@ class EnterView(msgspec.Struct, frozen=True, tag="enter view"):
         number: the number of the view.
         hosts: its members, host by host.
         endpoint: how they reach the exchange of the view.
-        state: the state of the training, for a worker that joins with this view; None for others.
+        state: the state of the job, for a worker that joins with this view; None for others.
     """
 
     number: int
@@ -228,7 +228,7 @@ class EnterView(msgspec.Struct, frozen=True, tag="enter view"):
 
 
 class PeerConnected(msgspec.Struct, frozen=True, tag="connected"):
-    """A member on another host has connected, to send in a view what this worker receives.
+    """A member on another host has connected, to send to this worker in a view.
 
     Attributes:
         view: the number of the view.
@@ -242,7 +242,7 @@ class PeerConnected(msgspec.Struct, frozen=True, tag="connected"):
 
 
 class Position(msgspec.Struct, frozen=True, tag="position"):
-    """The position of the training, published as a state."""
+    """The position of the members, published as a state."""
 
     state: Attachment
 

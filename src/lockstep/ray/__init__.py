@@ -1,4 +1,4 @@
-"""Ray finds the nodes of a job, starts an agent on each, and keeps the coordinator alive; `fit` is public."""
+"""Ray finds the nodes of a job, starts an agent on each, and keeps the coordinator alive. `fit` is public."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -19,11 +19,11 @@ less to start another coordinator."""
 
 
 class AgentState(NamedTuple):
-    """What a coordinator's actor that was started again learns from the actor of an agent.
+    """The answer of an agent's actor to the actor of a coordinator that was started again.
 
     Attributes:
-        workers: how many the agent offers; 0 if none has begun.
-        secrets: those of the job, sealed; None if no agent has begun.
+        workers: the number of workers that the agent offers; 0 if no agent has begun.
+        secrets: the secrets of the job, sealed; None if no agent has begun.
         status: the exit status of the job, if the agent knows that it has ended; None otherwise.
     """
 
@@ -62,9 +62,9 @@ class AgentActor:
         """Start the agent.
 
         Args:
-            secrets: those of the job. This process keeps them for another coordinator's actor.
+            secrets: the secrets of the job. This process keeps them for another coordinator's actor.
             coordinator: HOST:PORT.
-            workers: how many it offers.
+            workers: the number of workers that it offers.
             folder: the folder of the script; None for that of this process.
             environment: see `EngineProcess`.
 
@@ -106,7 +106,7 @@ class AgentActor:
         return self._status
 
     def state(self, public: bytes) -> AgentState:
-        """Return what another coordinator needs; `public` is the key for which it gets the secrets."""
+        """Return the state for another coordinator; the secrets of the job in it are sealed for `public`."""
         self._hear()
         if self._agent is None:
             return AgentState(0, None, None)

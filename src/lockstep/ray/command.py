@@ -1,4 +1,4 @@
-"""Has a cluster run a job, and shows what it writes: in a terminal, for `lockstep run --on ray`."""
+"""Runs a job on a cluster, and shows its output in a terminal, for `lockstep run --on ray`."""
 
 import contextlib
 import logging
@@ -42,17 +42,17 @@ def run_on_ray(
     detached: bool,
     variables: dict[str, str],
 ) -> int:
-    """Have a cluster run a job, and return the exit status of the job.
+    """Run a job on a cluster, and return its exit status.
 
     Args:
-        address: "ray" for the cluster of this machine or of the Ray job that this process belongs to, or that
-            of a Ray client: ray://HOST:PORT.
+        address: "ray" for the cluster of this machine, or of the Ray job of this process; or the address for
+            a Ray client: ray://HOST:PORT.
         name: the name of the job, unique in the cluster.
         words: the arguments of `lockstep` for the coordinator.
         workers: number of workers.
-        resources: what each worker needs, by Ray's name for it.
+        resources: the resources of each worker, by Ray's names.
         detached: whether to return at once, while the job runs.
-        variables: those whose values Ray must not see: of the script, and of the receiver of `--notify`.
+        variables: the variables whose values Ray must not see: those of the script and of `--notify`.
 
     Raises:
         ConfigError: there is no such cluster.
@@ -70,7 +70,7 @@ def run_on_ray(
     follower = Follower(actor, _write)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: follower.stop(number))
-    # Ray prints what its own processes report of each loss, which the job reports too.
+    # Ray prints the reports of its own processes on each loss, which the job reports too.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
             status = follower.run()
@@ -97,9 +97,9 @@ def connect(user: str, address: str, advice: str) -> None:
     """Connect this process to a cluster.
 
     Args:
-        user: what needs the cluster, for messages.
+        user: the feature that needs the cluster, for messages.
         address: see `run_on_ray`.
-        advice: how to get another one, for messages.
+        advice: how to get another cluster, for messages.
 
     Raises:
         ConfigError: there is no such cluster.
@@ -123,13 +123,13 @@ def submit(
     function: "SentFunction | None" = None,
     variables: dict[str, str] | None = None,
 ) -> Any:
-    """Start a job on the cluster that this process is connected to; return the actor of its coordinator.
+    """Start a job on the cluster to which this process is connected; return the actor of its coordinator.
 
     Args:
-        name: see `run_on_ray`, as the words.
-        words: the words with which coordinators are started.
+        name: see `run_on_ray`.
+        words: see `run_on_ray`.
         workers: number of workers.
-        resources: what each worker needs.
+        resources: the resources of each worker.
         detached: whether the job continues without this process.
         function: the function that workers run; None for a script.
         variables: see `run_on_ray`.
@@ -178,7 +178,8 @@ def submit(
 def _on_head(ray: Any) -> Any:
     """Return the strategy that prefers the head node, whose loss ends the cluster anyway.
 
-    Ray takes 12 s and more to see that another node is dead; a coordinator there would be missing as long.
+    Ray takes 12 s and more to notice that another node is dead. A coordinator there would be missing for as
+    long.
     """
     strategies = ray.util.scheduling_strategies
     heads = [node["NodeID"] for node in ray.nodes() if _HEAD in node["Resources"]]
@@ -186,11 +187,11 @@ def _on_head(ray: Any) -> Any:
 
 
 class Follower:
-    """Shows what the coordinator of a job writes, and passes signals on.
+    """Shows the output of a job's coordinator, and passes signals on.
 
     Args:
         actor: the actor of the coordinator.
-        show: called with 1 for stdout or 2 for stderr, and what was written there.
+        show: called with 1 for stdout or 2 for stderr, and the bytes.
     """
 
     def __init__(self, actor: Any, show: Callable[[int, bytes], None]) -> None:

@@ -39,8 +39,8 @@ class ControlStore:
         """Return the resources of each node that lives, by Ray's name for them."""
         client: Any = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
         # ray.nodes() aborts the process if the store has lost its data.
-        found = _patiently(lambda: client.get_all_node_info(timeout=_TIMEOUT))
-        living = [node for node in found.values() if node.state == _ALIVE]
+        infos = _patiently(lambda: client.get_all_node_info(timeout=_TIMEOUT))
+        living = [node for node in infos.values() if node.state == _ALIVE]
         return {node.node_id.hex(): dict(node.resources_total) for node in living}
 
     def draining(self) -> frozenset[str]:

@@ -61,7 +61,7 @@ class RayJob:
         name: the name of the job, unique in the cluster.
         words: the arguments of `lockstep` with which each coordinator is started.
         workers: number of workers.
-        needs: of each worker.
+        needs: the resources of each worker.
         folder: the folder of the script on all nodes; None for that of each actor, which a runtime
             environment sets.
         environment: the variables of the user that can change what a script computes.
@@ -90,7 +90,7 @@ class Shown(NamedTuple):
 
     Attributes:
         run: identifies the actor's process: after a restart, positions begin again at 0.
-        position: for the next question.
+        position: the position for the next question.
         output: pairs of 1 for stdout or 2 for stderr, and bytes.
         status: the exit status of the job, once it has ended and all output is shown; None before.
     """
@@ -107,11 +107,11 @@ class _Node:
 
     Attributes:
         actor: the actor that runs it.
-        workers: how many it offers.
+        workers: the number of workers that it offers.
         key: the answer to the question for its public key, until the agent has begun.
         begun: whether the agent has begun.
         retires: whether the agent was told that its node will go soon.
-        asked: when its actor was submitted.
+        submitted: when its actor was submitted.
         noted: whether the user knows that it waits.
     """
 
@@ -120,7 +120,7 @@ class _Node:
     key: Any = None
     begun: bool = False
     retires: bool = False
-    asked: float = field(default_factory=time.monotonic)
+    submitted: float = field(default_factory=time.monotonic)
     noted: bool = False
 
 
@@ -135,7 +135,7 @@ class _Output:
         self._changed = threading.Condition()
 
     def add(self, number: int, data: bytes) -> None:
-        """Append what was written to a stream; waits while the command is far behind."""
+        """Append bytes of a stream; wait while the command is far behind."""
         with self._changed:
             self._chunks.append((number, data))
             while sum(len(chunk) for _, chunk in self._chunks) > _MOST_OUTPUT:
@@ -145,7 +145,7 @@ class _Output:
             self._changed.notify_all()
 
     def after(self, position: int, patience: float) -> tuple[int, list[tuple[int, bytes]]]:
-        """Return the next position, and what comes after a position; wait a while for something."""
+        """Return the next position, and the output after a position; wait for a while if there is none."""
         with self._changed:
             self._changed.wait_for(lambda: self._first + len(self._chunks) > position, patience)
             done = max(0, position - self._first)
@@ -178,7 +178,7 @@ class CoordinatorActor:
         end_with_raylet()
         self._again = self._store.take()
         self._opener = Opener()
-        # If this is another process of the actor, the agents have them.
+        # If this actor was started again, the agents have them.
         waits = job.is_given_variables and not self._again
         self._variables: dict[str, str] | None = None if waits else {}
         folder = job.folder or str(Path.cwd())
@@ -187,10 +187,10 @@ class CoordinatorActor:
         for work in (self._lead, self._hold_lease):
             threading.Thread(target=work, daemon=True).start()
 
-    # What the command calls.
+    # The methods that the command calls.
 
     def show(self, run: str, position: int) -> Shown:
-        """Return what follows a position of the output; waits up to a second for something."""
+        """Return the output after a position; wait for up to a second if there is none."""
         self._followed = time.monotonic()
         position = position if run == self._run else 0
         status = self._status
@@ -244,7 +244,7 @@ class CoordinatorActor:
         return not self._address or (not begun and time.monotonic() - self._begun < _SETTLED)
 
     def _retried(self, act: Callable[[], None]) -> None:
-        """Do something, again if the control store is out of reach; `_hold_lease` says so."""
+        """Carry out an action; repeat it while the control store is out of reach."""
         while True:
             try:
                 return act()
@@ -254,14 +254,14 @@ class CoordinatorActor:
     def _hold_lease(self) -> None:
         """Let the coordinator live as long as this is the newest process of this actor.
 
-        The control store may be out of reach: then, the coordinator ends on its own.
+        If the control store is out of reach for too long, the coordinator ends on its own.
         """
         try:
             while self._status is None:
-                asked = time.monotonic()
+                looked = time.monotonic()
                 if not self._store.is_newest():
                     os._exit(1)
-                self._lease = asked + LEASE
+                self._lease = looked + LEASE
                 if (coordinator := self._coordinator) is not None:
                     coordinator.send(LeaseRenewed(self._lease))
                 time.sleep(_LOOK_EVERY)
@@ -269,7 +269,7 @@ class CoordinatorActor:
             self._fail(with_code(error), forgotten=True)
 
     def _look(self) -> None:
-        """Start what is missing, and see what has ended."""
+        """Start missing processes, and notice the end of others."""
         if self._variables is None:
             if time.monotonic() - self._begun > _FOLLOWED:
                 self._fail("the command was lost before it gave the variables of --env or --notify")
@@ -309,7 +309,7 @@ class CoordinatorActor:
             made.signal(number)
 
     def _hear(self, coordinator: EngineProcess) -> None:
-        """Take what the coordinator reports."""
+        """Act on the reports of the coordinator."""
         while (report := coordinator.receive(0.0)) is not None:
             match report:
                 case CoordinatorListens(address):
@@ -320,27 +320,29 @@ class CoordinatorActor:
                 case LeaseOver():
                     self._gave_up = True
 
-    # Agents that a process of this actor before has started.
+    # The agents that an earlier process of this actor has started.
 
     def _find_agents(self) -> None:
         """Take over the agents that live, and the secrets of the job; learn whether they know of its end."""
         prefix = self._job.actor("agent/")
-        asked: dict[Any, tuple[str, Any, Opener]] = {}
-        for found in ray.util.list_named_actors(all_namespaces=True):
-            named = found["name"]
-            if found["namespace"] == NAMESPACE and named.startswith(prefix):
+        questions: dict[Any, tuple[str, Any, Opener]] = {}
+        for named_actor in ray.util.list_named_actors(all_namespaces=True):
+            named = named_actor["name"]
+            if named_actor["namespace"] == NAMESPACE and named.startswith(prefix):
                 opener = Opener()
                 with contextlib.suppress(ValueError):
                     actor = ray.get_actor(named, NAMESPACE)
-                    asked[actor.state.remote(opener.public)] = named, actor, opener
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWERS) if asked else ([], [])
-        for question, (named, actor, opener) in asked.items():
+                    questions[actor.state.remote(opener.public)] = named, actor, opener
+        answered, _ = (
+            ray.wait(list(questions), num_returns=len(questions), timeout=_ANSWERS) if questions else ([], [])
+        )
+        for question, (named, actor, opener) in questions.items():
             state = AgentState(0, None, None)
             if question in answered:
                 with contextlib.suppress(ray.exceptions.RayError):
                     state = AgentState(*ray.get(question))
             if state.secrets is None:
-                # It is lost, or has nothing that is worth keeping.
+                # It is lost, or has no state worth keeping.
                 _kill(actor)
                 continue
             secrets = opener.open(Sealed(*state.secrets))
@@ -365,11 +367,11 @@ class CoordinatorActor:
             for name, node in self._nodes.items()
             if name not in draining and (node.begun or name not in lost)
         }
-        given = places(job.workers, {name: room[name] for name in room if name not in lost}, there)
+        added = places(job.workers, {name: room[name] for name in room if name not in lost}, there)
         # If no other node has room, the agent may be all that this one has lost.
         again = {name: room[name] for name in room if name in lost and name not in self._nodes}
-        given |= places(job.workers, again, there | given)
-        for name, workers in given.items():
+        added |= places(job.workers, again, there | added)
+        for name, workers in added.items():
             actor: Any = (
                 ray.remote(AgentActor)
                 .options(
@@ -394,14 +396,14 @@ class CoordinatorActor:
             if node.begun:
                 continue
             waits = waits or now - self._begun < _SETTLED
-            if now - node.asked > _SETTLED and not node.noted:
+            if now - node.submitted > _SETTLED and not node.noted:
                 node.noted = True
                 missing = count(node.workers, "worker")
                 self._say(f"node {name} is not free for {missing} yet; the job uses it when it is")
-        found = begun if begun >= job.workers or not waits else 0
-        if found != self._told and self._coordinator is not None:
-            self._told = found
-            self._coordinator.send(WorkersFound(found))
+        workers_found = begun if begun >= job.workers or not waits else 0
+        if workers_found != self._told and self._coordinator is not None:
+            self._told = workers_found
+            self._coordinator.send(WorkersFound(workers_found))
 
     def _tend(self, name: str, node: _Node) -> None:
         """Let the agent of a node begin, or follow this coordinator; forget it if its actor is lost."""
@@ -433,7 +435,7 @@ class CoordinatorActor:
     # The end.
 
     def _finish(self, status: int) -> None:
-        """Note that the job has ended, also for this actor if it is started again."""
+        """Note that the job has ended; an actor that is started again reads the note."""
         self._store.record_end(status)
         if self._function is not None:
             self._function.conclude(status, [node.actor for node in self._nodes.values()])
@@ -454,7 +456,7 @@ class CoordinatorActor:
             ends = [node.actor.end.remote() for node in self._nodes.values()]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=_PATIENCE)
-            # A control store that has lost its data knows no actor; Ray aborts a process that names one.
+            # A control store that has lost its data knows no actor, and Ray aborts a process that names one.
             for node in self._nodes.values() if not self._forgotten else ():
                 _kill(node.actor)
             until = time.monotonic() + (_FAREWELL if not self._job.detached else 0.0)
@@ -473,5 +475,5 @@ def _kill(actor: Any) -> None:
 
 def _options(needs: dict[str, float]) -> dict[str, Any]:
     """Return resources as options of an actor."""
-    own = dict(needs)
-    return {"num_cpus": own.pop("CPU", 0.0), "num_gpus": own.pop("GPU", 0.0), "resources": own}
+    custom = dict(needs)
+    return {"num_cpus": custom.pop("CPU", 0.0), "num_gpus": custom.pop("GPU", 0.0), "resources": custom}

@@ -53,7 +53,7 @@ class FitResult(Generic[Value]):
     """The result of `fit`.
 
     Attributes:
-        value: what the function returned on the chief.
+        value: the return value of the function on the chief.
         metrics: the last metrics that a `ReportCallback` reported there; empty without one.
         checkpoint: the folder of checkpoints; None if none was given.
         path: the run folder, with logs and events.
@@ -102,14 +102,14 @@ def fit(
     not connected to a cluster, it connects to that of this machine or of `RAY_ADDRESS`.
 
     The function, the config and the value are pickled with cloudpickle, and pass through Ray. The
-    documentation of `lockstep.launch` says what they can be.
+    documentation of `lockstep.launch` lists the types that they can have.
 
     Args:
         function: a function, which may be defined in a notebook cell.
         config: its argument.
-        workers: number of worker processes. It does not affect the result. The job begins with those for
-            which the cluster has room, and grows when nodes join.
-        scaling: what each worker reserves; a CPU by default.
+        workers: number of worker processes. It does not affect the result. The job begins with as many as the
+            cluster has room for, and grows when nodes join.
+        scaling: the resources that each worker reserves; a CPU by default.
         min_workers: below this number, training waits for workers to join; 1 by default.
         replicas: number of parts into which each batch is split; by default the number of workers.
         threads_per_worker: threads that compute one replica. It affects the result, and by default follows

@@ -21,8 +21,8 @@ class SentFunction:
     """A function that workers run instead of a script.
 
     Attributes:
-        call: it and its arguments, packed.
-        run_dir: folder of the run, as the words of the job have it.
+        call: the function and its arguments, packed.
+        run_dir: the folder of the run, as in the words of the job.
     """
 
     call: bytes
@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         error: None if there is a result.
-        result: what the function returned, packed.
+        result: the return value of the function, packed.
         folder: the folder of the run, absolute.
         node: the address of the node that has it.
     """
@@ -51,7 +51,7 @@ class FunctionRun:
     Args:
         function: the function that the workers run.
         folder: where everything runs.
-        again: whether the job has begun before.
+        again: whether the job had begun before.
 
     Attributes:
         outcome: the outcome of the job, once `conclude` was called.
@@ -121,14 +121,14 @@ def _result_of(agents: Sequence[Any]) -> bytes | None:
 
     It is empty if no worker has one, and None if an agent that may have one is lost.
     """
-    found: list[tuple[Giver, Any]] = []
+    givers: list[tuple[Giver, Any]] = []
     without = b"" if agents else None
     for agent in agents:
         try:
-            found.append((ray.get(agent.giver.remote(), timeout=_PATIENCE), agent))
+            givers.append((ray.get(agent.giver.remote(), timeout=_PATIENCE), agent))
         except ray.exceptions.RayError:
             without = None
-    for giver, agent in sorted(found, key=lambda pair: pair[0], reverse=True):
+    for giver, agent in sorted(givers, key=lambda pair: pair[0], reverse=True):
         if giver is Giver.NONE:
             break
         try:

@@ -8,7 +8,7 @@ _LOOK_EVERY = 0.25
 
 
 def end_with_raylet() -> None:
-    """Have this process end when the raylet of its node does, which Ray does not always see to."""
+    """Let this process end when the raylet of its node does, which Ray does not always ensure."""
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
 
 

@@ -1,4 +1,4 @@
-"""Which nodes of a cluster run how many workers. Pure."""
+"""The numbers of workers on the nodes of a cluster. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,12 @@ class WorkerNeeds:
         return int(min(counts, default=0.0) + 1e-9)
 
     def of(self, workers: int) -> dict[str, float]:
-        """Return what so many workers need."""
+        """Return the resources of so many workers."""
         return {name: amount * workers for name, amount in self.resources.items() if amount > 0}
 
 
 def worker_needs(cpus: float, gpus: float, custom: Mapping[str, float]) -> dict[str, float]:
-    """Return what each worker needs, by Ray's names.
+    """Return the resources of each worker, by Ray's names.
 
     Args:
         cpus: number of CPUs.
@@ -57,16 +57,16 @@ def parse_resources(texts: Sequence[str]) -> dict[str, float]:
     Raises:
         ConfigError: a text is wrong.
     """
-    found = {}
+    amounts = {}
     for text in texts:
         name, _, amount = text.partition("=")
         try:
-            found[name] = float(amount)
+            amounts[name] = float(amount)
         except ValueError:
             name = ""
         if not name:
             raise ConfigError(f"--resource-per-worker {text}: give NAME=AMOUNT, such as tpu=2")
-    return found
+    return amounts
 
 
 def places(wanted: int, room: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
@@ -77,11 +77,11 @@ def places(wanted: int, room: Mapping[str, int], there: Mapping[str, int]) -> di
         room: for each node, how many workers fit on it.
         there: for each node that has an agent, how many workers it offers.
     """
-    given = {node: 0 for node in room if node not in there}
+    added = {node: 0 for node in room if node not in there}
     for _ in range(wanted - sum(there.values())):
         # Evenly; the order of the nodes decides between equal ones.
-        free = [node for node, count in given.items() if count < room[node]]
+        free = [node for node, count in added.items() if count < room[node]]
         if not free:
             break
-        given[min(free, key=given.__getitem__)] += 1
-    return {node: count for node, count in given.items() if count}
+        added[min(free, key=added.__getitem__)] += 1
+    return {node: count for node, count in added.items() if count}

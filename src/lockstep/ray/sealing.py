@@ -2,8 +2,8 @@
 
 The receiver makes a pair of keys for one message (X25519, RFC 7748), and the sender seals the text for it:
 HKDF-SHA256 of the shared secret (RFC 5869) gives the key of ChaCha20-Poly1305 (RFC 8439). This hides the text
-from everything that stores or shows what passes through Ray. It does not protect against code that runs as an
-actor of the same cluster, which could ask for the key itself.
+from everything in Ray that stores or shows data. It does not protect against code that runs as an actor of
+the same cluster, which could ask for the key itself.
 """
 
 from typing import NamedTuple
@@ -71,9 +71,9 @@ def seal(secrets: JobSecrets, public: bytes) -> Sealed:
     """Seal secrets for the opener with a public key."""
     private = X25519PrivateKey.generate()
     text = msgspec.json.encode(secrets)
-    own = private.public_key().public_bytes_raw()
+    key = private.public_key().public_bytes_raw()
     shared = private.exchange(X25519PublicKey.from_public_bytes(public))
-    return Sealed(own, _cipher(shared, own, public).encrypt(_NONCE, text, None))
+    return Sealed(key, _cipher(shared, key, public).encrypt(_NONCE, text, None))
 
 
 def _cipher(shared: bytes, sender: bytes, receiver: bytes) -> ChaCha20Poly1305:

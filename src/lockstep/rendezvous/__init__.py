@@ -1,1 +1,1 @@
-"""How processes that a user starts by hand find each other and become workers of one job; no training."""
+"""How processes that a user starts by hand find each other and become workers of one job. No training."""

@@ -26,13 +26,13 @@ def resolve(address: str, task: str) -> str:
         ConfigError: the name cannot be resolved.
     """
     host, port = split_address(address)
-    found = look_up(host, port, _PATIENCE)
-    if isinstance(found, str):
+    resolved = look_up(host, port, _PATIENCE)
+    if isinstance(resolved, str):
         raise ConfigError(
-            f"the host {host!r} of {task}'s address {address} cannot be resolved ({found}); correct it in "
+            f"the host {host!r} of {task}'s address {address} cannot be resolved ({resolved}); correct it in "
             "TF_CONFIG, or give its IP address"
         )
-    return join_address(found[1])
+    return join_address(resolved[1])
 
 
 def has_place(place: str, task: str) -> bool:
@@ -52,7 +52,7 @@ def check_free(place: str, task: str) -> None:
     """Check that no other program listens at a place.
 
     Raises:
-        ConfigError: a program does.
+        ConfigError: another program listens there.
     """
     number, port = split_address(place)
     with contextlib.closing(socket.socket(_family(number))) as probe:
@@ -147,8 +147,10 @@ def _user_of(port: int) -> str:
     import psutil
 
     with contextlib.suppress(psutil.Error):
-        for found in psutil.net_connections("tcp"):
-            listens = found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port
-            if listens and found.pid:
-                return f"{psutil.Process(found.pid).name()} (process {found.pid})"
+        for connection in psutil.net_connections("tcp"):
+            listens = (
+                connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == port
+            )
+            if listens and connection.pid:
+                return f"{psutil.Process(connection.pid).name()} (process {connection.pid})"
     return "another program"

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     """Coordinate one job.
 
     Args:
-        arguments: the arrival that the job begins with, and the descriptors of the listening sockets.
+        arguments: the first arrival of the job, and the descriptors of the listening sockets.
     """
     if os.fork():
         # The process that started this one waits only for this exit.
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
         listener.set_inheritable(False)
     server = RendezvousServer(decode_arrival(first.encode()), listeners)
     terminals = Terminals(server.handles)
-    # Release the terminal of the first process: this process must not keep it open after that one has ended.
+    # Release the terminal of the first process, which must not stay open after that process has ended.
     os.dup2(0, 2)
     try:
         if server.first.here:

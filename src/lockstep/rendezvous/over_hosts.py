@@ -66,7 +66,7 @@ class _Deserted(Exception):
 
 
 def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
-    """Run this host's part of a job until it has ended, or until no process remains that waits.
+    """Run this host's part of a job until it has ended, or until no process waits any more.
 
     Raises:
         ConfigError: the tasks or the hosts do not fit together, or a port is in use.
@@ -113,21 +113,21 @@ class RendezvousWorkers:
     def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
         """Return the facts of this host for the script that its processes run."""
         first = self.server.first
-        own = msgspec.structs.replace(prepare, target=first.target, module=first.module)
+        for_script = msgspec.structs.replace(prepare, target=first.target, module=first.module)
         arrivals = [process.arrival for process in self.server.waiting.values()]
         cores = min((arrival.cores for arrival in arrivals if arrival is not None), default=first.cores)
-        return msgspec.structs.replace(own_facts(own, address, port), cores=cores)
+        return msgspec.structs.replace(own_facts(for_script, address, port), cores=cores)
 
     def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
-        """Return what admits the processes."""
+        """Return a `LocalHost` that admits the processes."""
         return self.admitting(begin.spec, output)
 
     def need_coordinator(self) -> bool:
-        """Return whether a process remains; a user who has ended all of them may start the job anew."""
+        """Return whether a process remains. A user who has ended all of them may start the job anew."""
         return any(handle.is_running for handle in self.server.handles())
 
     def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
-        """Return what admits the processes as workers of a job."""
+        """Return a `LocalHost` that admits the processes as workers of a job."""
         empty_folder(self.paths.sources)
         starter = RendezvousStarter(spec, self.paths, os.getpid(), self.server)
         return LocalHost(output, starter, ExternalProcesses(self.server.workers), self.server)
@@ -146,17 +146,17 @@ class _TasksOfHost:
     def __post_init__(self) -> None:
         self.clock = SystemClock()
         self.first = self.server.first
-        self.own = self.first.tasks[self.first.here[0]]
+        self.task = self.first.tasks[self.first.here[0]]
         self.coordinator = self.first.tasks[0]
         self.failure = ""
 
     @cached_property
     def credentials(self) -> Credentials:
-        """Those of this host."""
-        return own_credentials(self.own.place, encrypted=True)
+        """The credentials of this host."""
+        return own_credentials(self.task.place, encrypted=True)
 
     def has_begun(self) -> bool:
-        """Wait for the first process; return False if it leaves before it says what it is."""
+        """Wait for the first process; return False if it leaves before its first message."""
         while not self.server.waiting:
             self._turn(None)
             if self.server.is_empty:
@@ -189,8 +189,8 @@ class _TasksOfHost:
                 self.server.keep_waiting(missing)
 
         with closing(gate):
-            check_free(self.own.place, self.own.name)
-            gate.listen(self.own.place)
+            check_free(self.task.place, self.task.name)
+            gate.listen(self.task.place)
             self.server.tell_of_changes(lambda: None)
             gate.gather(wait)
             self._run(gate)
@@ -221,16 +221,16 @@ class _TasksOfHost:
     # The other hosts.
 
     def join(self) -> None:
-        """Join the coordinator, and run the workers of this host; again, if it ends before the job begins."""
+        """Join the coordinator, and run the workers of this host; repeat this if no job has begun."""
         with temporary_folder() as folder:
             while not self.server.is_empty and not self._join(folder):
                 self._pause()
 
     def _join(self, folder: Path) -> bool:
         """Return whether a job has run."""
-        check_free(self.own.place, self.own.name)
+        check_free(self.task.place, self.task.name)
         listener = HostListener.open(
-            self.own.place, self.credentials, self.terminals.say, loop=self.loop, clock=self.clock
+            self.task.place, self.credentials, self.terminals.say, loop=self.loop, clock=self.clock
         )
         with closing(listener):
             address = CoordinatorAddress(self.coordinator.address, self.credentials, self.loop)

@@ -1,4 +1,4 @@
-"""Processes that a user starts by hand: the agent watches them, although they are not its children."""
+"""Processes that a user starts by hand. The agent watches them, although they are not its children."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The server to which processes connect that a user starts by hand for the tasks of a job."""
+"""The server for processes that a user starts by hand for the tasks of a job."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ class RendezvousServer:
     Processes that can take part wait until `take` admits them, one per task.
 
     Args:
-        first: the arrival that the job begins with.
+        first: the first arrival of the job.
         listeners: the sockets to which processes connect.
     """
 
@@ -98,7 +98,7 @@ class RendezvousServer:
         Args:
             job: the name of the job.
             came: called for each process that arrives and can take part.
-            late: whether those that wait arrive now, because the job runs already.
+            late: whether processes that wait arrive now, because the job already runs.
         """
 
         def wait() -> None:
@@ -116,10 +116,10 @@ class RendezvousServer:
         """From now on, call `changed` when a process that waits has arrived or left."""
         self._came = self._left = changed
 
-    def keep_waiting(self, what: str) -> None:
-        """Tell all processes what they wait for."""
+    def keep_waiting(self, awaited: str) -> None:
+        """Tell all processes for what they wait."""
         for process in self.waiting.values():
-            process.tell(KeepWaiting(what))
+            process.tell(KeepWaiting(awaited))
 
     def take(self, worker: int, admitted: Callable[[bool], Admitted]) -> tuple[int, StartedProcess]:
         """Admit the process that waits for the first task; return its slot and the process.
@@ -272,10 +272,10 @@ class RendezvousStarter:
         """Do nothing: a process that waits is ready."""
 
     def close(self) -> None:
-        """Do nothing: nothing exists only to start workers."""
+        """Do nothing: starting workers needs nothing that must be released."""
 
     def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
-        """Admit a process that waits; its slot is that of its task, whatever slots are taken.
+        """Admit a process that waits. Its slot is that of its task, whichever slots are taken.
 
         Raises:
             OSError: no process waits.

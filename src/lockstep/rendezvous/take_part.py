@@ -52,7 +52,7 @@ from lockstep.system.environment import (
     visible_gpus,
     worker_environment,
 )
-from lockstep.system.invocation import Invocation, own
+from lockstep.system.invocation import Invocation, current_program
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.addresses import is_loopback, split_address
@@ -101,7 +101,7 @@ def take_part() -> None:
 
 
 def take_part_with_servers() -> None:
-    """Follow the `TF_CONFIG` of this process, in a script with parameter servers: it may be an evaluator.
+    """Follow the `TF_CONFIG` of this process, which may be an evaluator, in a script with parameter servers.
 
     Raises:
         ConfigError: `TF_CONFIG` is invalid, or has other tasks that train, which only the command starts.
@@ -229,14 +229,14 @@ def _tasks_here(tasks: Sequence[Task], slot: int) -> tuple[int, ...]:
             no key.
         UnfitError: an address cannot be used.
     """
-    own = tasks[slot]
+    task = tasks[slot]
     here = tuple(at for at, task in enumerate(tasks) if has_place(task.place, task.name))
     if len(here) == len(tasks):
         return ()
     other = next(task for at, task in enumerate(tasks) if at not in here)
     if slot not in here:
         raise ConfigError(
-            f"{own.name}'s address {own.address} is not one of this host: start this task on the host that "
+            f"{task.name}'s address {task.address} is not one of this host: start this task on the host that "
             "has the address, or correct the address in every TF_CONFIG"
         )
     for task in tasks:
@@ -303,7 +303,7 @@ def _terminal() -> tuple[int, ...]:
 
 
 def _program() -> Invocation:
-    program = own()
+    program = current_program()
     if program is None:
         raise ConfigError(
             "TF_CONFIG makes this process one of several workers, which restart their script when all "

@@ -1,4 +1,4 @@
-"""How a process waits until the coordinator admits it: what it reports, and when it gives up."""
+"""How a process waits until the coordinator admits it: its reports, and the limit of the wait."""
 
 import socket
 import time
@@ -15,7 +15,7 @@ _LONGEST = 600.0
 
 
 class WaitMessages:
-    """Reports every few seconds what a process waits for, and limits the wait. Pure.
+    """Reports every few seconds for what a process waits, and limits the wait. Pure.
 
     Args:
         name: the name of the process's task.
@@ -23,18 +23,18 @@ class WaitMessages:
     """
 
     def __init__(self, name: str, now: float) -> None:
-        self._what = "the other tasks"
+        self._awaited = "the other tasks"
         self._name = name
         self._since = now
         self._has_said = False
         # The last process does not wait, and reports nothing.
         self._due = now + _SOON
 
-    def waits_for(self, what: str, now: float) -> None:
-        """Note what the process waits for from now on; a change is reported at once."""
-        if what != self._what and self._has_said:
+    def waits_for(self, awaited: str, now: float) -> None:
+        """Note for what the process waits from now on; a change is reported at once."""
+        if awaited != self._awaited and self._has_said:
             self._due = now
-        self._what = what
+        self._awaited = awaited
 
     def line(self, now: float) -> str:
         """Return the line to show now; empty before it is due.
@@ -45,13 +45,13 @@ class WaitMessages:
         waited = now - self._since
         if waited >= _LONGEST:
             raise PeerStuckError(
-                f"{self._name} has waited {_LONGEST:g} s for {self._what} and gives up; start all tasks of "
-                "TF_CONFIG within that time"
+                f"{self._name} has waited {_LONGEST:g} s for {self._awaited} and gives up; start all tasks "
+                "of TF_CONFIG within that time"
             )
         if now < self._due:
             return ""
         self._due, self._has_said = now + _EVERY, True
-        return f"{self._name} waits for {self._what}" + (f", {waited:.0f} s" if waited >= 1 else "")
+        return f"{self._name} waits for {self._awaited}" + (f", {waited:.0f} s" if waited >= 1 else "")
 
     def left(self, now: float) -> float:
         """Return the seconds until the next line is due."""
@@ -92,8 +92,8 @@ class RendezvousWait:
             if not packet:
                 return None
             match self._understood(packet, pid):
-                case KeepWaiting(what):
-                    self._messages.waits_for(what, time.monotonic())
+                case KeepWaiting(awaited):
+                    self._messages.waits_for(awaited, time.monotonic())
                 case Rejected(reason):
                     raise ConfigError(reason)
                 case admitted:

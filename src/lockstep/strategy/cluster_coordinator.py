@@ -54,11 +54,11 @@ class ClusterCoordinator:
         """
         if not isinstance(strategy, ParameterServerStrategy):
             raise InputError("ClusterCoordinator needs a lockstep.ParameterServerStrategy")
-        known: ClusterCoordinator | None = strategy._coordinator
-        if known is None:
-            strategy._coordinator = known = super().__new__(cls)
-            known._strategy, known._datasets = strategy, itertools.count()
-        return known
+        coordinator: ClusterCoordinator | None = strategy._coordinator
+        if coordinator is None:
+            strategy._coordinator = coordinator = super().__new__(cls)
+            coordinator._strategy, coordinator._datasets = strategy, itertools.count()
+        return coordinator
 
     @property
     def strategy(self) -> ParameterServerStrategy:
@@ -74,8 +74,8 @@ class ClusterCoordinator:
         """Let a worker run `fn`, and return a handle of its result without waiting.
 
         If the worker is lost, the function runs again on another one. When a function is scheduled for the
-        first time, all processes also run it and undo it, to learn what it changes. They do this once, and on
-        TensorFlow both eagerly and as a graph.
+        first time, all processes also run it and undo it, to learn which variables it changes. They do this
+        once, and on TensorFlow both eagerly and as a graph.
 
         Args:
             fn: a function, also a `tf.function`.
@@ -118,9 +118,9 @@ class ClusterCoordinator:
         Raises:
             Exception: one of the functions raised it.
         """
-        found: list[RemoteValue] = []
-        visit(val, lambda leaf: found.append(leaf) if isinstance(leaf, RemoteValue) else None)
-        results = dict(zip(map(id, found), fetched(found), strict=True))
+        remote_values: list[RemoteValue] = []
+        visit(val, lambda leaf: remote_values.append(leaf) if isinstance(leaf, RemoteValue) else None)
+        results = dict(zip(map(id, remote_values), fetched(remote_values), strict=True))
         return visit(val, lambda leaf: results[id(leaf)] if isinstance(leaf, RemoteValue) else leaf)
 
     def create_per_worker_dataset(self, dataset_fn: Any) -> PerWorkerDataset:

@@ -34,7 +34,7 @@ class DefaultStrategy(Strategy):
 
 @cache
 def default_strategy() -> DefaultStrategy:
-    """Return the one instance."""
+    """Return the only instance."""
     return DefaultStrategy()
 
 

@@ -131,6 +131,6 @@ class MirroredStrategy(Strategy):
 
 def _note_on(options: Any) -> None:
     """Print a note if the requested communication implementation is not in use."""
-    asked = getattr(options, "implementation", CommunicationImplementation.AUTO)
-    if getattr(asked, "value", asked) == "NCCL":
+    implementation = getattr(options, "implementation", CommunicationImplementation.AUTO)
+    if getattr(implementation, "value", implementation) == "NCCL":
         note("NCCL is not used yet: workers exchange data through shared memory, with the same result")

@@ -21,15 +21,15 @@ class ReduceOp(Enum):
     MEAN = "MEAN"
 
     @classmethod
-    def of(cls, given: object) -> Op:
+    def of(cls, operation: object) -> Op:
         """Return the operation for a member, TensorFlow's equivalent, or a name in any case.
 
         Raises:
-            InputError: `given` is none of these.
+            InputError: `operation` is none of these.
         """
-        name = str(getattr(given, "value", given)).upper()
+        name = str(getattr(operation, "value", operation)).upper()
         if name not in cls.__members__:
-            raise InputError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {given!r}")
+            raise InputError(f"a reduction is ReduceOp.SUM or ReduceOp.MEAN, not {operation!r}")
         return "sum" if name == "SUM" else "mean"
 
 

@@ -119,23 +119,23 @@ class ParameterServerStrategy(Strategy):
         return self._methods.served is not None
 
     def per_worker_dataset(self, make: Callable[[], Any], number: int) -> PerWorkerDataset:
-        """Return a dataset of which each worker has its own.
+        """Return a dataset that each worker creates for itself.
 
         Args:
-            make: creates it.
+            make: creates the dataset.
             number: the number of the dataset, which determines its random numbers.
         """
         job = self._job
         return PerWorkerDataset(
             make,
-            # That of the lost worker in one that has taken its place.
+            # A process that replaces a lost worker has the task of that worker.
             lambda: seed_of(job.settings.seed, "dataset", number, job.process),
             seed_of(job.settings.seed, "dataset", number),
             lambda: (job.process, job.replacement),
         )
 
     def function_calls(self) -> Calls:
-        """Return what runs scheduled functions.
+        """Return the object that runs scheduled functions.
 
         In a job, it ends at the next `fit`, with a function of another strategy, and with the script.
         """
@@ -269,13 +269,13 @@ class Server:
         config: Any = None,
         start: bool = True,
     ) -> None:
-        given = server_or_cluster_def
-        if isinstance(given, ServerDef):
-            job_name = job_name or given.job_name or None
-            task_index = given.task_index if task_index is None else task_index
-            protocol = protocol or given.protocol
-            given = given.cluster
-        cluster = ClusterSpec(given)
+        cluster_def = server_or_cluster_def
+        if isinstance(cluster_def, ServerDef):
+            job_name = job_name or cluster_def.job_name or None
+            task_index = cluster_def.task_index if task_index is None else task_index
+            protocol = protocol or cluster_def.protocol
+            cluster_def = cluster_def.cluster
+        cluster = ClusterSpec(cluster_def)
         if job_name is None and len(cluster.jobs) == 1:
             (job_name,) = cluster.jobs
         if job_name is None:

@@ -72,7 +72,7 @@ class Strategy:
         return None
 
     def __getattr__(self, name: str) -> NoReturn:
-        """Raise AttributeError, with what to use instead of a name that `tf.distribute` has."""
+        """Raise AttributeError, which names the replacement if `tf.distribute` has the attribute."""
         remedy = f": {_REPLACED[name]}" if name in _REPLACED else ""
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{remedy}")
 
@@ -329,7 +329,7 @@ class Strategy:
         )
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
-        """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
+        """Return the results of `value_fn(context)` for all replicas, with a `PerReplica` for each leaf.
 
         The context has `replica_id_in_sync_group` and `num_replicas_in_sync`. Leaves are arrays or numbers of
         equal shapes and dtypes.
@@ -349,7 +349,7 @@ class Strategy:
         return values_from_function(self._job, self._runner, value_fn)
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        """Let one thread at a time compute with the replicas; scheduled functions have own threads."""
+        """Let one thread at a time compute with the replicas; scheduled functions have their own threads."""
         if self._job.view.replicas == 1 or self._methods.served is not None:
             return nullcontext()
         several = len(self._job.view.workers) > 1
@@ -379,5 +379,5 @@ def _refuse_within_replica(name: str) -> None:
 
 
 def entered_strategy() -> Strategy | None:
-    """Return the strategy whose scope or run this thread is in, None outside of all."""
+    """Return the strategy in whose scope or `run` this thread is; None outside of all strategies."""
     return _entered.strategies[-1] if _entered.strategies else None

@@ -1,1 +1,1 @@
-"""Supervision: pure functions of state, event and time that decide what a job does; no process, no clock."""
+"""Supervision: pure functions of state, event and time that decide what a job does. No process, no clock."""

@@ -1,7 +1,7 @@
 """The decisions of supervision: actions, and the outcome of a job.
 
 Most actions are instructions of `lockstep.protocol.host`, which the coordinator sends to the agents that they
-concern. The classes here are what it carries out itself.
+concern. The coordinator itself carries out the actions defined here.
 """
 
 from dataclasses import dataclass

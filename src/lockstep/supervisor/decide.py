@@ -1,36 +1,37 @@
 """The decision on an event of a job. Pure: (state, event, now) -> (state, actions, reason).
 
-The first failure decides the exit status; failures that it causes in others (`PeerLostError`) never do.
+The first failure decides the exit status. Failures that it causes in other workers (`PeerLostError`) never
+do.
 
 Once a worker has created a strategy, the job is elastic: the members continue without a lost worker in a new
-view, and compute its replicas too. An error of the script ends the job, also if one worker alone has met it:
-the others take over its work, and the next chief calls the same callbacks. Only an error that the machine can
-cause, such as of a disk, is like a loss, once the other workers had a moment to raise too. Before a strategy
-exists, a lost worker ends the job, because its script may fail on all; but the others continue without a lost
-host.
+view, and compute its replicas too. An error of the script ends the job, even if only one worker has raised
+it: otherwise another worker would take over its work, and meet the same error. For example, the next chief
+calls the same callbacks. Only an error that the machine can cause, such as one of a disk, counts as a loss,
+after the other workers had a moment to raise too. Before a strategy exists, a lost worker ends the job,
+because the script may fail on all workers. The others do continue without a lost host.
 
 A joiner runs the script by itself up to the position of the members: it requests the position, runs up to it,
-and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
+and reports that it is ready. Then the members leave their view at the end of a step, and wait. The chief
 sends the state, and the next view begins with the joiner. If the joiner is on another host, the state travels
-there first. A joiner that it does not reach is killed, and replaced like any other that is lost.
+there first. A joiner that the state does not reach is killed, and replaced like any other lost joiner.
 
 Members on a host that retires leave at the end of a step, while others start elsewhere. This costs no
 restart, and no step is computed again.
 
 When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
-`decide` has one case per event, in the order of `Event`; consequences that several events share come last.
+`decide` has one case per event, in the order of `Event`. Consequences that several events share come last.
 
 With fewer than `--min-workers`, all members wait at the end of a step, after the state was given, until
 enough workers have joined. Up to `--max-restarts` losses are replaced. If a replacement ends within a
 minute, the next one starts after a pause of 1, 2, 4 ... 60 seconds.
 
 A host that is cut off cannot complete a call in the old view once one member has left it, because a call
-needs a part of every member. If no agent is heard, the coordinator itself is cut off: it gives none up, and
-waits as long.
+needs a part of every member. If no agent is heard, the coordinator itself is probably cut off. It gives up no
+agent before the limit `TimeLimits.cut_off`.
 
 If the chief is lost before it has given the state, the next view begins without the joiner, and the members
-are asked again; after that, the chief's agent holds the state.
+are asked again. Once the state is given, the chief's agent holds it.
 """
 
 import signal
@@ -273,7 +274,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
             over = _finish(_with_outcome(state, JobOutcome(0)), reason)
             return over if worker in failures else over.after(ShowMessage(reason))
         lost = JobOutcome(shell_status(event.status), how, (worker,), Evidence.LOG)
-        first = next((failures[one] for one in failures if one in state.members), lost)
+        first = next((failures[failed] for failed in failures if failed in state.members), lost)
         return _finish(_with_outcome(state, first), f"{how}; no workers remain")
     if worker in state.servers:
         state = _without_servers(state, 1)
@@ -292,7 +293,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
 
 
 def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
-    """Begin the next view with the same members, at the cost of a restart, unless that is in vain."""
+    """Begin the next view with the same members, at the cost of a restart, unless that is useless."""
     how = f"worker {event.worker}: {event.reason}"
     awaited = state.admission.given is not None or state.shutdown.deadline is not None
     if state.stage is not Stage.RUNNING or event.view != state.view.number or awaited:
@@ -332,7 +333,7 @@ def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
 
 
 def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
-    """Lose the first host that is silent for too long, unless all are, as if this host was cut off."""
+    """Lose the first host that is silent for too long, unless all are: then this host seems to be cut off."""
     silent, limits = state.silent(event.at, now), state.limits
     if not silent:
         return Decision(state, reason="all hosts were heard")
@@ -459,7 +460,7 @@ def _strategy_installed(state: State, now: float) -> Decision:
 def _saving_advanced(
     state: State, event: LastStepEnded | CheckpointWritten | CheckpointNotWritten
 ) -> Decision:
-    """Note the chief's progress with the last checkpoint; earlier ones only yield a reason."""
+    """Note the chief's progress with the last checkpoint; for earlier checkpoints, only return a reason."""
     saving, actions = state.shutdown.saving, tuple[Action, ...]()
     match event:
         case LastStepEnded(step):
@@ -478,7 +479,7 @@ def _saving_advanced(
 
 
 def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
-    """Note what a joiner requests; answer at once if the chief has sent the state."""
+    """Note the request of a joiner; answer at once if the chief has sent the state."""
     worker, phase, given = event.worker, state.workers[event.worker].phase, state.admission.given
     if phase not in JOINERS or phase is Phase.JOIN_FAILED or not state.active:
         return Decision(state, reason=f"worker {worker} no longer joins")
@@ -529,7 +530,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
 
 
 def _state_arrived(state: State, event: StateArrived, now: float) -> Decision:
-    """Begin the next view if the state has reached all joiners; without those that it cannot reach."""
+    """Begin the next view if the state has reached all joiners that it can reach."""
     admission, host = state.admission, frozenset({event.host})
     if event.view != state.view.number or not admission.given:
         return Decision(state, reason=f"the state of view {event.view} is no longer needed")
@@ -578,7 +579,7 @@ def _scale_requested(state: State, event: ScaleRequest, now: float) -> Decision:
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
-    """Assess a wait: it may be for a finished worker, about to end with the view, long, or too long."""
+    """Assess a wait: it may be in vain, about to end with the view, long, or too long."""
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is already ending")
@@ -647,7 +648,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     if not (state.keeps and state.elastic and active and state.staying):
         return _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
 
-    # The chief writes a checkpoint at the end of its step, for which the members must not wait for joiners.
+    # The chief writes a checkpoint at the end of its step. The members must not wait for joiners before that.
     grace = state.limits.save
     reason = f"stopping ({name}): waiting up to {grace:g} s for the step and a checkpoint"
     if event.signal == signal.SIGINT:
@@ -748,9 +749,9 @@ def _stage_over(state: State, now: float) -> Decision:
             state = _at_stage(state, Stage.TERMINATING, now + state.limits.term)
             return Decision(state, actions, "some workers did not exit after the abort")
         case Stage.TERMINATING:
-            late, one = name_workers(sorted(running)), len(running) == 1
+            late, is_single = name_workers(sorted(running)), len(running) == 1
             text = f"{late} did not exit within {state.limits.term:g} s after the signal: killing "
-            text += "it" if one else "them"
+            text += "it" if is_single else "them"
             return _kill(state, now, text).after(ShowMessage(text))
         case _:
             return _finish(state, "some workers cannot be killed")
@@ -792,7 +793,7 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
         return state
     if not size.restarts_left:
         # The job now wants one worker less; users see this number.
-        # If only members on hosts that retire are left, they stay: no others start in their place.
+        # If only members on hosts that retire are left, they stay, because no others start in their place.
         size = replace(size, wanted=max(size.wanted - 1, 1), closed=size.closed or size.wanted == 1)
         return replace(state, size=size, admission=admission.with_consequence(_no_more(size)))
     size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
@@ -823,7 +824,7 @@ def _no_more(size: JobSize) -> str:
 
 
 def _loss_noted(state: State, reason: str, *, reported: bool) -> Decision:
-    """Note a loss that does not affect the members; `reported` if a message has already named it."""
+    """Note a loss that does not affect the members, and that a message has already named if `reported`."""
     if state.admission.unreported:
         reported, reason = False, f"{reason}; {state.admission.unreported}"
     state = replace(state, admission=replace(state.admission, unreported=""))
@@ -860,8 +861,8 @@ def _admit(state: State, now: float, how: str) -> Decision:
         if size.wanted < least:
             message = f"too few workers remain: {len(workers)} of at least {least} (--min-workers)"
             return _end(state, JobOutcome(1, f"{why or _no_more(size)}; {message}"), now)
-        what = f"training waits: {count(len(workers), 'worker')} of at least {least} (--min-workers)"
-        reason = f"{why}; {what}" if why else what
+        outcome = f"training waits: {count(len(workers), 'worker')} of at least {least} (--min-workers)"
+        reason = f"{why}; {outcome}" if why else outcome
         return Decision(_waiting(state, now), (ShowMessage(reason),), reason)
     if state.lacking:
         return _state_sent(state, now, why)
@@ -869,8 +870,8 @@ def _admit(state: State, now: float, how: str) -> Decision:
     new, old = tuple(w for w in workers if w in ready), tuple(w for w in staying if w not in workers)
     changes = [f"{name_workers(new)} joined"] if new else []
     changes += [f"{name_workers(old)} left"] if old else []
-    what = f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')})"
-    reason = f"{why}; {what}" if why else what
+    outcome = f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')})"
+    reason = f"{why}; {outcome}" if why else outcome
     given = state.admission.given if new else None
     admission = replace(state.admission.without_state(), unreported="")
     shown = ShowMessage(reason, _logs(state))
@@ -927,7 +928,7 @@ def _logs(state: State) -> tuple[int, ...]:
 
 
 def _reconciled(decision: Decision, now: float) -> Decision:
-    """Start missing workers, and ask the members for what joiners need."""
+    """Start missing workers, and ask the members for the state or the position that joiners need."""
     state, size, admission = decision.state, decision.state.size, decision.state.admission
     if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
         return decision
@@ -992,7 +993,7 @@ def _end(state: State, outcome: JobOutcome, now: float) -> Decision:
     if not state.size.by_hand:
         return Decision(state, (AbortExchange(outcome.message),), outcome.message)
     text = f"{outcome.message}; the job ends: restart all workers"
-    # Shown now, because at the end the workers in the user's terminals have already exited.
+    # Show it now: at the end, the workers in the user's terminals have already exited.
     return Decision(state, (AbortExchange(text), ShowMessage(text)), outcome.message)
 
 
@@ -1013,7 +1014,7 @@ def _finish(state: State, reason: str) -> Decision:
     outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
     failures = state.failures
     raised = [(failures[worker].message, (worker,)) for worker in _logs(state)]
-    reported = tuple(ShowMessage(*one) for one in raised if not outcome.message)
+    reported = tuple(ShowMessage(*failure) for failure in raised if not outcome.message)
     state = _at_stage(_with_outcome(state, outcome), Stage.FINISHED, None)
     return Decision(state, (*reported, FinishJob(outcome)), reason)
 

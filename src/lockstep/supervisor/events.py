@@ -1,8 +1,8 @@
 """The events that supervision decides on.
 
-A fact has one class. One that a run publishes is an event of `lockstep.observability.events`. What workers
-and agents report besides is a message of `lockstep.protocol`, which supervision takes as it arrives. Only
-what the coordinator itself finds has its class here.
+A fact has one class. If the run publishes it, it is an event of `lockstep.observability.events`. Other
+reports of workers and agents are messages of `lockstep.protocol`, which supervision receives as they arrive.
+Only facts that the coordinator itself notices have their classes here.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ from lockstep.protocol.worker import FailureReport, StateGiven, ViewBroken
 
 @dataclass(frozen=True)
 class HostGone:
-    """The agent of a host has ended, or sends what cannot be read; `how` continues "host node2 "."""
+    """The agent of a host has ended, or sends unreadable messages; `how` continues "host node2 "."""
 
     host: int
     how: str
@@ -50,7 +50,7 @@ class HostGone:
 class HostsHeard:
     """When something last arrived from the agents of other hosts, by the index of the host.
 
-    All those are there that are not lost.
+    It contains all hosts that are not lost.
     """
 
     at: Mapping[int, float]

@@ -55,7 +55,7 @@ ENDED = frozenset({Phase.FINISHED, Phase.LEFT, Phase.LOST})
 
 @dataclass(frozen=True)
 class Failure:
-    """A member's failure that is not a consequence of another's: the others continue without the member.
+    """A member's failure that no other failure has caused. The others continue without the member.
 
     Attributes:
         outcome: how the job ends if this failure decides it.
@@ -71,7 +71,7 @@ class WorkerRecord:
     """The state of a worker in supervision.
 
     Attributes:
-        phase: of the worker's life.
+        phase: its phase.
         host: the index of its host.
         member_since: the number of the first view of which it is a member.
         started_at: when it was started to join; None for the first workers.
@@ -109,7 +109,7 @@ class TimeLimits:
 
     Attributes:
         timeout: for a worker to arrive where others wait for it, and for joiners that training waits for.
-        blame: for the cause to appear of a failure that blames another worker.
+        blame: for the cause of a failure that blames another worker to appear.
         look: for a stuck worker to write its stack.
         abort: for workers to end after the abort, until SIGTERM.
         leave: for workers whose scripts have all raised to exit on their own, until SIGTERM.
@@ -149,8 +149,8 @@ class JobSize:
     """How many workers the job should have, and the budget of restarts.
 
     Attributes:
-        wanted: the target number of workers; 0 for as many as there are.
-        min_workers: with fewer, training waits.
+        wanted: the target number of workers; 0 for the present number.
+        min_workers: training waits while there are fewer.
         restarts_left: how many more lost workers will be replaced.
         max_restarts: the budget at the start of the job and after each request to scale.
         closed: whether no worker is replaced because none can join.
@@ -178,11 +178,12 @@ class Admission:
         posted: the notice to the members of the view.
         given: the state that the chief has given, so that all members wait for the next view; None before.
         holders: the hosts that have this state.
-        receivers: the hosts to which this state was sent, and that have not failed to receive it.
+        receivers: the hosts to which this state was sent, without those that have failed to receive it.
         moved: how far this state is on its way, as texts, by host.
         deadline: when a job whose members wait for joiners, or for the state to reach them, gives up; None if
             they do not wait.
-        report_at: when a message says for whom the state is on its way; None if it is not.
+        report_at: when a message names the hosts that wait for the state; None if the state is not on its
+            way.
         backoff_until: the earliest time to start a worker; None for no limit.
         young_losses: how many workers in a row were lost soon after their start.
         unreported: the consequences of losses, until a message has reported them.
@@ -259,8 +260,8 @@ class Shutdown:
     """The progress of the job's end, and its outcome.
 
     Attributes:
-        stage: of the end.
-        deadline: of the stage; in RUNNING, of the wait for the failures of others.
+        stage: the stage of the end.
+        deadline: the deadline of the stage; in RUNNING, of the wait for the failures of others.
         outcome: how the job ends, once decided.
         suspect: how the job ends if no cause appears for a failure that blames another worker.
         saving: the chief's progress since the job was asked to stop.
@@ -283,22 +284,23 @@ class State:
         cores: for each host, the number of its cores; only their ratios matter.
         names: for each host, its name.
         lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
-        retiring: the indices of hosts that will go, or have gone, as announced; they get no more workers.
-        vital: the workers without which the job cannot continue; of a job with parameter servers, which keeps
-            its number of workers.
+        retiring: the indices of hosts whose departure was announced; they get no more workers.
+        vital: the workers without which a job with parameter servers cannot continue. Such a job keeps its
+            number of workers.
         servers: the parameter servers, which are not replaced.
-        cut_off: whether no host was heard for so long that this host seems to be cut off from them.
-        heard_from: hosts count as heard at this time, if they were not heard later.
+        cut_off: whether no other host was heard for so long that this host seems to be cut off.
+        heard_from: the time at which hosts count as heard that were not heard later.
         workers: every worker that was ever started, by id.
         limits: the time limits.
-        size: how many workers there should be.
-        admission: of joiners to the next view.
+        size: the target number of workers, and the budget of restarts.
+        admission: the admission of joiners to the next view.
         shutdown: the progress of the job's end.
         view_since: when the view began; None for the first.
         elastic: whether the job can continue without a lost worker.
         keeps: whether the job saves checkpoints.
         distributes: whether the script has distributed a computation or an input.
-        idle_until: when a message says that it has not; None if no such message is due.
+        idle_until: when a message says that the script has distributed nothing; None if no such message is
+            due.
         reported_late: when a message last named each set of late workers.
     """
 
@@ -354,7 +356,7 @@ class State:
 
         Args:
             spec: the job.
-            cores: of its hosts; empty if all hosts are alike.
+            cores: the number of cores of each host; empty if all hosts are alike.
             by_hand: whether a user starts its workers.
         """
         wanted, limits = spec.workers, spec.limits
@@ -422,8 +424,10 @@ class State:
 
     @property
     def lacking(self) -> tuple[int, ...]:
-        """The joiners that wait for the next view on hosts that do not have the state."""
-        return tuple(one for one in self.ready if self.workers[one].host not in self.admission.holders)
+        """The joiners that wait for the next view on hosts without the state."""
+        return tuple(
+            joiner for joiner in self.ready if self.workers[joiner].host not in self.admission.holders
+        )
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -441,7 +445,7 @@ class State:
     def outgoing(self) -> tuple[int, ...]:
         """The members that leave with the next view because their hosts retire; none if too few would remain.
 
-        Those who remain may all be new.
+        The remaining members may all be new.
         """
         outgoing = tuple(worker for worker in self.staying if self.retires(worker))
         remain = len(self.staying) - len(outgoing) + len(self.ready)
@@ -449,7 +453,7 @@ class State:
 
     @property
     def filled(self) -> int:
-        """How many of the wanted workers there are, without members whose hosts retire.
+        """The number of workers that count towards the target, without members whose hosts retire.
 
         If no worker can join in their place, they count until they leave.
         """
@@ -459,8 +463,12 @@ class State:
     @property
     def failures(self) -> dict[int, JobOutcome]:
         """How the job would end because of each failed worker, the first failure first."""
-        failed = [(one.failure, worker) for worker, one in self.workers.items() if one.failure is not None]
-        failed.sort(key=lambda one: one[0].order)
+        failed = [
+            (worker_state.failure, worker)
+            for worker, worker_state in self.workers.items()
+            if worker_state.failure is not None
+        ]
+        failed.sort(key=lambda entry: entry[0].order)
         return {worker: failure.outcome for failure, worker in failed}
 
     @property
@@ -502,16 +510,16 @@ class State:
         return tuple(host for host, at in heard.items() if now >= max(at, self.heard_from) + silence)
 
     def roomiest_host(self) -> int | None:
-        """Return the host that lacks most workers, the first of several; None if none lacks any."""
+        """Return the first host that lacks most workers; None if none lacks any."""
         there = Counter(self.workers[worker].host for worker in self.running - self.leaving)
         lacks = {host: self.slots[host] - there[host] for host in self.hosts}
         roomiest = max(lacks, key=lacks.__getitem__, default=None)
         return roomiest if roomiest is not None and lacks[roomiest] > 0 else None
 
     def with_slots(self, workers: int) -> "State":
-        """Return the state whose hosts have slots for `workers`, more where each gets most cores.
+        """Return the state with slots for `workers`; new slots are where each worker gets most cores.
 
-        Without a host that takes workers, it is the same.
+        Without a host that takes workers, the state does not change.
         """
         slots = list(self.slots)
 
@@ -534,7 +542,7 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """The next state, what to do now, and why."""
+    """The next state, the actions to carry out now, and the reason."""
 
     state: State
     actions: tuple[Action, ...] = ()

@@ -1,1 +1,1 @@
-"""Wrappers of the operating system, the environment and the run folder; texts in messages; no jobs."""
+"""Wrappers of the operating system, the environment and the run folder, and texts for messages. No jobs."""

@@ -1,4 +1,4 @@
-"""Processes of Lockstep that other ones start: their commands, and how they end with their parents.
+"""Processes that other processes of Lockstep start: their commands, and how they end with their parents.
 
     python -P -m lockstep.system.child_process PID COMMAND ...
 

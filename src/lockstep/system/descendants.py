@@ -17,7 +17,7 @@ class Descendants(Protocol):
     """Every process that this one or a descendant started."""
 
     def reap(self, owned: frozenset[int]) -> None:
-        """Reap adopted processes that have ended; the owners of `owned` ones reap those."""
+        """Reap adopted processes that have ended, except `owned` ones, which their owners reap."""
 
     def end(self, grace: float) -> tuple[int, ...]:
         """Give all of them `grace` seconds to end, then kill them until none is left.

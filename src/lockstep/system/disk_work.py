@@ -1,4 +1,4 @@
-"""Work on a disk, in a thread: the event loop continues, so that other hosts see that the process lives."""
+"""Work on a disk, in a thread. The event loop continues, so that other hosts see that the process lives."""
 
 import os
 import threading
@@ -25,9 +25,9 @@ class DiskWork(Generic[Result]):
         clock: measures the time limit.
     """
 
-    def __init__(self, act: Callable[[], Result], what: str, loop: EventLoop, clock: Clock) -> None:
+    def __init__(self, act: Callable[[], Result], action: str, loop: EventLoop, clock: Clock) -> None:
         self._act = act
-        self._what = what
+        self._action = action
         self._loop = loop
         self._clock = clock
         self._begun = clock.now()
@@ -50,18 +50,18 @@ class DiskWork(Generic[Result]):
         """Return the result of the action, which is over.
 
         Raises:
-            BaseException: what the action has raised.
+            BaseException: the error of the action.
             CheckpointError: it takes too long.
         """
         self.close()
         if not self._has_ended:
-            raise CheckpointError(f"{self._what} takes more than {PATIENCE:g} s")
+            raise CheckpointError(f"{self._action} takes more than {PATIENCE:g} s")
         if self._error is not None:
             raise self._error
         return self._results[0]
 
     def close(self) -> None:
-        """Let go of the action, which may continue. A second call does nothing."""
+        """Abandon the action, which may continue. A second call does nothing."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True

@@ -1,4 +1,4 @@
-"""Environment variables: the only module of the package that reads them; and the environment of workers."""
+"""Environment variables, which only this module of the package reads, and the environment of workers."""
 
 import hashlib
 import json
@@ -67,7 +67,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """Which worker a process is, and where its agent and its run are; the agent tells it all else.
+    """The identity of a worker's process, its agent and its run. It learns everything else from the agent.
 
     Attributes:
         worker: the worker's id, from 0.
@@ -203,7 +203,8 @@ def tf_config(slot: int, replicas: int, servers: int = 0) -> str:
     The addresses only name the replicas; nothing listens there. Child processes of a worker inherit it; its
     "environment" field tells them that they are not one of its tasks.
 
-    With parameter servers, every process is the chief there: all run what the chief of `tf.distribute` runs.
+    With parameter servers, every process is the chief there, because all run the program of `tf.distribute`'s
+    chief.
     """
     addresses = [f"127.0.0.1:{_FIRST_PORT + replica}" for replica in range(replicas)]
     cluster, task = {"worker": addresses}, {"type": "worker", "index": slot}
@@ -297,7 +298,8 @@ def shared_variables(also: Collection[str] = (), environ: Mapping[str, str] = os
     """Return the variables that a script must see on all hosts.
 
     Args:
-        also: the names of those that the user has asked for; the others can change what a script computes.
+        also: the names of variables that the user has requested; the others can change the results of a
+            script.
         environ: the variables of the user.
     """
     return {
@@ -310,14 +312,14 @@ def shared_variables(also: Collection[str] = (), environ: Mapping[str, str] = os
 def variable_marks(
     names: Iterable[str], hidden: Collection[str] = (), environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return marks by which two runs tell that variables differ: 4 digits of a hash of each value.
+    """Return marks that show whether variables of two runs differ: 4 digits of a hash of each value.
 
-    A variable that is `hidden`, or whose name is that of a secret, has the mark `set`. One that is not set
-    has none. Neither have `numeric_flags` and what the job sets.
+    A variable that is `hidden`, or whose name is that of a secret, has the mark `set`. Variables that are not
+    set have no mark, nor have `numeric_flags` and those that the job sets.
     """
-    known = {*numeric_flags(environ), *_OF_JOB, "KERAS_BACKEND"}
+    recorded_elsewhere = {*numeric_flags(environ), *_OF_JOB, "KERAS_BACKEND"}
     marks = {}
-    for name in sorted(set(names).intersection(environ).difference(known)):
+    for name in sorted(set(names).intersection(environ).difference(recorded_elsewhere)):
         secret = name in hidden or _is_secret(name)
         marks[name] = "set" if secret else hashlib.sha256(os.fsencode(environ[name])).hexdigest()[:4]
     return marks
@@ -365,16 +367,16 @@ def unrecorded(
 
 
 def require_variables(
-    variables: Mapping[str, str | None], environ: Mapping[str, str] = os.environ, what: str = "--env {}"
+    variables: Mapping[str, str | None], environ: Mapping[str, str] = os.environ, form: str = "--env {}"
 ) -> None:
-    """Raise ConfigError if a variable without a value is not set; `what` names it in the message."""
+    """Raise ConfigError if a variable without a value is not set; `form` names it in the message."""
     for name, value in variables.items():
         if value is None and name not in environ:
-            raise ConfigError(f"{what.format(name)}: set the variable here first")
+            raise ConfigError(f"{form.format(name)}: set the variable here first")
 
 
 def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables with which libraries choose how they compute, for a log; none names a secret."""
+    """Return the variables that determine how libraries compute, for a log; none contains a secret."""
     return {
         name: value
         for name, value in environ.items()
@@ -466,7 +468,7 @@ def usable_cores(
 ) -> int:
     """Return the number of cores that this process may use.
 
-    Its affinity and cgroups limit them, and in a task of a Slurm job step the CPUs that the step asks for.
+    Its affinity and cgroups limit them; in a task of a Slurm job step, also the CPUs that the step requests.
     """
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(proc / "self" / "cgroup", cgroups)
@@ -547,7 +549,7 @@ def _folder(text: str) -> Path:
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Return how often the job of this command was started again, and its run folder; empty for the first."""
+    """Return how often the job of this command was started again, and its run folder; empty at first."""
     number, _, folder = environ.get(ATTEMPT, "").partition(":")
     return (int(number), folder) if number.isdecimal() else (0, "")
 

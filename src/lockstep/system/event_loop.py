@@ -14,7 +14,7 @@ ARRIVES = select.EPOLLIN | select.EPOLLET
 def wait_for(
     readable: Iterable[int], seconds: float | None = None, *, writable: Iterable[int] = ()
 ) -> set[int]:
-    """Wait until a descriptor is ready, or its peer has closed it, and return all that are.
+    """Wait until a descriptor is ready, or its peer has closed it; return all such descriptors.
 
     Unlike `select.select`, it takes descriptors above 1023, which a program with many open files has.
 
@@ -60,7 +60,7 @@ class EventLoop:
         self._before.append(call)
 
     def before_each_handler(self, check: Callable[[], object]) -> None:
-        """Call `check` before each handler: this process may have been stopped since the last one."""
+        """Call `check` before each handler, because this process may have been stopped since the last one."""
         self._check = check
 
     def watch(self, descriptor: int, call: Callable[[], object], *, writes: bool = False) -> None:

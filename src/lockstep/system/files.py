@@ -78,10 +78,10 @@ def read_regular(path: Path) -> bytes:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Write a file whole: whoever reads it gets the contents from before or `data`.
+    """Write a whole file: a reader gets either the previous contents or `data`.
 
     Raises:
-        OSError: it cannot be written; the contents are those from before.
+        OSError: it cannot be written; the previous contents remain.
     """
     new = path.with_name(f".{path.name}-{os.getpid()}")
     try:
@@ -102,7 +102,7 @@ def _regular(descriptor: int, name: str) -> int:
 class AppendFile:
     """A file to append to; a failure to write is reported once, and training continues.
 
-    What cannot be written is lost; what follows it begins a line.
+    Data that cannot be written is lost, and the next data begins a line.
 
     Attributes:
         path: the path of the file.
@@ -150,7 +150,7 @@ class AppendFile:
     def _tell(self, error: OSError) -> None:
         if not self._has_complained:
             self._has_complained = True
-            self._complain(f"cannot write {self.path}: {error.strerror}; what cannot be written is lost")
+            self._complain(f"cannot write {self.path}: {error.strerror}; data that cannot be written is lost")
 
     def close(self) -> None:
         """Close the file."""

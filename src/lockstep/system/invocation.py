@@ -51,7 +51,7 @@ def parse(original: Sequence[str]) -> Invocation | None:
     return Invocation(tuple(options), tuple(rest)) if rest and rest[0] != "-" else None
 
 
-def own() -> Invocation | None:
+def current_program() -> Invocation | None:
     """Return the program of this process; None if it cannot be run again.
 
     It is None in an interactive session, in a notebook, with `python -c`, and in a forked process.

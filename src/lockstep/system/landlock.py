@@ -43,13 +43,13 @@ def can_restrict() -> bool:
 
 
 def write_only_below(folders: Iterable[Path]) -> None:
-    """From now on, let this thread, and those that it starts, write only below some folders; for good.
+    """Let this thread, and those that it starts, write only below some folders, for the rest of their lives.
 
-    Files that are open already can be written. What is refused fails with "Permission denied". Empty folders
-    can be created anywhere.
+    Files that are already open can be written. Other writes fail with "Permission denied". Empty folders can
+    be created anywhere.
 
     Args:
-        folders: those that are missing are left out.
+        folders: the folders; missing ones are left out.
 
     Raises:
         OSError: the kernel cannot restrict it.

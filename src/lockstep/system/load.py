@@ -27,8 +27,8 @@ class ProcessCounters(NamedTuple):
 
     Attributes:
         cpu: seconds of processor time.
-        delays: seconds that each of its threads was ready to run and had no core; empty if the kernel does
-            not tell.
+        delays: seconds for which each of its threads was ready to run and had no core; empty if the kernel
+            does not report them.
         memory: its resident memory, in bytes.
         faults: number of page faults that read from the disk.
     """
@@ -58,7 +58,7 @@ class HostCounters(NamedTuple):
 
 
 class HostCounterFiles:
-    """The files in which the kernel counts what the host uses.
+    """The files in which the kernel counts the resources that the host uses.
 
     Args:
         proc: where the kernel's data on processes are mounted.
@@ -73,7 +73,7 @@ class HostCounterFiles:
         self._statistics = [file for file in files if file.exists()]
 
     def read(self) -> HostCounters:
-        """Read the counters; 0 for those that the kernel does not tell."""
+        """Read the counters; 0 for counters that the kernel does not report."""
         columns = read(self._proc / "stat").partition("\n")[0].split()[1:]
         busy = sum(int(columns[at]) for at in _BUSY if at < len(columns)) * _TICK
         vmstat = read_numbers(self._proc / "vmstat")

@@ -1,4 +1,4 @@
-"""How much memory this process may still allocate, to check before it does."""
+"""The memory that this process may still allocate."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -36,7 +36,7 @@ def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
 def memory_in_use(meminfo: Path, limited: Iterable[Path]) -> tuple[int, int]:
     """Return the bytes in use, and the limit, of the machine or of the cgroup with the fewest bytes left.
 
-    (0, 0) if the kernel tells neither.
+    (0, 0) if the kernel reports neither.
 
     Args:
         meminfo: the file of the machine's memory, like `/proc/meminfo`.

@@ -31,7 +31,7 @@ def note(text: str) -> None:
 
 
 class RepeatedNotes:
-    """Writes notes to stderr; one with the same text again only when its number is a power of ten."""
+    """Writes notes to stderr. A note with the same text is repeated only if its number is a power of ten."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

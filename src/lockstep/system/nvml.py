@@ -135,10 +135,10 @@ class GpuReading:
     """The driver's report.
 
     Attributes:
-        driver: None if no driver answers.
-        gpus: in the order of their indices.
+        driver: the driver; None if it does not answer.
+        gpus: the GPUs, in the order of their indices.
         missing: why there is no driver or no GPU.
-        remedy: what to do about that; empty if nothing needs to be done.
+        remedy: the remedy; empty if nothing needs to be done.
     """
 
     driver: Driver | None

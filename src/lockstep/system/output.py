@@ -36,7 +36,7 @@ class Sink:
         self._queue: deque[bytes] = deque()
 
     def write(self, data: bytes) -> None:
-        """Buffer `data`, and write what can be written without blocking."""
+        """Buffer `data`, and write as much as possible without blocking."""
         self.taken += len(data)
         if self.failure or not data:
             return
@@ -45,7 +45,7 @@ class Sink:
         self.flush()
 
     def flush(self) -> None:
-        """Write what can be written without blocking."""
+        """Write as much as possible without blocking."""
         while self._queue and self._is_ready():
             piece, rest = self._queue[0][:_PIECE], self._queue[0][_PIECE:]
             try:

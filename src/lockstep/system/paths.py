@@ -28,7 +28,7 @@ class RunPaths:
 
     @property
     def measurements(self) -> Path:
-        """Figures of steps, metrics and load, one JSON object per line."""
+        """Measurements of steps, metrics and load, one JSON object per line."""
         return self.root / "measurements.jsonl"
 
     @property
@@ -63,7 +63,7 @@ class RunPaths:
 
     @property
     def output(self) -> Path:
-        """What a detached command has written to its terminal, if it had one."""
+        """The output of a detached command, which it would otherwise write to a terminal."""
         return self.root / "output.log"
 
     def log(self, worker: int) -> Path:

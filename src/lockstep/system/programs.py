@@ -33,8 +33,8 @@ class ProgramResult:
 
     Attributes:
         status: its exit status, negative for a signal; None if it timed out or was not started.
-        output: what it wrote to stdout; only the beginning and the end of a long output.
-        errors: what it wrote to stderr, likewise cut.
+        output: its stdout; only the beginning and the end of a long output.
+        errors: its stderr, likewise cut.
         seconds: how long it ran.
         fault: why it could not be started; empty if it could.
     """
@@ -148,8 +148,8 @@ def results(
     """Wait for all programs, and return their results.
 
     Args:
-        programs: to wait for.
-        deadline: on the monotonic clock.
+        programs: the programs to wait for.
+        deadline: the time on the monotonic clock at which this gives up.
         say: called every few seconds with the indices of running programs and the seconds waited so far.
     """
     begun = reported = time.monotonic()
@@ -182,7 +182,7 @@ def results(
 
 @contextmanager
 def ending_descendants() -> Iterator[None]:
-    """End all processes that were started within the block, in any session, also after SIGTERM and SIGHUP."""
+    """End all processes that were started within the block, in any session, even after SIGTERM and SIGHUP."""
     earlier = children_now()
     with contextlib.suppress(OSError):
         adopt_orphans()
@@ -229,7 +229,7 @@ class _ProbeOutput:
 
     def rest(self) -> str:
         """Read the rest of the pipe, and return the kept output."""
-        # A process that was not ended may still write, so this reads at most what a pipe holds.
+        # A process that was not ended may still write, so this reads at most the content of the pipe.
         for _ in range(_MAX_KEPT // _READ_SIZE):
             if not self.read():
                 break

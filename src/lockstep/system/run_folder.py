@@ -61,13 +61,13 @@ def remove_where_empty(folder: Path) -> None:
 
 
 def claim_folder(
-    folder: Path, what: str = "the run's folder", option: str = "--run-dir", *, patience: float = 0.0
+    folder: Path, description: str = "the run's folder", option: str = "--run-dir", *, patience: float = 0.0
 ) -> int:
     """Lock a folder for this run; create it if it does not exist.
 
     Args:
         folder: the folder to lock.
-        what: its description, for messages.
+        description: its description, for messages.
         option: the option that names it, for messages.
         patience: seconds to wait for another run, which may be ending.
 
@@ -81,18 +81,18 @@ def claim_folder(
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         descriptor = wait_for_lock(RunPaths(folder).lock, patience)
     except OSError as error:
-        raise _unusable(what, folder, option, error) from None
+        raise _unusable(description, folder, option, error) from None
     if descriptor is None:
         raise FolderInUse(f"another run uses {folder}; wait for it to end, or give another {option}")
     return descriptor
 
 
-def check_writable(folder: Path, what: str, option: str) -> None:
+def check_writable(folder: Path, description: str, option: str) -> None:
     """Create a folder if it does not exist, and check that files can be created in it.
 
     Args:
         folder: the folder.
-        what: its description, for messages.
+        description: its description, for messages.
         option: the option that names it, for messages.
 
     Raises:
@@ -102,11 +102,11 @@ def check_writable(folder: Path, what: str, option: str) -> None:
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise _unusable(what, folder, option, error) from None
+        raise _unusable(description, folder, option, error) from None
 
 
 def claim_when_free(folder: Path) -> Path:
-    """Lock the folder of a job, or a new one beside it if a process of the job keeps it; return which.
+    """Lock the folder of a job, or a new one beside it if a process of the job keeps it; return that folder.
 
     Several coordinators of a job use its folder, one after the other. One that was lost may still be ending,
     or may be stopped.
@@ -129,13 +129,13 @@ def claim_when_free(folder: Path) -> Path:
     raise AssertionError("numbers have no end")
 
 
-def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
-    """Lock a folder for a job over several hosts, of which others may share it; see `claim_folder`.
+def claim_for_job(folder: Path, job: str, description: str, option: str) -> int | None:
+    """Lock a folder that the hosts of a job may share; see `claim_folder`.
 
     Args:
         folder: the folder to lock.
         job: identifies the job.
-        what: its description, for messages.
+        description: its description, for messages.
         option: the option that names it, for messages.
 
     Returns:
@@ -147,7 +147,7 @@ def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
     give_up = time.monotonic() + _SIGNS_WITHIN
     while True:
         try:
-            descriptor = claim_folder(folder, what, option)
+            descriptor = claim_folder(folder, description, option)
         except ConfigError:
             with contextlib.suppress(OSError):
                 if read_regular(folder / _HOLDER) == job.encode():
@@ -192,7 +192,7 @@ def gone_if_refused(folder: Path | None) -> Iterator[None]:
 
 
 def empty_folder(folder: Path) -> None:
-    """Create `folder` in the run folder, for this user only; remove what an earlier run has left there.
+    """Create `folder` in the run folder, for this user only; remove files of an earlier run there.
 
     Raises:
         ConfigError: it cannot be created.
@@ -207,7 +207,7 @@ def empty_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a folder for what the processes of a job on this host share, and remove it after the block.
+    """Make a folder that the processes of a job on this host share, and remove it after the block.
 
     If they are all killed, the next command of the same user removes it.
 
@@ -242,7 +242,7 @@ def remove_abandoned() -> None:
 
 
 def leave_folder(folder: Path) -> None:
-    """Remove what only an active run needs; for its last process, which still holds the lock."""
+    """Remove files that only an active run needs; for its last process, which still holds the lock."""
     paths = RunPaths(folder)
     with contextlib.suppress(OSError):
         for file in paths.saved.iterdir():
@@ -277,5 +277,5 @@ def remove_unused_claim(folder: Path) -> None:
             folder.rmdir()
 
 
-def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{what} {folder} cannot be used: {error.strerror}; give another {option}")
+def _unusable(description: str, folder: Path, option: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{description} {folder} cannot be used: {error.strerror}; give another {option}")

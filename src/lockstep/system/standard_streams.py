@@ -48,7 +48,7 @@ def flush_streams() -> None:
 
 
 def discard_stdout() -> None:
-    """Discard what stdout has buffered: Python would try to write it again when this process exits."""
+    """Discard the buffer of stdout, because Python would try to write it again when this process exits."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

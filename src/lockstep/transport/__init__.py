@@ -1,1 +1,1 @@
-"""How messages and states travel on one host: sockets, queues and memory; no meaning of a message."""
+"""How messages and states travel: sockets, queues and memory. It does not know the meaning of messages."""

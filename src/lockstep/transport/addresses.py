@@ -83,17 +83,17 @@ def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressF
     Raises:
         NetworkError: the name cannot be resolved.
     """
-    found = look_up(host, port, patience)
-    if isinstance(found, str):
+    resolved = look_up(host, port, patience)
+    if isinstance(resolved, str):
         raise NetworkError(
-            f"the host {host!r} cannot be resolved ({found}); correct it, or give its IP address"
+            f"the host {host!r} cannot be resolved ({resolved}); correct it, or give its IP address"
         )
-    return found
+    return resolved
 
 
 def look_up(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, SocketAddress] | str:
     """Return the address of a host as `resolve_host` does, or why it cannot be resolved."""
-    found: list[tuple[socket.AddressFamily, SocketAddress]] = []
+    addresses: list[tuple[socket.AddressFamily, SocketAddress]] = []
     why = [f"no answer in {patience:g} s"]
 
     def ask() -> None:
@@ -103,10 +103,10 @@ def look_up(host: str, port: int, patience: float) -> tuple[socket.AddressFamily
             why[:] = [str(getattr(error, "strerror", None) or error)]
         else:
             infos.sort(key=lambda info: info[0] != socket.AF_INET)
-            found.append((infos[0][0], infos[0][4]))
+            addresses.append((infos[0][0], infos[0][4]))
 
     # The system waits much longer for a name server that does not respond.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(patience)
-    return found[0] if found else why[0]
+    return addresses[0] if addresses else why[0]

@@ -1,9 +1,9 @@
 """Questions and answers with arrays, between processes of one job.
 
 On one host a connection is a Unix socket in the abstract namespace: it leaves no file, and both ends check
-that the other process belongs to the same user. A connection from another host has been accepted by the agent
-of this host, which passes it on over such a socket, before encryption. A frame is the length of its header in
-4 bytes, the header, a message and the dtypes and shapes of the arrays, and the bytes of the arrays.
+that the other process belongs to the same user. The agent of this host accepts connections from other hosts,
+and passes them on over such a socket, before encryption. A frame is the length of its header in 4 bytes, the
+header, a message and the dtypes and shapes of the arrays, and the bytes of the arrays.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ _dtype_name = functools.cache(str)
 
 
 class _Ended(Exception):
-    """The peer has closed the connection, or sends something else than frames."""
+    """The peer has closed the connection, or sends something other than frames."""
 
 
 def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Sequence[Array]) -> None:
@@ -155,7 +155,7 @@ def _receive_some(connection: socket.socket, view: memoryview) -> int:
 
 
 class AskingChannel:
-    """The end of a connection that asks.
+    """The end of a connection at which this process asks.
 
     Args:
         address: the address of the other end, if it is on this host.
@@ -164,14 +164,15 @@ class AskingChannel:
         timeout: seconds after which an answer counts as missing.
         dial: connects to the other end, if that is on another host.
         server: the parameter server whose shards the questions are about; -1 for the chief.
-        lost: whether the other end is lost, which the network may tell only much later; None on one host.
-        worker: the worker id of this process; None if it is that of its task.
-        call: the number of the call in which it asks first; 0 for none.
+        lost: returns whether the other end is lost, which the network may show only much later; None on one
+            host.
+        worker: the worker id of this process; None if that is the id of its task.
+        call: the number of the call in which it first asks; 0 for none.
 
     Attributes:
         peer: names the other end in messages.
         call: likewise; see `enter`.
-        is_open: whether the connection has not ended, as far as that is known.
+        is_open: whether the connection has not ended, as far as this end knows.
 
     Raises:
         PeerLostError: the other end has ended, or cannot be reached.
@@ -240,11 +241,11 @@ class AskingChannel:
         except (_Ended, OSError):
             self._raise_lost()
 
-    def receive(self, asked: Question) -> tuple[Any, list[Array]]:
+    def receive(self, question: Question) -> tuple[Any, list[Array]]:
         """Wait for the answer to the first question that has none.
 
         Args:
-            asked: the question, for messages.
+            question: the question, for messages.
 
         Raises:
             PeerLostError: the other end has ended.
@@ -252,10 +253,10 @@ class AskingChannel:
         """
         try:
             if self._patient:
-                self._wait_patiently(asked)
+                self._wait_patiently(question)
             answer = _receive(self._reader, _answers)
         except TimeoutError:
-            self._raise_stuck(asked)
+            self._raise_stuck(question)
         except (_Ended, OSError):
             self._raise_lost()
         self._answered = True
@@ -269,15 +270,15 @@ class AskingChannel:
     def be_patient(self) -> None:
         """Let answers take as long as they need.
 
-        A note says for how long this process has waited. From the timeout on, the other process must show
-        that it runs.
+        A note says for how long this process has waited. After the timeout, the other process must show that
+        it runs.
         """
         self._patient = True
 
     def is_silent(self, within: float) -> bool:
         """Whether the other process has not ended, but does not answer within some seconds.
 
-        A process that runs answers even while it waits for others. Ask one that is silent nothing more.
+        A process that runs answers even while it waits for others. Do not ask a silent process anything more.
         """
         timeout = self._timeout
         self._limit(within)
@@ -335,12 +336,12 @@ class AskingChannel:
         if self._lost():
             raise _Ended
 
-    def _wait_patiently(self, asked: Question) -> None:
+    def _wait_patiently(self, question: Question) -> None:
         begun, interval = time.monotonic(), _REPORT_AFTER
         while self._reader.is_empty and not select.select([self._connection], [], [], interval)[0]:
             waited = time.monotonic() - begun
-            what = asked.__struct_config__.tag
-            note(f"this process has waited {waited:.0f} s for {self.peer}, which has not answered {what!r}")
+            kind = question.__struct_config__.tag
+            note(f"this process has waited {waited:.0f} s for {self.peer}, which has not answered {kind!r}")
             if waited > self._timeout:
                 self._check_alive()
             interval = min(2 * interval, _REPORT_AT_LEAST)
@@ -377,9 +378,9 @@ class AskingChannel:
         raise PeerLostError(f"{self.peer} has ended; its log says why") from None
 
     def _raise_stuck(self, message: Question) -> NoReturn:
-        what = message.__struct_config__.tag
+        kind = message.__struct_config__.tag
         raise PeerStuckError(
-            f"{self.peer} has not answered {what!r} for {self._timeout:g} s: `w` in lockstep "
+            f"{self.peer} has not answered {kind!r} for {self._timeout:g} s: `w` in lockstep "
             "top shows what it does; --timeout sets the limit"
         ) from None
 
@@ -392,8 +393,8 @@ class Asked:
         process: the id of the task of the process that asks.
         message: the question; None if the process has left the call, or closed its connection.
         arrays: the arrays of the question.
-        server: the parameter server that is asked; -1 for the chief.
-        worker: the worker id of the process; another one after a worker was replaced.
+        server: the parameter server to which the question is addressed; -1 for the chief.
+        worker: the worker id of the process, which changes when a worker is replaced.
         call: the number of the call in which the process asks; 0 for none.
     """
 
@@ -412,7 +413,7 @@ class Asked:
         self._answer.put((message, arrays))
 
     def answered(self) -> tuple[Answer, Sequence[Array]] | None:
-        """Wait for the answer, which is taken; None if there is none."""
+        """Wait for the answer, and remove it; None if there is none."""
         return self._answer.get()
 
     def abandon(self) -> None:
@@ -462,22 +463,22 @@ class AnsweringEnd:
                 listener.close()
             for connection in self._open:
                 _end(connection)
-            for asked in self._unanswered:
-                asked.abandon()
+            for question in self._unanswered:
+                question.abandon()
 
     def drop(self, worker: int) -> None:
-        """End the connections of a worker id: it is lost, which the network may tell only much later."""
+        """End the connections of a lost worker, by its id: the network may show the loss only much later."""
         with self._lock:
-            for connection, own in self._introductions.items():
-                if own.worker == worker:
+            for connection, introduction in self._introductions.items():
+                if introduction.worker == worker:
                     _end(connection)
 
     def end_call(self, call: int) -> None:
-        """End the connections that wait for an answer to a question in a call: there will be none."""
+        """End the connections that wait for an answer in a call that has ended."""
         with self._lock:
-            for asked in self._unanswered:
-                if asked.call == call:
-                    asked.abandon()
+            for question in self._unanswered:
+                if question.call == call:
+                    question.abandon()
 
     def _listen(self, serve: Callable[[socket.socket], None]) -> bytes:
         """Serve connections in threads; return where they are accepted."""
@@ -565,15 +566,15 @@ class AnsweringEnd:
                     continue
                 if asks is None:
                     return
-                asked = Asked(asks.process, message, arrays, asks.server, asks.worker, asks.call)
+                question = Asked(asks.process, message, arrays, asks.server, asks.worker, asks.call)
                 with self._lock:
                     if self._closed:
                         return
-                    self._unanswered.add(asked)
-                self._put(asked)
-                answer = asked.answered()
+                    self._unanswered.add(question)
+                self._put(question)
+                answer = question.answered()
                 with self._lock:
-                    self._unanswered.discard(asked)
+                    self._unanswered.discard(question)
                 if answer is None:
                     return
                 _send(connection.sendall, *answer)
@@ -584,7 +585,7 @@ class AnsweringEnd:
             self._leave(asks)
 
     def _leave(self, asks: Introduction | None) -> None:
-        """Tell that a process asks no more in the call of its introduction."""
+        """Note that a process asks no more in the call of its introduction."""
         if asks is not None:
             self._put(Asked(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call))
 
@@ -592,5 +593,5 @@ class AnsweringEnd:
 def _end(connection: socket.socket) -> None:
     """End a connection that a thread uses, which then closes it."""
     with contextlib.suppress(OSError):
-        # The method of an encrypted connection would change what its thread uses.
+        # The method of an encrypted connection would change state that its thread uses.
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

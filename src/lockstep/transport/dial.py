@@ -1,7 +1,7 @@
 """Connections between hosts as workers and agents open them: blocking, with a limit.
 
-A worker that dials waits until the other worker accepts. So two workers that connect in both directions do
-both at once, in two threads, or in an order that both know.
+A worker that dials waits until the other worker accepts. So two workers that connect to each other dial and
+accept at once, in two threads, or in an order that both know.
 """
 
 import contextlib
@@ -49,7 +49,8 @@ def connect(
         greeting: its nonce does not matter.
         credentials: sign the greeting; None if the job has no key.
         patience: seconds until this gives up.
-        check: called at least every 0.2 s, except while a name is resolved; what it raises ends the wait.
+        check: called at least every 0.2 s, except while a name is resolved; an error that it raises ends the
+            wait.
 
     Raises:
         ConfigError: the address is malformed.
@@ -63,14 +64,14 @@ def connect(
         key = credentials.greeting_key
         if time.time() >= credentials.expires:
             raise NetworkError(f"cannot connect to {address}: {KEY_EXPIRED}")
-    family, place = resolve_host(host, port, patience)
+    family, socket_address = resolve_host(host, port, patience)
     firewall = f"; firewalls between the hosts must let TCP connections to port {port} through"
     with contextlib.ExitStack() as undo:
         try:
             connection = undo.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             _prepare(connection)
             with contextlib.suppress(BlockingIOError):
-                connection.connect(place)
+                connection.connect(socket_address)
             late = f"{address} did not answer within {patience:.3g} s{firewall}"
             wait_for(connection, select.POLLOUT, until, check, late)
             if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -148,7 +149,7 @@ def accept(
     """Complete a connection that a listener admitted; the other worker has called `dial`.
 
     Args:
-        connection: from the listener; this function closes it, or returns it.
+        connection: the connection from the listener; this function closes it, or returns it.
         credentials: the credentials of this worker; None if the job has no key.
         patience: seconds until this gives up.
         check: as in `connect`.
@@ -188,8 +189,8 @@ def accept(
 def _prepare(connection: socket.socket) -> None:
     """Send small messages at once, and notice within `REACH` that the other host is cut off.
 
-    The kernel asks only while nothing is under way in its own direction. So the receiving end of each
-    connection notices; a limit for the sending end would also end a connection whose receiver is slow.
+    The kernel probes the other end only while it has nothing to send itself. So the receiving end of each
+    connection notices. A limit for the sending end would also end connections with a slow receiver.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -275,11 +276,11 @@ def wait_for(
     """Wait for an event of `select.poll` on a connection.
 
     Args:
-        connection: not blocking.
-        event: to wait for.
+        connection: the connection, which does not block.
+        event: the event to wait for.
         until: when this gives up, by `time.monotonic`.
         check: as in `connect`.
-        late: the message of the error then.
+        late: the message of the error if the time is over.
 
     Raises:
         NetworkError: the event did not happen in time.

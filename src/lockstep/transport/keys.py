@@ -1,7 +1,7 @@
 """The key of a job over several hosts, and the credentials that every holder of it can make.
 
 From the key's 32 random bytes and its expiry, every holder derives the same certificate authority and the
-same key for greetings, so nothing but the key is distributed. The authority has an Ed25519 key, whose
+same key for greetings, so only the key must be distributed. The authority has an Ed25519 key, whose
 signatures are deterministic, so its certificate is the same for all holders.
 """
 
@@ -71,8 +71,8 @@ class JobKey:
         Raises:
             ConfigError: it is not a key, or has expired.
         """
-        found = _LINE.fullmatch(text)
-        if found is None:
+        match = _LINE.fullmatch(text)
+        if match is None:
             version = _VERSION.match(text)
             if version is not None and version[1] != "1":
                 raise ConfigError(
@@ -81,10 +81,10 @@ class JobKey:
                 )
             raise ConfigError(f"{source} does not contain a key; make one with lockstep key FILE")
         try:
-            expires = datetime.datetime.strptime(found[1], _TIME).replace(tzinfo=datetime.UTC)
+            expires = datetime.datetime.strptime(match[1], _TIME).replace(tzinfo=datetime.UTC)
         except ValueError:
-            raise ConfigError(f"{source} contains a key whose expiry, {found[1]}, is not a time") from None
-        key = cls(bytes.fromhex(found[2]), int(expires.timestamp()))
+            raise ConfigError(f"{source} contains a key whose expiry, {match[1]}, is not a time") from None
+        key = cls(bytes.fromhex(match[2]), int(expires.timestamp()))
         if now() >= key.expires:
             raise ConfigError(
                 f"the key in {source} expired on {key.expiry}; make another with lockstep key FILE, and copy "
@@ -226,15 +226,17 @@ class JobKey:
             .add_extension(identifier, critical=False)
             .sign(authority, None)
         )
-        own = Ed25519PrivateKey.generate()
+        process_key = Ed25519PrivateKey.generate()
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "lockstep process")])
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         leaf = (
-            certify(own, name, x509.random_serial_number())
+            certify(process_key, name, x509.random_serial_number())
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(usage(signs=True, certifies=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(own.public_key()), critical=False)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(process_key.public_key()), critical=False
+            )
             .add_extension(issued_by, critical=False)
             .sign(authority, None)
         )
@@ -244,5 +246,5 @@ class JobKey:
             self.expires,
             root.public_bytes(pem),
             leaf.public_bytes(pem),
-            own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+            process_key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
         )

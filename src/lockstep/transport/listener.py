@@ -1,10 +1,10 @@
 """The listening socket of a process: the only way in from other hosts.
 
-A process that other hosts connect to has one listening socket, bound to the address that was asked for.
+A process to which other hosts connect has one listening socket, which is bound only to the requested address.
 Beyond the loopback device it needs the key of the job. From it, every holder derives the same key for
 greetings and the same certificate authority, and mints a certificate of its own (`keys.py`). A worker gets
-`Credentials` from its agent: a certificate, its private key and the key for greetings, but not the key of
-the job.
+`Credentials` from its agent: a certificate, its private key and the key for greetings, but not the key of the
+job.
 
     connecting side                         listener                            receiving side
     connect: greeting, 96 bytes     ->      format, HMAC, job, view, copies
@@ -74,7 +74,7 @@ class Listener:
     """Accepts connections of this job, and refuses strangers.
 
     A connection has `PATIENCE` seconds to send its greeting. If more than `MOST_PENDING` have not done so,
-    the oldest one of the host that has most of them is closed. Each turn of the loop does bounded work.
+    the oldest of the host with most of them is closed. Each turn of the loop does bounded work.
 
     Attributes:
         address: where it listens, with the number of the port.
@@ -136,8 +136,8 @@ class Listener:
             NetworkError: no socket can be opened.
         """
         host, port = split_address(address)
-        family, place = resolve_host(host, port, PATIENCE)
-        if credentials is None and not is_loopback(place[0]):
+        family, socket_address = resolve_host(host, port, PATIENCE)
+        if credentials is None and not is_loopback(socket_address[0]):
             raise key_needed(f"{address} can be reached from other hosts")
         with contextlib.ExitStack() as undo:
             try:
@@ -147,7 +147,7 @@ class Listener:
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 if family == socket.AF_INET6:
                     listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listening.bind(place)
+                listening.bind(socket_address)
                 listening.listen(_BACKLOG)
             except OSError as error:
                 raise _cannot_listen(address, error) from None
@@ -157,8 +157,8 @@ class Listener:
     def enter(self, job: bytes, term: int, view: int, late: LateConnection) -> None:
         """Refuse, from now on, connections of other jobs or of earlier views.
 
-        Connections of later views are accepted: their coordinator may have told the sender first. Those of
-        earlier ones are closed and told to `late`.
+        Connections of later views are accepted, because their coordinator may have told the sender first.
+        Connections of earlier views are closed and reported to `late`.
         """
         self._job, self._view, self._tell_of_late = job, (term, view), late
         self._lanes = {key: seen for key, seen in self._lanes.items() if key >= self._view}
@@ -200,7 +200,7 @@ class Listener:
                 self._hear(self._pending[descriptor])
         for _ in range(PER_TURN if accepts else 0):
             try:
-                connection, place = self._listening.accept()
+                connection, peer = self._listening.accept()
             except BlockingIOError:
                 break
             except OSError as error:
@@ -209,7 +209,7 @@ class Listener:
                     break
                 # The peer has already closed this one.
                 continue
-            self._take(connection, join_address(place))
+            self._take(connection, join_address(peer))
 
     def _take(self, connection: socket.socket, peer: str) -> None:
         connection.setblocking(False)
@@ -285,7 +285,7 @@ class Listener:
         """Remember a greeting.
 
         Raises:
-            ValueError: it was here before, or is of another job.
+            ValueError: it is a copy, or is of another job.
             _LateError: it is of a view that has ended.
         """
         view, in_view = (greeting.term, greeting.view), greeting.kind is not ConnectionKind.CONTROL
@@ -359,13 +359,13 @@ class _Refusals:
             self._quiet_until = now + QUIET
             self._report(f"refused a connection from {peer}: {reason}")
             return
-        # Of a flood from many hosts, the first are named.
+        # Only the first hosts of a flood are named.
         named = host if host in self._counts or len(self._counts) < _MOST_HOSTS else _OTHERS
         self._counts[named] = self._counts.get(named, 0) + 1
         self._reasons[named] = reason
 
     def show(self, now: float) -> float | None:
-        """Report what is due; return the time of the next report, if there will be one."""
+        """Show the reports that are due; return the time of the next one, if any."""
         if self._quiet_until is not None and self._quiet_until <= now:
             self.show_all(now)
         return self._quiet_until

@@ -26,10 +26,10 @@ class LocalChannel(Generic[Out, In]):
         Raises:
             OSError: this process has too many descriptors.
         """
-        one: LocalChannel[Any, Any] = cls()
-        other: LocalChannel[Any, Any] = cls()
-        one._peer, other._peer = other, one
-        return one, other
+        first: LocalChannel[Any, Any] = cls()
+        second: LocalChannel[Any, Any] = cls()
+        first._peer, second._peer = second, first
+        return first, second
 
     def send(self, message: Out, patience: float = 0.0) -> bool:
         """Send a message; see `Channel`."""

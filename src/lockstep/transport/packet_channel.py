@@ -97,12 +97,12 @@ def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None)
     Raises:
         ValueError: the packet would exceed `MAX_PACKET`.
     """
-    found = [] if attachments is None else attachments
+    collected = [] if attachments is None else attachments
 
     def encode_other(value: Any) -> Any:
         if isinstance(value, Attachment):
-            found.append(value)
-            return len(found) - 1
+            collected.append(value)
+            return len(collected) - 1
         if isinstance(value, Path):
             return os.fspath(value)
         return repr(value)

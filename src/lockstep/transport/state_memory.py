@@ -59,7 +59,7 @@ class MemoryTransport:
         return Attachment(descriptor)
 
     def fetch(self, published: Attachment) -> Contents:
-        """Map what was published without copying the arrays; see `StateTransport`."""
+        """Map a published state without copying the arrays; see `StateTransport`."""
         try:
             header, memory, start = _read(published.descriptor)
             arrays = {}

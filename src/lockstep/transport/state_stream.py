@@ -34,7 +34,7 @@ def send_state(connection: socket.socket, state: Attachment, check: Callable[[],
     Args:
         connection: from `dial` or `accept`; it becomes non-blocking.
         state: the state.
-        check: called at least every 0.2 s; what it raises ends the stream.
+        check: called at least every 0.2 s; an error that it raises ends the stream.
 
     Raises:
         NetworkError: the connection has ended, or is too slow.
@@ -59,7 +59,7 @@ def receive_state(
     Args:
         connection: from `dial` or `accept`; it becomes non-blocking.
         size: the size of the state, in bytes.
-        check: called at least every 0.2 s; what it raises ends the stream.
+        check: called at least every 0.2 s; an error that it raises ends the stream.
         arrived: called after each piece, with the number of bytes so far.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The contract of transports that move the state of a training from one worker to another."""
+"""The contract of transports that move a state from one worker to another."""
 
 from typing import Protocol
 
@@ -7,16 +7,16 @@ from lockstep.protocol.channel import Attachment
 
 
 class StateTransport(Protocol):
-    """Publishes and fetches states. What `publish` returns travels in messages, through agents."""
+    """Publishes and fetches states. The result of `publish` travels in messages, through agents."""
 
     def prepare(self, contents: Contents) -> None:
         """Prepare, in the background, to publish contents of these sizes; replaces an earlier preparation."""
 
     def publish(self, contents: Contents, *, prepared: bool = True) -> Attachment:
-        """Return what `fetch` needs to read `contents`, any number of times.
+        """Return an attachment from which `fetch` reads `contents`, any number of times.
 
         Args:
-            contents: to publish; they may change afterwards.
+            contents: the contents to publish; they may change afterwards.
             prepared: whether to use the preparation; each serves for one call.
 
         Raises:
@@ -25,7 +25,7 @@ class StateTransport(Protocol):
         """
 
     def fetch(self, published: Attachment) -> Contents:
-        """Return what was published, as read-only arrays.
+        """Return a published state, as read-only arrays.
 
         Raises:
             CheckpointError: it cannot be read.

@@ -4,7 +4,7 @@ Its frames are a length in 4 bytes and a packet as in `packet_channel`. Attachme
 
 Its descriptor is an epoll instance, readable when there is something to receive, to write, or to do for the
 handshake. So the event loop serves it like any channel, and encryption needs neither a thread nor a blocking
-call. A length is checked before memory is taken, and what is queued for a slow peer is limited.
+call. A length is checked before memory is allocated, and the queue for a slow peer is limited.
 """
 
 import contextlib
@@ -68,8 +68,8 @@ _last_packet = _LastPacket()
 class StreamChannel(Generic[Out, In]):
     """One end of a stream of bytes; see `Channel`.
 
-    `receive` does all the work: it also writes what is queued, and takes part in the handshake of encryption.
-    `fileno` is readable when there is something to do, so a loop only has to call `receive` then.
+    `receive` does all the work: it also writes queued messages, and takes part in the handshake of
+    encryption. `fileno` is readable when there is something to do, so a loop only has to call `receive` then.
 
     Args:
         incoming: the union of the types of messages that arrive here.
@@ -147,8 +147,10 @@ class StreamChannel(Generic[Out, In]):
         tcp = connection.family != socket.AF_UNIX
         if tcp:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own = connection.detach()
-        return cls(incoming, own, own, tls=tls, accepted=accepted, most_queued=most_queued, tcp=tcp)
+        descriptor = connection.detach()
+        return cls(
+            incoming, descriptor, descriptor, tls=tls, accepted=accepted, most_queued=most_queued, tcp=tcp
+        )
 
     @property
     def established(self) -> bool:
@@ -196,7 +198,7 @@ class StreamChannel(Generic[Out, In]):
     def flush(self, patience: float) -> bool:
         """Wait at most `patience` seconds until the host of the peer has all messages; return whether it has.
 
-        It is not enough that this kernel has them: it drops those that are on the way when the peer sends
+        It is not enough that this kernel has them: it drops messages on their way when the peer sends
         something to a connection that is closed here.
         """
         until = time.monotonic() + patience
@@ -254,7 +256,7 @@ class StreamChannel(Generic[Out, In]):
         return self.queued + int.from_bytes(answer, sys.byteorder)
 
     def _step(self) -> None:
-        """Do what is possible now: read a complete frame, and write."""
+        """Read a complete frame, and write, as far as possible now."""
         while not self._ended and self._fault is None and not self._complete():
             if not self._read():
                 break
@@ -269,13 +271,13 @@ class StreamChannel(Generic[Out, In]):
         return length > MAX_PACKET or len(self._arrived) >= _LENGTH.size + length
 
     def _read(self) -> bool:
-        """Read what has arrived; return whether there may be more."""
+        """Read bytes that have arrived; return whether there may be more."""
         try:
             data = os.read(self._reading, _CHUNK)
         except BlockingIOError:
             return False
         except OSError:
-            # The peer ended without reading everything; what it wrote has been read before this error.
+            # The peer ended without reading everything. Its own messages have been read before this error.
             data = b""
         if not data:
             self._ended = True
@@ -388,8 +390,8 @@ class _Tls:
             self._stream.do_handshake()
             self.established = True
 
-    def decrypt(self, data: bytes, found: bytearray) -> None:
-        """Add to `found` what can be decrypted now that `data` has arrived.
+    def decrypt(self, data: bytes, plain: bytearray) -> None:
+        """Decrypt as much as possible now that `data` has arrived, and add it to `plain`.
 
         Raises:
             ssl.SSLError: the peer is not trusted, does not trust this end, or does not encrypt.
@@ -400,7 +402,7 @@ class _Tls:
         if self.established:
             with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError):
                 while chunk := self._stream.read(_CHUNK):
-                    found += chunk
+                    plain += chunk
 
     def encrypt(self, data: bytes) -> bytes:
         """Return the encrypted bytes."""
@@ -409,7 +411,7 @@ class _Tls:
 
 
 def _close(descriptor: int) -> None:
-    """Close a descriptor; of a connection, the peer still receives what was written."""
+    """Close a descriptor; the peer of a connection still receives everything that was written."""
     try:
         connection = socket.socket(fileno=descriptor)
     except OSError:
@@ -417,6 +419,6 @@ def _close(descriptor: int) -> None:
         return
     with connection, contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
-        # If unread bytes remain, the kernel resets the connection, and the peer may lose what was written.
+        # If unread bytes remain, the kernel resets the connection, and the peer may lose data.
         while connection.recv(_CHUNK, socket.MSG_DONTWAIT):
             pass

@@ -1,1 +1,1 @@
-"""What runs in a worker below Keras: its job and views, seeds, import hooks, the script; no framework."""
+"""The parts of a worker below Keras: its job and views, seeds, import hooks, the script. No framework."""

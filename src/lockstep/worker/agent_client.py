@@ -40,7 +40,7 @@ _SHORT_PATIENCE = 0.2
 
 
 class AgentClient:
-    """Reports to the agent what happens in this worker, from any thread, and receives its messages.
+    """Sends the reports of this worker to its agent, from any thread, and receives its messages.
 
     Reports never raise, and never block longer than a second: a worker does not depend on their delivery.
 
@@ -62,8 +62,8 @@ class AgentClient:
     def report(self, published: PublishedEvent) -> None:
         """Forward an event of this worker, which the coordinator publishes on the bus of the run.
 
-        A measurement is dropped if the agent is slow: training does not wait for it. Digests, of which many
-        may follow each other, wait shortly.
+        A measurement is dropped if the agent is slow, because training does not wait for it. Digests, which
+        may arrive in large numbers, wait briefly.
         """
         event = published.event
         assert isinstance(event, WorkerEvent | WorkerMeasurement | WorkerDigest | OrderRecorded)
@@ -74,9 +74,9 @@ class AgentClient:
             patience = _SHORT_PATIENCE
         self._channel.send(EventReport(event), patience)
 
-    def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
+    def waiting(self, call: str, workers: tuple[int, ...], seconds: float) -> None:
         """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""
-        self._channel.send(EventReport(WaitReported(self._worker, what, workers, seconds)))
+        self._channel.send(EventReport(WaitReported(self._worker, call, workers, seconds)))
 
     def broken(self, view: int, reason: str, *, fatal: bool) -> None:
         """Report that this worker has left the exchange of a view, or cannot enter it."""
@@ -111,16 +111,16 @@ class AgentClient:
         poll.poll()
 
     def answers_at(self, entrance: bytes) -> None:
-        """Tell where this worker takes connections of workers of other hosts that ask."""
+        """Announce the address at which this worker answers workers of other hosts."""
         self._channel.send(AnswersAt(entrance), _PATIENCE)
 
     def request_to_join(self, *, whole: bool) -> None:
-        """Request the position of the training or, if `whole`, admission with the whole state."""
+        """Request the position of the members or, if `whole`, admission with the whole state."""
         self._channel.send(EventReport(JoinRequested(self._worker, whole)), _PATIENCE)
 
-    def send_state(self, given: StateGiven) -> None:
+    def send_state(self, report: StateGiven) -> None:
         """Send the state, or the position."""
-        self._channel.send(given, _PATIENCE)
+        self._channel.send(report, _PATIENCE)
 
     def next_view(self, seconds: float) -> AgentMessage | None:
         """Wait for the coordinator's decision after a view has ended; for the main thread.
@@ -154,14 +154,14 @@ class AgentClient:
             if (message := self._take(0.0)) is None:
                 break
             self._kept.append(message)
-        return next((one for one in reversed(self._kept) if isinstance(one, EnterView)), None)
+        return next((kept for kept in reversed(self._kept) if isinstance(kept, EnterView)), None)
 
     def put_back(self, view: EnterView) -> None:
         """Leave a view that was received to the next call of `receive`."""
         self._kept.appendleft(view)
 
     def connections(self, view: int) -> list[PeerConnected]:
-        """Return the connections of a view that were kept, and close those of earlier ones."""
+        """Return the connections of a view that were kept, and close those of earlier views."""
         kept, self._connected = self._connected, []
         return [connected for connected in kept if connected.view == view]
 

@@ -1,4 +1,4 @@
-"""The other processes of a job, as the agent of a worker tells of them."""
+"""The other processes of a job, as the agent of a worker reports them."""
 
 import os
 import socket
@@ -42,7 +42,7 @@ class AgentPeers:
         return newest.number, tuple(worker for host in newest.hosts for worker in host)
 
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return those that are not in the newest view; see `Peers`."""
+        """Return the workers that are not in the newest view; see `Peers`."""
         newest = self._client.newest_view()
         return frozenset(workers).difference(*([self.view.workers] if newest is None else newest.hosts))
 
@@ -59,12 +59,12 @@ class AgentPeers:
         self._client.answers_at(entrance)
 
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return what connects to a worker on another host; see `Peers`."""
+        """Return a function that connects to a worker on another host; see `Peers`."""
         return None if self.entrance is None else self.entrance.dial(worker)
 
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:
-        """What completes a connection from another host; see `Peers`."""
+        """The function that completes a connection from another host; see `Peers`."""
         return None if self.entrance is None else self.entrance.accept
 
     def _peeked(self, announced: EnterView) -> ControlSegment:

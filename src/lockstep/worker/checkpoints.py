@@ -1,4 +1,4 @@
-"""A worker's checkpoints: what saves them, and the one from which the training resumes."""
+"""A worker's checkpoints: the scheduler that saves them, and the one from which training resumes."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ class WorkerCheckpoints:
 
     Args:
         scheduler: saves checkpoints while this worker is the chief; None if none are saved.
-        resumed: the checkpoint from which the training resumes, if any.
+        resumed: the checkpoint from which training resumes; None for none.
         accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
     """
 
@@ -37,12 +37,12 @@ class WorkerCheckpoints:
 
     @property
     def resumed(self) -> Contents | None:
-        """The checkpoint from which the training resumes, if any."""
+        """The checkpoint from which training resumes; None for none."""
         return self._resumed
 
     @property
     def accepts_changes(self) -> bool:
-        """Whether the training resumes even if the script's settings differ from the checkpoint's."""
+        """Whether training resumes even if the script's settings differ from the checkpoint's."""
         return self._accepts_changes
 
     def keep(self, scheduler: CheckpointScheduler) -> None:
@@ -50,11 +50,11 @@ class WorkerCheckpoints:
         self._scheduler = scheduler
 
     def drop(self) -> None:
-        """Save none from now on, as in a child of this process."""
+        """Save no checkpoints from now on, as in a child of this process."""
         self._scheduler = None
 
     def resume(self, contents: Contents) -> None:
-        """Note that the training resumes from `contents`."""
+        """Note that training resumes from `contents`."""
         self._resumed = contents
 
     def accept_changes(self) -> None:
@@ -62,7 +62,7 @@ class WorkerCheckpoints:
         self._accepts_changes = True
 
     def finish(self) -> None:
-        """Save the last state of the training, and wait until it is written."""
+        """Save the last state, and wait until it is written."""
         if self._scheduler is not None:
             self._scheduler.finish()
 
@@ -81,14 +81,14 @@ def open_checkpoints(
     Raises:
         CheckpointError: the folder cannot be used, or the checkpoint to resume from can no longer be read.
     """
-    asked = settings.checkpoints
-    if asked is None:
+    checkpoints = settings.checkpoints
+    if checkpoints is None:
         return WorkerCheckpoints(accepts_changes=settings.accepts_changes)
-    announce(asked.folder)
-    every = Every(asked.steps, asked.seconds)
-    opened = open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
-    # The coordinator has a chief killed that never reaches the end of a step.
+    announce(checkpoints.folder)
+    every = Every(checkpoints.steps, checkpoints.seconds)
+    opened = open_scheduler(Store(checkpoints.folder, checkpoints.keep), every, events.publish)
+    # The coordinator kills a chief that never reaches the end of a step.
     end_at_a_step(opened, is_chief)
-    resumes = asked.resume is not None and not joins
-    resumed = load(asked.resume) if asked.resume is not None and resumes else None
+    resumes = checkpoints.resume is not None and not joins
+    resumed = load(checkpoints.resume) if checkpoints.resume is not None and resumes else None
     return WorkerCheckpoints(opened, resumed, accepts_changes=settings.accepts_changes)

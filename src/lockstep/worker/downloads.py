@@ -1,7 +1,7 @@
 """Downloads with `keras.utils.get_file`: one worker of a host downloads, and the others wait.
 
-There is a lock for each origin in the user's cache folder, and a record in the run's folder, so that the
-n-th call of every worker has one result.
+There is a lock for each origin in the user's cache folder. A record in the run's folder gives the n-th call
+of every worker the same result.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _MOST_HOLDER = 8192
 def patch_get_file() -> None:
     """Patch `get_file` so that workers take turns, in this process or a forked one, after `share_downloads`.
 
-    Call this before Keras is imported: datasets keep the function that they find then.
+    Call this before Keras is imported, because datasets keep the function that they find at their import.
     """
     when_imported({KERAS_DOWNLOADS: _patch})
 
@@ -117,9 +117,9 @@ class Turns:
     def _locked(self, origin: str, name: str) -> Iterator[None]:
         file, descriptor = self._lock(origin, name)
         try:
-            own = {"job": self._job, "worker": self._worker, "process": os.getpid(), "host": _host()}
+            holder = {"job": self._job, "worker": self._worker, "process": os.getpid(), "host": _host()}
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(own).encode(), 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             # The name is unique to this host and lock: any other process that wrote it has ended.
             _turn.partial = f".{_digest(f'{_host()} {file}')}.part"
             yield

@@ -1,6 +1,6 @@
 """Reports of files that a script opens for writing; the coordinator detects conflicts between workers.
 
-Where a job only checks a script, the script may not change anything outside of its process.
+In a job that only checks a script, the script may not change anything outside of its process.
 
 Only files opened by Python are reported, not those opened by libraries in C (HDF5, TensorFlow's own files).
 """
@@ -38,10 +38,9 @@ appends, and the library that opens it for that line; empty if none does."""
 
 
 def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
-    """From now on, report each file that this process opens for writing once, and once if it appends, up to a
-    thousand reports.
+    """Report, from now on, files that this process opens for writing: each once, and once more if it appends.
 
-    Forked processes report nothing. The hook cannot be removed again.
+    There are at most a thousand reports. Forked processes report nothing. The hook cannot be removed again.
     """
     process, seen = os.getpid(), set[tuple[str, bool]]()
 
@@ -70,15 +69,15 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
 
 
 def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) -> None:
-    """From now on, refuse that the program changes anything outside of this process.
+    """Prevent the program, from now on, from changing anything outside of this process.
 
     It may not write, delete or rename files that are its results, start other programs, or connect to a
     service. Temporary files and those of libraries are not results. The hook cannot be removed again.
 
     Args:
         places: tells the files of libraries.
-        refuse: gets the line of the program and what it does, such as `train.py:41 writes out.csv`; what it
-            raises, the program's call raises.
+        refuse: called with a description of the refused call, such as `train.py:41 writes out.csv`. The
+            program's call raises the error that it raises.
     """
     process = os.getpid()
     temporary, work = f"{Path(tempfile.gettempdir())}{os.sep}", f"{Path.cwd()}{os.sep}"
@@ -92,7 +91,7 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
         return not places.are_not_the_program_s(absolute)
 
     def effect(event: str, arguments: tuple[Any, ...]) -> str:
-        """Return what a call does, as a predicate; empty if it is allowed."""
+        """Return the effect of a call, as a predicate; empty if it is allowed."""
         match event:
             case "open" if isinstance(arguments[2], int) and arguments[2] & _WRITES:
                 return f"writes {os.fsdecode(arguments[0])}" if is_result(arguments[0]) else ""
@@ -105,15 +104,18 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
             case "subprocess.Popen" | "os.system":
                 return "starts a program"
             case "socket.connect" if isinstance(arguments[1], tuple):
-                # A service of this machine, such as one that records experiments, keeps what it gets, too.
+                # A service of this machine, such as one that records experiments, also keeps the data that it
+                # receives.
                 return f"connects to {arguments[1][0]}"
         return ""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _EFFECTS or os.getpid() != process:
             return
-        if (what := effect(event, arguments)) and (line := line_of_program(sys._getframe(1))) is not None:
-            refuse(f"{line} {what}")
+        if (predicate := effect(event, arguments)) and (
+            line := line_of_program(sys._getframe(1))
+        ) is not None:
+            refuse(f"{line} {predicate}")
 
     sys.addaudithook(hook)
 
@@ -159,8 +161,8 @@ class LibraryFolders:
 def line_of_program(frame: FrameType | None) -> str | None:
     """Return the innermost line of the program on the stack of a frame.
 
-    It is None if Lockstep's code is in between, which writes on one worker, or an import, for which libraries
-    write caches.
+    It is None if Lockstep's code is in between, which writes on one worker only, or an import, during which
+    libraries write caches.
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -173,7 +175,7 @@ def line_of_program(frame: FrameType | None) -> str | None:
 
 
 def library_of(frame: FrameType | None) -> str:
-    """Return the installed library whose code is innermost on a stack; empty if the program's own is."""
+    """Return the installed library whose code is innermost on a stack; empty if the program's own code is."""
     while frame is not None and not is_program(frame.f_code.co_filename):
         if name := library_name(frame.f_code.co_filename):
             return name

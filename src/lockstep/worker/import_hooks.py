@@ -27,7 +27,7 @@ def when_imported(actions: Mapping[str, Action]) -> None:
 
 
 def whenever_executed(names: Iterable[str], around: Around) -> None:
-    """Surround the execution of each module of these names, also if it raises.
+    """Surround the execution of each module of these names, even if it raises.
 
     This has no effect on modules that are already imported.
     """

@@ -1,4 +1,4 @@
-"""Reports which framework the program imports: that may take many seconds, in which it says nothing."""
+"""Reports which framework the program imports, because that may take many silent seconds."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from lockstep.worker.import_hooks import FRAMEWORKS, whenever_executed
 
 
 def report_imports(publish: Callable[[ImportStarted], None], names: Iterable[str] = FRAMEWORKS) -> None:
-    """Publish when the import of a module of these names begins, and what is imported after it.
+    """Publish when the import of a module of these names begins, and which import goes on after it.
 
     Args:
         publish: takes the events: the innermost module whose import is in progress, or an empty name.

@@ -1,8 +1,8 @@
 """A compilation cache for JAX: other workers, replacements and later runs reuse compiled programs.
 
-It replaces JAX's own cache. It writes entries atomically, however a process ends; it never returns programs
-compiled for another processor or number of threads, which JAX does not distinguish; and if several processes
-need the same program at once, one compiles it and the others wait.
+It replaces JAX's own cache. It writes entries atomically, however a process ends. It never returns programs
+compiled for another processor or number of threads, which JAX does not distinguish. If several processes need
+the same program at once, one compiles it and the others wait.
 
 The cache is in the user's cache folder, unless others may write there. An entry yields the same bits as
 compiling again.
@@ -54,10 +54,10 @@ def keep_compiled(base: Path, threads: int) -> None:
 def processor(file: Path = Path("/proc/cpuinfo")) -> str:
     """Return a name for the kind of this machine's processor."""
     first = file.read_text().partition("\n\n")[0].splitlines()
-    facts = [
+    lines = [
         line for line in first if line.startswith(("vendor_id", "model name", "flags", "Features", "CPU "))
     ]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:12]
 
 
 def _keep(folder: Path, jax: ModuleType) -> None:
@@ -95,7 +95,7 @@ class CompilationCache:
     """A folder with a file for each entry; implements JAX's interface of a cache.
 
     A process that does not find an entry makes it. Other processes that request it meanwhile wait until it
-    exists, its maker gives up or ends, or a minute has passed; without the entry, they make it too.
+    exists, its maker gives up or ends, or a minute has passed. If it is still missing, they make it too.
 
     Args:
         folder: descriptor of the folder, so that later changes of its path have no effect.
@@ -194,8 +194,8 @@ class CompilationCache:
         if self._trimmed:
             return
         self._trimmed = True
-        with os.scandir(self._folder) as found:
-            entries = [(entry.stat(follow_symlinks=False), entry.name) for entry in found]
+        with os.scandir(self._folder) as files:
+            entries = [(entry.stat(follow_symlinks=False), entry.name) for entry in files]
         entries.sort(key=lambda entry: entry[0].st_mtime)
         left = sum(status.st_size for status, _ in entries)
         for status, name in entries:

@@ -1,15 +1,15 @@
-"""One worker in its job: what it knows of the job, and the commands that move it from view to view.
+"""One worker in its job: its knowledge of the job, and the commands that move it from view to view.
 
 A `Job` has four parts, each with one owner. Its `Membership` gets the next view from the coordinator. Its
 `JobContext` is immutable. Its `EnteredView` is the current view and this worker's end of the exchange; only
 the commands of `Job` change it (`exchange`, `between_steps`, `join`, `detached`, `apart`). Its
-`WorkerCheckpoints` have what saves checkpoints, and the one from which the training resumes. Queries have no
-effects.
+`WorkerCheckpoints` have the scheduler of checkpoints, and the checkpoint from which training resumes. Queries
+have no effects.
 
-A joined worker may compute different results: its script skips what the others have computed and may reach a
-different position, for example in a generator that two calls share. In the same call, all members see which
-members differ from the chief. If all of those have joined later, they report it to the agent and exit, and
-the others repeat the call in the next view. If workers from the beginning differ, nobody knows which are
+A joined worker may compute different results: its script skips calls that the others have computed, and may
+reach a different position, for example in a generator that two calls share. In the same call, all members see
+which members differ from the chief. If all of these have joined later, they report it to the agent and exit,
+and the others repeat the call in the next view. If some of the first workers differ, nobody knows which are
 right, and the job ends.
 """
 
@@ -61,37 +61,37 @@ class Membership(Protocol):
             expected: whether it ends because this worker has handed over the state, which takes its time.
 
         Raises:
-            PeerLostError: none follows; `lost` itself, or one with another reason.
+            PeerLostError: no view follows; `lost` itself, or an error with another reason.
         """
 
     def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
         """End this process at once, because it computes different results from the others.
 
         Args:
-            differs: what differs.
-            advice: what the user can do.
+            differs: the difference.
+            advice: the remedy, for the user.
 
         Raises:
             DisagreementError: the process cannot be ended.
         """
 
     def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
-        """Give the state of the training, or only the position, to joining workers.
+        """Give the state, or only the position, to joining workers.
 
         Args:
             contents: the state, or the position.
             whole: whether it is the state.
-            view: the number of the view that asked for it; None for the current one.
+            view: the number of the view in which it was requested; None for the current view.
         """
 
     def refuse_joiners(self, why: str, view: int) -> None:
-        """Tell the coordinator, which has asked in a view, that no worker can join."""
+        """Tell the coordinator, which has posted a request in a view, that no worker can join."""
 
     def prepare(self, contents: Contents) -> None:
         """Prepare to hand over contents like these."""
 
     def position(self) -> Contents:
-        """Wait for the position of the training, which the members send; for a joining worker.
+        """Wait for the position, which the members send; for a joining worker.
 
         Raises:
             PeerLostError: the job is over.
@@ -116,7 +116,7 @@ class Membership(Protocol):
 
     @property
     def peers(self) -> Peers:
-        """The other processes, for one that does not wait for them."""
+        """The other processes, for a process that does not wait for them."""
 
 
 class Alone:
@@ -159,15 +159,15 @@ class Alone:
 
 @dataclass(frozen=True)
 class JobContext:
-    """What a worker knows of its job and what never changes.
+    """The constant knowledge of a worker about its job.
 
     Attributes:
         worker: this process's worker id.
         events: the bus on which this worker publishes.
-        settings: of the job.
-        folder: of the run, where workers share files; None without one.
-        host: the name of its host, as the user wrote it; empty if that is not known.
-        over_hosts: whether the job has several hosts; then some members may enter a view one call later than
+        settings: the settings of the job.
+        folder: the folder of the run, where workers share files; None without one.
+        host: the name of its host, as the user wrote it; empty if it is unknown.
+        over_hosts: whether the job has several hosts. Then some members may enter a view one call later than
             others.
     """
 
@@ -186,16 +186,16 @@ class JobContext:
 
 
 class Job:
-    """One worker in its job: what it knows of the job, and the view that it has entered.
+    """One worker in its job: its knowledge of the job, and the view that it has entered.
 
     Only the commands of this class change the view: `exchange` and `between_steps` enter the next view,
     `join` enters a joining worker's first one, and `detached` leaves the view for a block.
 
     Args:
-        context: what does not change.
+        context: the constant knowledge about the job.
         entered: the first view, and this worker's end of its exchange.
         membership: gets the next view.
-        checkpoints: of this worker.
+        checkpoints: the checkpoints of this worker.
         policy: how this worker waits for others.
         joins: whether this worker is not yet in a view of the job.
 
@@ -204,13 +204,13 @@ class Job:
             which does not belong to the workers' job.
         process: the worker id whose task this process has: its own, or that of the lost worker that it
             replaces.
-        replacement: the worker id as which this process runs scheduled functions, if it has taken the place
-            of a lost worker, or in a replay repeats one that has; -1 if not.
-        replacements: the worker ids of the processes that have replaced others; on the chief.
+        replacement: the worker id under which this process runs scheduled functions, if it replaces a lost
+            worker, or in a replay repeats such a process; otherwise -1.
+        replacements: the worker ids of the processes that have replaced others; only on the chief.
         peers: the other processes, while this one does not wait for them.
-        joiners: how workers join meanwhile; on the chief.
+        joiners: how workers join meanwhile; only on the chief.
         left: whether this is a child of the worker, which must not take part in its exchange.
-        policy: as given.
+        policy: how this worker waits for others.
         timer: measures the steps of the main thread.
     """
 
@@ -252,7 +252,7 @@ class Job:
 
     @property
     def context(self) -> JobContext:
-        """What does not change."""
+        """The constant knowledge about the job."""
         return self._context
 
     @property
@@ -274,7 +274,7 @@ class Job:
     def view(self) -> View:
         """The current view: the workers, and the replicas that each owns.
 
-        Of a worker that has joined with `join_apart`, it has the workers of the view that it enters next.
+        After `join_apart`, it has the workers of the view that this worker enters next.
         """
         return self._entered[0] if self._pending is None or self._is_apart else self._pending
 
@@ -285,7 +285,7 @@ class Job:
 
     @contextmanager
     def trying(self, replicas: int) -> Iterator[None]:
-        """Within the block, which tries a part of the program, the script sees this number of replicas."""
+        """Show the script this number of replicas within the block, which tries a part of the program."""
         self._tried_replicas = replicas
         try:
             yield
@@ -322,13 +322,13 @@ class Job:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one that writes and prints in the current view."""
+        """Whether this worker writes and prints in the current view."""
         view = self._pending or self.view
         return self.worker == view.chief and not self.joins
 
     @property
     def joined_with(self) -> tuple[int, ...]:
-        """The workers of the view that this worker has joined with `join_apart` and not entered."""
+        """The workers of the view that this worker has joined with `join_apart`, but not entered."""
         return () if self._pending is None else self._pending.workers
 
     def set_timeout(self, timeout: float) -> None:
@@ -341,7 +341,7 @@ class Job:
         self._publish_once(FirstStepEnded())
 
     def note_distribution(self) -> None:
-        """Publish, once, that the script has given the replicas something to compute or to read."""
+        """Publish, once, that the script has given the replicas a computation or an input."""
         self._publish_once(DistributionBegan())
 
     def at_end(self, act: Callable[[], object]) -> None:
@@ -357,17 +357,17 @@ class Job:
         self._at_completion.append(act)
 
     def complete(self) -> None:
-        """Call what `at_completion` has registered; before `exit`."""
+        """Call the functions that `at_completion` has registered; before `exit`."""
         for act in self._at_completion:
             act()
 
     def exit(self) -> None:
-        """Call what `at_exit` has registered; before `end`, and before the script's error is reported."""
+        """Call the functions of `at_exit`; before `end`, and before the script's error is reported."""
         for act in self._at_exit:
             act()
 
     def end(self) -> None:
-        """After the script, on the chief: save the last state, and call what `at_end` has registered."""
+        """Save the last state, on the chief and after the script, and call the functions of `at_end`."""
         if self.is_chief:
             self.checkpoints.finish()
             for act in self._at_end:
@@ -402,18 +402,18 @@ class Job:
         workers of the next view repeat the same call.
 
         If only workers that have joined differ from the chief, they end, and the others repeat the call
-        without them: a joined worker has skipped what the others computed, so its state may be wrong.
+        without them: a joined worker has skipped computations of the others, so its state may be wrong.
 
         Args:
-            act: makes the call in the view that it is given; it may be called several times. If it makes
-                several calls, it does not repeat those that were complete: with members on several hosts,
-                others may have completed all of them.
+            act: makes the call in the view that it receives; it may be called several times. If it makes
+                several calls, it must not repeat complete ones: with members on several hosts, others may
+                have completed all of them.
             catching_up: surrounds the work of `as_chief` and `on_each_host` that this worker repeats.
 
         Raises:
             ScopeError: this process is a child of the worker.
             PeerLostError: the view is over, and so is the job.
-            DisagreementError: workers differ with which the job began; raised on every worker.
+            DisagreementError: some of the first workers differ; raised on every worker.
         """
         if self.left:
             raise ScopeError(
@@ -435,7 +435,7 @@ class Job:
                     self.membership.end_differing(differs, _ADVICE_ON_JOINING)
                 if not set(differs.workers).isdisjoint(self.view.workers):
                     self._enter_next(PeerLostError(str(differs)), catching_up)
-                # Otherwise the call ended in an earlier view, and the one without these workers has begun.
+                # Otherwise the call ended in an earlier view, and the view without these workers has begun.
             except PeerLostError as lost:
                 begun = time.monotonic() if begun is None else begun
                 self._enter_next(lost, catching_up)
@@ -452,7 +452,7 @@ class Job:
         the same last call of the exchange, which gave all of them the same notice.
 
         Args:
-            take: returns the state of the training; with False, only its position.
+            take: returns the state; with False, only the position.
 
         Raises:
             PeerLostError: the job is over.
@@ -634,8 +634,8 @@ def alone() -> Job:
 
 
 def become_alone() -> None:
-    """Give this process, a child that a script has forked, a job of its own: it is not a worker."""
+    """Give this process, a child that a script has forked, a job of its own, because it is not a worker."""
     current().left = True
     settings, view = current().settings, place(1, (0,))
-    own = JobSettings(seed=settings.seed, threads=settings.threads)
-    enter(Job(JobContext(0, Bus(SystemClock(), 0), own), (view, by_itself(view))))
+    fresh = JobSettings(seed=settings.seed, threads=settings.threads)
+    enter(Job(JobContext(0, Bus(SystemClock(), 0), fresh), (view, by_itself(view))))

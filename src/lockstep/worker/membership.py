@@ -1,4 +1,4 @@
-"""How a worker enters views: the exchange of the first one, and of each one that follows."""
+"""How a worker enters views: the exchange of the first one, and of each later one."""
 
 import os
 import sys
@@ -84,7 +84,7 @@ class AgentMembership:
         states: how states travel between workers.
 
     Attributes:
-        peers: the other processes, for one that does not wait for them.
+        peers: the other processes, for a process that does not wait for them.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class AgentMembership:
         If this worker is no longer needed, its process ends here.
 
         Raises:
-            PeerLostError: none follows.
+            PeerLostError: no view follows.
         """
         if self.over_hosts and not expected:
             answer = self._client.next_view(_MOMENT)
@@ -169,7 +169,7 @@ class AgentMembership:
         self._client.send_state(StateGiven(view, whole=False, failure=why))
 
     def position(self) -> Contents:
-        """Wait for the position of the training, which the members send after a step, without a time limit.
+        """Wait for the position, which the members send after a step, without a time limit.
 
         Raises:
             PeerLostError: the job is over.
@@ -252,7 +252,7 @@ class AgentMembership:
 
     def _network_entrance(self) -> "NetworkEntrance":
         if self.peers.entrance is None:
-            # Most jobs have one host, and need none of this.
+            # Most jobs have one host, and do not need this module.
             from lockstep.worker.network_entrance import NetworkEntrance
 
             job, credentials = self._welcome.job, self._welcome.credentials
@@ -267,7 +267,7 @@ class AgentMembership:
 
 
 def _receive(client: AgentClient) -> AgentMessage:
-    # The agent says when the job is over, and if it dies, this process dies too.
+    # The agent reports the end of the job. If the agent dies, this process dies too.
     message = client.receive(None)
     assert message is not None
     return message
@@ -278,7 +278,7 @@ def _unexpected(message: AgentMessage) -> InternalError:
 
 
 def _end(status: int, text: str = "") -> NoReturn:
-    """Print `text` and end this process at once, as if it had been killed: no code of the script runs."""
+    """Print `text` and end this process at once, as if it had been killed. No code of the script runs."""
     try:
         print(text, end="", file=sys.stderr)
         sys.stdout.flush()

@@ -37,7 +37,7 @@ class _Abandoned(Exception):
 
 
 class NetworkEntrance:
-    """Enters the exchanges of a job over hosts, one after another, and keeps what outlives them.
+    """Enters the exchanges of a job over hosts, one after another, and keeps the objects that outlive them.
 
     Args:
         identity: the identity of this worker.
@@ -86,7 +86,7 @@ class NetworkEntrance:
             PeerStuckError: a worker on another host has not connected in time.
         """
         plan, self._endpoint = HostPlan.of(view, endpoint.here), endpoint
-        local = plan.own.index(self._identity.worker)
+        local = plan.workers_here.index(self._identity.worker)
         links: Mapping[int, Link] = {}
         if local < plan.lanes:
             connected = LaneConnector(
@@ -129,10 +129,10 @@ class NetworkEntrance:
         self._endpoint = endpoint
 
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return what connects to a worker of the current view; see `lockstep.worker.job.Membership`."""
+        """Return a function that connects to a worker of the current view; see `worker.peers.Peers`."""
         assert self._endpoint is not None
         hosts, here = self._endpoint.hosts, self._endpoint.here
-        host = next(one for one in hosts if worker in one.workers)
+        host = next(members for members in hosts if worker in members.workers)
         if host is hosts[here]:
             return None
         greeting = Greeting(
@@ -147,7 +147,7 @@ class NetworkEntrance:
         return lambda: dial(address, greeting, self._credentials, self._policy.timeout)
 
     def accept(self, connection: socket.socket) -> socket.socket:
-        """Complete a connection of a worker of another host that has called what `dial` returns.
+        """Complete a connection of a worker of another host that has used `dial`.
 
         Raises:
             NetworkError: it is not of this job, or does not respond in time.
@@ -174,7 +174,7 @@ class LaneConnector:
         receive: waits for a message of the agent, for a number of seconds at most, or until a descriptor is
             readable.
         wake: an eventfd that is never closed.
-        observe: told of a long wait: for what, for which workers, and its seconds.
+        observe: called during a long wait, with its object in words, the workers, and the seconds.
         patience: seconds until this gives up.
     """
 
@@ -211,7 +211,7 @@ class LaneConnector:
             self._take(connected)
         begun = said = time.monotonic()
         try:
-            while missing := [at for at, found in ends.items() if len(found) < 2]:
+            while missing := [at for at, pair in ends.items() if len(pair) < 2]:
                 message = self.receive(_LOOK_EVERY, self.wake)
                 if isinstance(message, PeerConnected):
                     self._take(message)
@@ -233,7 +233,7 @@ class LaneConnector:
         except BaseException:
             self._abandon(ends)
             raise
-        return {at: Link(outgoing=found[True], incoming=found[False]) for at, found in ends.items()}
+        return {at: Link(outgoing=pair[True], incoming=pair[False]) for at, pair in ends.items()}
 
     def _take(self, connected: PeerConnected) -> None:
         if connected.view == self.view:
@@ -249,14 +249,14 @@ class LaneConnector:
         threading.Thread(target=act, args=arguments, name="connect", daemon=True).start()
 
     def _dial(self, at: int, host: HostMembers) -> None:
-        own = self._own
+        here = self._host_here
         greeting = Greeting(
             kind=ConnectionKind.LANE,
             job=self.job,
             term=self.endpoint.term,
             view=self.view,
-            incarnation=own.incarnation,
-            host=own.host,
+            incarnation=here.incarnation,
+            host=here.host,
             lane=self.lane,
             receiver=host.host,
         )
@@ -264,7 +264,7 @@ class LaneConnector:
         self._finish(at, True, lambda: dial(address, greeting, self.credentials, self.patience, self._check))
 
     @property
-    def _own(self) -> HostMembers:
+    def _host_here(self) -> HostMembers:
         return self.endpoint.hosts[self.endpoint.here]
 
     def _accept(self, at: int, connection: socket.socket) -> None:
@@ -274,7 +274,7 @@ class LaneConnector:
         try:
             connection = connect()
         except LockstepError as error:
-            names = (self._own.name, self.endpoint.hosts[at].name)
+            names = (self._host_here.name, self.endpoint.hosts[at].name)
             text = f"the connection from {names[not outgoing]} to {names[outgoing]} failed: {error}"
             self._results.put((at, outgoing, type(error)(text)))
         except _Abandoned:
@@ -289,8 +289,8 @@ class LaneConnector:
 
     def _abandon(self, ends: Mapping[int, Mapping[bool, socket.socket]]) -> None:
         self._abandoned = True
-        for found in ends.values():
-            for connection in found.values():
+        for pair in ends.values():
+            for connection in pair.values():
                 connection.close()
 
     def _check_wait(self, missing: list[int], waited: float) -> None:
@@ -309,10 +309,10 @@ class LaneConnector:
             if True not in ends[at]:
                 address = join_address((host.address, host.port))
                 places.append(f"{host.name} at {address} (a firewall must let TCP connections to it through)")
-        own = self._own
-        what = (
-            f"the connection from {own.name} to {' and '.join(places)}"
+        here = self._host_here
+        awaited = (
+            f"the connection from {here.name} to {' and '.join(places)}"
             if places
-            else f"connections to {own.name}"
+            else f"connections to {here.name}"
         )
-        self.observe(what, tuple(workers), waited)
+        self.observe(awaited, tuple(workers), waited)

@@ -24,7 +24,7 @@ class Patch(NamedTuple):
     Attributes:
         by: the module of Lockstep that replaces it.
         owner: the class or module that has it; `sys.modules` for a module.
-        name: of the attribute.
+        name: the name of the attribute.
         original: its previous value, if it had one.
         replacement: its new value.
     """
@@ -102,7 +102,7 @@ def definer(cls: type, name: str) -> type:
     """Return the class that defines a method of `cls`; a replacement there affects all its subclasses.
 
     Raises:
-        UnfitError: there is none.
+        UnfitError: no class defines it.
     """
     for base in cls.__mro__:
         if name in vars(base):
@@ -115,7 +115,7 @@ def definer(cls: type, name: str) -> type:
 
 @contextmanager
 def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
-    """Within the block `owner.method` is `replacement`; the owner is an object, a module or a class."""
+    """Replace `owner.method` within the block; the owner is an object, a module or a class."""
     if isinstance(owner, type):
         original = vars(owner)[method]
         setattr(owner, method, replacement)
@@ -124,7 +124,7 @@ def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
         finally:
             setattr(owner, method, original)
         return
-    # Not by the owner's __setattr__, which tracks its values.
+    # Not through the owner's `__setattr__`, which tracks its values.
     attributes = vars(owner)
     before = {method: attributes[method]} if method in attributes else {}
     attributes[method] = replacement

@@ -1,8 +1,8 @@
 """The other processes of a job, for a process that does not wait for them, and how workers join these.
 
-Such a process is apart from its view, or between two calls in which all processes meet. It looks at what the
-coordinator has announced, and connects to others by itself. As chief, it gives workers that join the state
-when it looks at that (`Joiners`). With the next exchange, all enter the view that follows.
+Such a process is apart from its view, or between two calls in which all processes meet. It reads the
+announcements of the coordinator, and connects to others by itself. On the chief, `Joiners` reads them too,
+and gives the state to workers that join. With the next exchange, all enter the view that follows.
 """
 
 import math
@@ -19,13 +19,13 @@ _POSITION_EVERY = 1.0
 
 
 class Peers(Protocol):
-    """What a process learns of the others without an exchange; for the main thread."""
+    """The other processes, as far as a process learns of them without an exchange; for the main thread."""
 
     def announced(self) -> tuple[int, tuple[int, ...]]:
         """Return the number and the workers of the newest announced view."""
 
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return those of some workers that are not in the newest announced view."""
+        """Return the workers among these that are not in the newest announced view."""
 
     def posted(self) -> tuple[int, Notice]:
         """Return the number of the newest announced view, and its notice."""
@@ -34,15 +34,15 @@ class Peers(Protocol):
         """Let the agent pass connections from other hosts to an address of this process."""
 
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return what connects to a worker that has called `answers_at`; None if it is on this host.
+        """Return a function that connects to a worker that has called `answers_at`; None on this host.
 
         Raises:
-            NetworkError: by what is returned: the other worker cannot be reached.
+            NetworkError: raised by the returned function if the other worker cannot be reached.
         """
 
     @property
     def accept(self) -> Callable[[socket.socket], socket.socket] | None:
-        """What completes a connection from another host; None in a job on one host.
+        """The function that completes a connection from another host; None in a job on one host.
 
         It raises NetworkError if that fails.
         """
@@ -56,11 +56,11 @@ class NoPeers:
         return 1, (0,)
 
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return none."""
+        """Return no worker."""
         return frozenset()
 
     def posted(self) -> tuple[int, Notice]:
-        """Return nothing new."""
+        """Return a view without a notice."""
         return 1, Notice.NOTHING
 
     def answers_at(self, entrance: bytes) -> None:
@@ -77,20 +77,20 @@ class NoPeers:
 
 
 class HandsOver(Protocol):
-    """What gives workers that join the state, or says why it does not."""
+    """Gives the state to workers that join, or refuses them."""
 
     def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
-        """Give the state of the training, or only the position; see `Membership`."""
+        """Give the state, or only the position; see `Membership`."""
 
     def refuse_joiners(self, why: str, view: int) -> None:
-        """Tell the coordinator, which has asked in a view, that no worker can join."""
+        """Tell the coordinator, which has posted a request in a view, that no worker can join."""
 
 
 class Joiners:
     """How the chief lets workers join while others do not wait for it.
 
     Args:
-        peers: has what the coordinator asks for.
+        peers: returns the requests of the coordinator.
         hands_over: gives the state.
         enter_next: called with the number of a view; the next exchange is in a later one.
     """
@@ -105,10 +105,10 @@ class Joiners:
         self._gave_position_at = -math.inf
 
     def admit(self, take: Callable[[bool], Contents]) -> int | None:
-        """Let workers join, if the coordinator asks for it; with the next exchange, all enter the next view.
+        """Let workers join, if the coordinator requests it; with the next exchange, all enter the next view.
 
         Args:
-            take: returns the state of the training; with False, only its position.
+            take: returns the state; with False, only the position.
 
         Returns:
             The number of the view in which the state was given to workers; None if it was not.

@@ -1,7 +1,7 @@
-"""Private modules of Keras and its backends, by name, and what is used of them once a program imports them.
+"""Private modules of Keras and its backends, by name, and the parts of them that Lockstep uses.
 
 The room `worker` runs before any framework is imported, and a program may never import TensorFlow. So this
-file imports none; the other private parts are in `lockstep.keras.private`. The libraries promise nothing
+file imports none. The other private parts are in `lockstep.keras.private`. The libraries give no guarantees
 about these modules. `tests/training/test_private_parts.py` fails if one of them lacks a part.
 """
 
@@ -31,10 +31,10 @@ TENSORFLOW_CONTEXT = "tensorflow.python.eager.context"
 
 
 def tensorflow_random_state() -> tuple[Any, Any]:
-    """Return what TensorFlow's eager operations take their seeds from, once TensorFlow is imported.
+    """Return the sources of the seeds of TensorFlow's eager operations, once TensorFlow is imported.
 
-    This is the seed that `tf.random.set_seed` has set, None without one, and the `random.Random` that it has
-    seeded, None before.
+    These are the seed that `tf.random.set_seed` has set, None without one, and the `random.Random` that it
+    has seeded, None before.
     """
     context = sys.modules[TENSORFLOW_CONTEXT].context()
     return context._seed, vars(context).get("_rng")

@@ -42,13 +42,13 @@ Changed = Callable[[str, str], object]
 
 
 def keep_sources(folder: Path, changed: Changed) -> None:
-    """From now on, let this process import the source files saved in a folder, and save missing ones there.
+    """Let this process import, from now on, the source files saved in a folder, and save missing ones there.
 
     This applies to the script and to the program's own modules, however and whenever they are imported, but
     not to installed libraries. `__file__` and tracebacks have the path of the original.
 
     Args:
-        folder: the folder of the job, accessible only to its user; exists.
+        folder: the existing folder of the job, accessible only to its user.
         changed: called for a file that has changed since, or cannot be saved.
     """
     kept = SavedSources(folder, changed)
@@ -81,7 +81,7 @@ def is_own(path: str) -> bool:
 
 @cache
 def library_name(file: str) -> str:
-    """Return the name of the installed library that a source file belongs to; empty for other files."""
+    """Return the name of the installed library of a source file; empty for other files."""
     parts = Path(file).parts
     at = max((number for number, part in enumerate(parts) if part in _INSTALLED), default=None)
     return "" if at is None or at + 1 == len(parts) else parts[at + 1].removesuffix(".py")
@@ -99,7 +99,7 @@ def own_sources() -> dict[str, str]:
     Paths below the script's folder are relative to it.
     """
     script = _file(sys.modules["__main__"])
-    found = {}
+    hashes = {}
     for module in list(sys.modules.values()):
         name = getattr(module, "__file__", None)
         path = _own_file(name) if isinstance(name, str) else None
@@ -108,8 +108,8 @@ def own_sources() -> dict[str, str]:
         # The hash of the first request counts: the file may change later.
         text = _read.get(str(path)) or _read.setdefault(str(path), file_hash(path) or "")
         below = script is not None and path.is_relative_to(script.parent)
-        found[str(path.relative_to(script.parent) if script and below else path)] = text
-    return found
+        hashes[str(path.relative_to(script.parent) if script and below else path)] = text
+    return hashes
 
 
 def own_variables() -> set[str]:
@@ -122,8 +122,8 @@ def own_variables() -> set[str]:
 @cache
 def _variables_in(path: Path) -> frozenset[str]:
     with contextlib.suppress(OSError):
-        found = _VARIABLE.findall(path.read_text(errors="replace"))
-        return frozenset(name for pair in found for name in pair if name)
+        names = _VARIABLE.findall(path.read_text(errors="replace"))
+        return frozenset(name for pair in names for name in pair if name)
     return frozenset()
 
 
@@ -163,8 +163,8 @@ class SavedSources:
             text = self._snapshot(file).read_bytes()
         except FileNotFoundError:
             text = self._keep(file, file.read_bytes())
-        own = _read[str(file)] = _hash(text)
-        if file_hash(file) != own:
+        saved = _read[str(file)] = _hash(text)
+        if file_hash(file) != saved:
             self._changed(path, "has changed; this worker uses the version that the job read first")
         return text
 
@@ -228,7 +228,7 @@ def _file(module: ModuleType) -> Path | None:
 
 @cache
 def _own_file(name: str) -> Path | None:
-    """Return the path of one of the program's own files; None for others. Cached: a process has thousands."""
+    """Return the path of one of the program's own files; None for others. Cached: modules are many."""
     path = Path(name).absolute() if name.endswith(".py") else None
     return path if path is not None and is_own(str(path)) else None
 

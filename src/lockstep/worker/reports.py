@@ -7,7 +7,7 @@ class Reporter(Protocol):
     """Reports metrics.
 
     Attributes:
-        metrics: the last that it has reported; empty before.
+        metrics: the last metrics that it has reported; empty before.
         report: its number among those of all reporters, from 1; 0 before.
     """
 
@@ -24,7 +24,7 @@ def add(reporter: Reporter) -> None:
 
 
 def count() -> int:
-    """Return how many reports the reporters have made; those that another worker has made count."""
+    """Return how many reports the reporters have made, including those of earlier workers."""
     return max((reporter.report for reporter in _reporters), default=0)
 
 

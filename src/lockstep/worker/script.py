@@ -76,7 +76,7 @@ class Script:
 
     @property
     def folder(self) -> Path:
-        """The folder that it searches for modules first."""
+        """The folder in which it searches for modules first."""
         return Path.cwd() if self.module else Path(os.path.realpath(self.target)).parent
 
     def source(self) -> Path | None:
@@ -162,8 +162,12 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Return `trace` from the script's first frame on; None if all frames are Lockstep's own."""
-    own = (str(Path(__file__)), f"{_PACKAGE}launcher/worker_main.py", f"{_PACKAGE}functions/worker.py")
-    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+    lockstep_files = (
+        str(Path(__file__)),
+        f"{_PACKAGE}launcher/worker_main.py",
+        f"{_PACKAGE}functions/worker.py",
+    )
+    while trace is not None and trace.tb_frame.f_code.co_filename in lockstep_files:
         trace = trace.tb_next
     return trace
 
@@ -225,7 +229,7 @@ def _linked(frames: Sequence[TracebackType]) -> TracebackType | None:
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Whether a machine can be the cause of an error that a script raises: another worker may do without it.
+    """Whether the machine may have caused an error of the script, which another worker may not meet.
 
     Errors that backends define are of this kind, because devices cause them.
     """
@@ -239,7 +243,7 @@ def summarize(error: BaseException) -> str:
     """Describe an error in one line, without the code of a SyntaxError, notes and further lines.
 
     If TensorFlow reports only that executing a graph failed, and how the graph was built, the line ends with
-    the failure in the graph. If Keras or TensorFlow have put text around an error, it is that of the error.
+    the failure in the graph. Text that Keras or TensorFlow have put around an error is left out.
     """
     texts = [text for text in traceback.format_exception_only(error) if not text.startswith(" ")]
     first, *others = texts[0].strip().split("\n")
@@ -269,7 +273,7 @@ def program_line(error: BaseException) -> str | None:
 
 
 def keep_original(error: LockstepError) -> None:
-    """Save an error that is raised where a library forwards only its text."""
+    """Save an error that is raised in a place from which a library forwards only the text."""
     _originals[:] = [error]
 
 

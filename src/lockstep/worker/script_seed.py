@@ -1,6 +1,6 @@
-"""The seed that the script passes to `keras.utils.set_random_seed`, also after `keras.utils.clear_session`.
+"""The seed that the script passes to `keras.utils.set_random_seed`, even after `keras.utils.clear_session`.
 
-Keras forgets the number then, but the random states that it has seeded go on.
+Keras then forgets the number, but the random states that it has seeded go on.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Threads that a script leaves when its last line has run: Python waits for them, so they belong to it."""
+"""The threads that a script leaves after its last line. They belong to it, because Python waits for them."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ _MOMENT = 10.0
 
 
 class ScriptThreads:
-    """Notes errors of Lockstep that end a thread: the script does not see them, and would seem to succeed."""
+    """Notes errors of Lockstep that end a thread. The script does not see them, and would seem to succeed."""
 
     def __init__(self) -> None:
         self._error: LockstepError | None = None

@@ -17,7 +17,7 @@ def seed_everything(seed: int) -> None:
     A framework cannot be seeded from outside, and importing one only to seed it would take seconds in a
     script that does not use it. Seeds that the script sets later stay unchanged.
 
-    Random numbers that a framework draws during its import have no effect on the script: it gets the same
+    Random numbers that a framework draws during its import have no effect on the script. It gets the same
     numbers whether or not it is the first to import the framework.
     """
     random.seed(seed)

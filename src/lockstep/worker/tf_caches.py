@@ -1,8 +1,8 @@
-"""Files of `tf.data.Dataset.cache(filename)`: one worker of a job fills the file, the others have their own.
+"""Files of `tf.data.Dataset.cache(filename)`: one worker of a job fills the file, others have their own.
 
 TensorFlow refuses a second process that fills the same file. A file that an earlier run has completed serves
-all workers. The files of the others are beside it and end with the worker; so do those of the pipelines that
-a program makes for each replica, whose elements differ.
+all workers. The files of the other workers are beside it and end with their worker. The same is true of
+pipelines that a program makes for each replica, whose elements differ.
 """
 
 import functools
@@ -47,7 +47,7 @@ class _Caches:
     def __init__(self) -> None:
         self.owner: CacheOwner | None = None
         self.replica: int | None = None
-        self._own: set[str] = set()
+        self._created: set[str] = set()
 
     def path(self, filename: str) -> str:
         """Return the path of the file that this process reads and fills for `filename`."""
@@ -59,24 +59,24 @@ class _Caches:
                 return filename
         of = "" if self.replica is None else f".replica-{self.replica}"
         path = f"{filename}{of}.worker-{self.owner.worker}"
-        if path not in self._own:
-            # What is there is of an earlier run.
+        if path not in self._created:
+            # The file is of an earlier run.
             _remove(path)
-            self._own.add(path)
+            self._created.add(path)
         return path
 
     def remove(self) -> None:
         """Remove the files that no other process uses."""
-        for path in self._own:
+        for path in self._created:
             _remove(path)
-        self._own.clear()
+        self._created.clear()
 
 
 _caches = _Caches()
 
 
 def divide_caches(owner: CacheOwner) -> Callable[[], None]:
-    """Let this process have its own files, from when it imports TensorFlow; return what removes them."""
+    """Let this process have its own files once it imports TensorFlow; return a function that removes them."""
     _caches.owner = owner
     when_imported({"tensorflow": _patch})
     return _caches.remove
@@ -84,7 +84,7 @@ def divide_caches(owner: CacheOwner) -> Callable[[], None]:
 
 @contextmanager
 def caches_of_replica(replica: int) -> Iterator[None]:
-    """Within the block, the program makes the pipeline of a replica."""
+    """Mark the block, in which the program makes the pipeline of a replica."""
     before, _caches.replica = _caches.replica, replica
     try:
         yield

@@ -90,7 +90,7 @@ def refuse_strategies(replicas: int) -> None:
     """Reject TensorFlow's own strategies when a script creates one, now or once it has imported TensorFlow.
 
     With one, each worker would train a separate model, or wait for others at addresses where nothing listens.
-    The default strategy and mere access to the names still work.
+    The default strategy and access to the names still work.
 
     Args:
         replicas: the replicas of the job, for the message.
@@ -105,8 +105,12 @@ def _refuse_in(replicas: int, tensorflow: ModuleType) -> None:
 
 
 def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
-    own = REPLACED.get(name, "").replace(":", ".")
-    remedy = f"run it with `lockstep run --tf-distribute`, or write {own} for it" if own else REFUSED[name]
+    replacement = REPLACED.get(name, "").replace(":", ".")
+    remedy = (
+        f"run it with `lockstep run --tf-distribute`, or write {replacement} for it"
+        if replacement
+        else REFUSED[name]
+    )
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
@@ -135,7 +139,7 @@ class DistributeModule(ModuleType):
     """
 
     def __init__(self, theirs: ModuleType, prefix: str) -> None:
-        """Stand in for `theirs`, whose names follow `prefix` in `REPLACED`."""
+        """Replace `theirs`, whose names follow `prefix` in `REPLACED`."""
         super().__init__(theirs.__name__)
         vars(self).update({name: value for name, value in vars(theirs).items() if name.startswith("__")})
         self._theirs = theirs
@@ -161,7 +165,7 @@ class DistributeModule(ModuleType):
 
 @cache
 def _refused(theirs: Any, name: str) -> Any:
-    """Return a stand-in for a name that is not supported: it can be looked up, but not called."""
+    """Return a substitute for a name that is not supported: it can be looked up, but not called."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(

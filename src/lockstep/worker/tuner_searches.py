@@ -1,9 +1,9 @@
-"""Searches of KerasTuner: every worker has the tuner and writes its folder, and none reads it meanwhile.
+"""Searches of KerasTuner: every worker has the tuner and writes its folder, which no worker reads meanwhile.
 
-A tuner reads the folder of an earlier search when it is made, or removes it; each worker then makes the same
-trials, whose models are trained together, and writes the same files. So one worker of a host at a time makes
-its tuner, all have made it before the first trial is written, and the last one is written before a script
-goes on.
+A new tuner reads the folder of an earlier search, or removes it. Each worker then makes the same trials,
+whose models are trained together, and writes the same files. So one worker of a host at a time makes its
+tuner, all have made it before the first trial is written, and the last trial is written before a script goes
+on.
 """
 
 import contextlib
@@ -85,8 +85,8 @@ def _together() -> Iterator[None]:
     _meet("the end of a search")
 
 
-def _meet(what: str) -> None:
-    own = job.current()
+def _meet(purpose: str) -> None:
+    current = job.current()
     # A search in another thread takes turns with others in each of its calls.
     if threading.current_thread() is threading.main_thread():
-        own.exchange(lambda _, exchange: exchange.barrier(what=what))
+        current.exchange(lambda _, exchange: exchange.barrier(what=purpose))

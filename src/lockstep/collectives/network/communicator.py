@@ -2,33 +2,33 @@
 
 Members use shared memory inside a host and connections between hosts. Each host publishes the sums over the
 subtrees that cover its replicas, so the bits do not depend on the hosts. With L workers on the smallest host
-there are L lanes: worker j of each host is connected to worker j of every other host, with one connection
-for each direction, and exchanges lane j of a large total (`lane_reduce.py`). For a small total, the first
-worker of each host sends its host's packed sums to all hosts in one message, and every member sums
-everything: one latency of the network.
+there are L lanes. Worker j of each host is connected to worker j of every other host, with one connection for
+each direction. It exchanges lane j of a large total (`lane_reduce.py`). For a small total, the first worker
+of each host sends the packed sums of its host to all hosts in one message, and every member sums everything.
+This costs one latency of the network.
 
-All sockets block. The calling thread sends what the kernel takes at once, and a thread for each connection
-sends the rest, so members that send to each other cannot block each other. A receiver of many bytes sleeps
-until the kernel has 128 KB for it (`SO_RCVLOWAT`): to wake it for each packet would take longer than to copy
-the packet.
+All sockets block. The calling thread sends as much as the kernel takes at once, and a thread for each
+connection sends the rest. So members that send to each other cannot block each other. A receiver of many
+bytes sleeps until the kernel has 128 KB for it (`SO_RCVLOWAT`), because waking it for each packet would take
+longer than copying the packet.
 
-The first message of a host in a call describes the call, as all of its members make it. Hosts that see
-different calls, or that one host lacks memory, exchange the calls of all members, and all members raise the
-same error (`disagreement.py`).
+The first message of a host in a call describes the call, as all of its members make it. If the calls differ,
+or a host lacks memory, the hosts exchange the calls of all members, and all members raise the same error
+(`disagreement.py`).
 
 The hard part is a connection that breaks when one host has completed a call and another has not. Calls are
 counted from the beginning of the job, and each worker keeps the number and the result of the last one
-(`LastCall`), which outlives the view. Hosts begin a view with hellos that have their numbers
-(`entering.py`). These differ by one at most: the end of call k + 1 takes a part of every host, which a host
-sends after its end of call k. So a host that is one behind receives the result from one that has it, when
-its members make the call again in the new view; a newcomer begins after the call.
+(`LastCall`), which outlives the view. Hosts begin a view with hellos that have their numbers (`entering.py`).
+These differ by one at most: the end of call k + 1 takes a part of every host, which a host sends after its
+end of call k. So a host that is one call behind receives the result from a host that has it, when its members
+repeat the call in the new view. A newcomer begins after the call.
 
-So the last total has to stay until no host can lack it. The workers of one host that publish sums for the
-next total write to another region of memory (`memory.py`), and everything else that overwrites a total needs
-parts of all hosts. An all-to-all has no result that another host could give, so its hosts end it with a
-barrier: a host that has begun the barrier has all parts of its members. What depends on the moment of a
-call, such as gathered blobs, belongs to the result. Code that makes several calls in one `Job.exchange`
-therefore keeps the results of those that were complete, and does not make them again.
+So the last total has to stay in memory until no host can lack it. The workers of one host that publish sums
+for the next total write to another region of memory (`memory.py`), and everything else that overwrites a
+total needs parts of all hosts. An all-to-all has no result that another host could give, so its hosts end it
+with a barrier: a host that has begun the barrier has all parts of its members. Values that depend on the
+moment of a call, such as gathered blobs, belong to the result. Code that makes several calls in one
+`Job.exchange` therefore keeps the results of complete calls, and does not repeat those calls.
 
 Every view has its own connections, so bytes of an earlier view cannot arrive in it.
 """
@@ -115,7 +115,7 @@ _END = struct.Struct("<?I")
 
 
 class _Entering(msgspec.Struct, frozen=True):
-    """What a worker tells the others of its host when it enters a view."""
+    """The message of a worker to the others of its host when it enters a view."""
 
     number: int
     has_result: bool
@@ -130,7 +130,7 @@ class _Packed:
         reduce: the worker's part.
         total: read-only.
         memory: the memory of the total.
-        sends: what the first worker sends the other hosts.
+        sends: the buffers that the first worker sends the other hosts.
         sums: the sums that it writes there.
         places: where it receives the sums of each other host.
     """
@@ -170,8 +170,8 @@ class NetworkCommunicator:
 
         Args:
             segment: the memory in which the members of this host meet in this view.
-            buffers: this worker's, of all views.
-            last: this worker's, of all views.
+            buffers: the buffers of this worker, for all views.
+            last: the last call of this worker, in any view.
             local: the index of this worker among those of its host.
             hosts: how this host takes part.
             view: the view, as hosts prove it to each other.
@@ -180,9 +180,9 @@ class NetworkCommunicator:
             observe: receives reports on waits.
             clock: measures waits.
         """
-        if segment.members != len(hosts.own):
+        if segment.members != len(hosts.workers_here):
             raise InternalError(
-                f"a control segment for {segment.members} members on a host with {len(hosts.own)}"
+                f"a control segment for {segment.members} members on a host with {len(hosts.workers_here)}"
             )
         if len(hosts.hosts) > HOST_LIMIT:
             raise InternalError(f"a view of {len(hosts.hosts)} hosts; at most {HOST_LIMIT} are supported")
@@ -192,14 +192,14 @@ class NetworkCommunicator:
         self._local = local
         self._hosts = hosts
         self._view = view
-        self._is_only_member = len(hosts.own) == 1
+        self._is_only_member = len(hosts.workers_here) == 1
         self._rank = hosts.rank(local)
         self._lane: Lane | None = None
         policy, clock = policy or WaitPolicy(), clock or SystemClock()
         self._barrier = Barrier(
             segment=segment,
             rank=local,
-            workers=hosts.own,
+            workers=hosts.workers_here,
             policy=policy,
             observe=observe,
             clock=clock,
@@ -340,7 +340,7 @@ class NetworkCommunicator:
         else:
             sends = allocate(len(hosts.published[hosts.host]) * size)
             published_here = [
-                span for local in range(len(hosts.own)) for span in seen.published[hosts.rank(local)]
+                span for local in range(len(hosts.workers_here)) for span in seen.published[hosts.rank(local)]
             ]
             operands = {span: packed(layout, places[span]) for span in published_here}
             for index, each in enumerate(hosts.host_sums(published_here)):
@@ -383,7 +383,7 @@ class NetworkCommunicator:
         self, layout: Layout, placement: LanePlacement, spans: tuple[Span, ...], half: int
     ) -> tuple[LaneReduce, Leaves, Bytes]:
         if self._is_only_member:
-            memory = self._buffers.own(Region(half), layout.size)
+            memory = self._buffers.private(Region(half), layout.size)
             outside = memory[:0]
         else:
             memory = self._buffers.shared(Region(half))[: layout.size]
@@ -482,8 +482,8 @@ class NetworkCommunicator:
     def _all_to_all(self, call: CollectiveCall, parts: Sequence[Sequence[Bytes]]) -> Sequence[Bytes]:
         """Exchange the sizes of all parts, then the parts, and then that all hosts have them.
 
-        So if the call is complete on any host, the members of all hosts have their parts, which no host could
-        give to another one later.
+        So if the call is complete on any host, the members of all hosts have their parts. Later, no host
+        could give them to another one.
         """
         lengths = np.array([sum(array.nbytes for array in part) for part in parts], np.int64)
         calls, rows = self._barrier.arrive_and_collect(call, lengths.tobytes())
@@ -578,7 +578,7 @@ class NetworkCommunicator:
             if standing is Standing.READY and self._is_only_member:
                 buffers = [array.data for at in table.members(host) for array in parts[at] if array.size]
             elif standing is Standing.READY:
-                ranges = [table.sent_to(local, host) for local in range(len(self._hosts.own))]
+                ranges = [table.sent_to(local, host) for local in range(len(self._hosts.workers_here))]
                 buffers = [memory[start:stop].data for start, stop in ranges if start < stop]
             length = sum(map(len, buffers))
             lane.send_to(host, header._replace(length=length))
@@ -603,7 +603,30 @@ class NetworkCommunicator:
             wait.end()
         return True
 
-    # The frame of a call.
+    # The frame of a call. All calls have the same phases:
+    #
+    # 1. Only in the first call of a view, hosts compare the numbers of their last calls (`_enter`). If
+    #    another host has already completed this call, its result ends the call here.
+    # 2. The workers of each host meet and compare the call (`_meet`, or with blobs). This gives the standing
+    #    of the host: ready, differing, or unfit because it lacks memory.
+    # 3. Each worker with a lane that takes part sends a header with this standing, and at once its data,
+    #    before it knows the standing of the other hosts: asking first would cost another latency. If a header
+    #    says anything but ready, or names another call, the data of all hosts is received and dropped
+    #    (`_agree`). Without that, the next header would be read from the middle of the data.
+    # 4. `_end`: everything must have been sent, because this process may end right after the call. The
+    #    permission comes before the last barrier of the host, so all its workers end the call or none does.
+    #    In this barrier, workers without a lane also learn whether the hosts agreed, and the notice of the
+    #    view.
+    #
+    # If the hosts do not agree, they exchange the details of all members over the same connections
+    # (`_refuse`). The call then counts as complete, with its error as the result. Otherwise, a host that has
+    # raised the error and one that has not, because a connection broke in between, would count differently in
+    # the next view.
+    #
+    # A connection may break between 3 and 4, when one host has everything and another has not. No order of
+    # messages excludes that. It is harmless only because a result stays in memory until no host can lack it
+    # (see the beginning of this file). So every path that overwrites the memory of a total must have heard
+    # from all hosts since then.
 
     def _during(self, call: CollectiveCall) -> "_HostCallScope":
         return _HostCallScope(self, call)
@@ -612,7 +635,7 @@ class NetworkCommunicator:
         """Enter the view in its first call; return the result if other hosts have completed this call.
 
         Raises:
-            DisagreementError, SharedMemoryError: the call has ended so on other hosts.
+            DisagreementError, SharedMemoryError: the call has ended in this error on other hosts.
         """
         if self._entered:
             return None
@@ -687,7 +710,7 @@ class NetworkCommunicator:
         return Standing.READY if calls is None else Standing.DIFFERING
 
     def _announce(self, lane: Lane, call: CollectiveCall, standing: Standing, *payload: Buffer) -> bool:
-        """Send the host's call with `payload`; return whether all hosts make the same call and can.
+        """Send the host's call with `payload`; return whether all hosts can complete the same call.
 
         If so, `_lengths` has the bytes that follow from each host. If not, they have been dropped.
         """
@@ -703,7 +726,7 @@ class NetworkCommunicator:
         headers: Mapping[int, Header],
         sent: Header,
     ) -> bool:
-        """Return whether all hosts make the same call, and can; see `_announce`."""
+        """Return whether all hosts can complete the same call; see `_announce`."""
         if self._hosts.host > 0:
             self._notice = headers[0].notice
         self._lengths = {host: header.length for host, header in headers.items()}
@@ -739,10 +762,10 @@ class NetworkCommunicator:
         unfit: str,
         extra: bytes = b"",
     ) -> bytes:
-        """End the call on this host; return what the first worker passes as `extra`.
+        """End the call on this host; return the `extra` of the first worker.
 
         Raises:
-            DisagreementError, SharedMemoryError: not all members of all hosts make this call, and can.
+            DisagreementError, SharedMemoryError: a member of a host makes another call, or cannot make it.
         """
         if self._lane is None and not self._hosts.others:
             self._notice = self._barrier.notice
@@ -800,7 +823,7 @@ class NetworkCommunicator:
         """Make room for `sizes` in the memory that the workers of this host share.
 
         Returns:
-            How this host stands, and why this worker's memory does not suffice.
+            The standing of this host, and why the memory of this worker does not suffice.
         """
         if not any(sizes) or (self._has_room and self._buffers.extents.fits(sizes)):
             return Standing.READY, ""
@@ -834,8 +857,8 @@ class NetworkCommunicator:
         return next((text.decode() for text in texts if text), ""), result
 
     def _leave(self, call: CollectiveCall, error: BaseException) -> None:
-        """End the view for all members: this one leaves `call` before it is complete."""
-        self._segment.abort(abort_reason(self._hosts.own[self._local], call, error))
+        """End the view for all members, because this one leaves `call` before it is complete."""
+        self._segment.abort(abort_reason(self._hosts.workers_here[self._local], call, error))
         if self._lane is not None:
             self._lane.farewell(self._segment.reason() or "")
 

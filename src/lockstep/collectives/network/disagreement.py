@@ -1,4 +1,4 @@
-"""Why the members of a view do not complete their calls: what each of them does, and which error follows."""
+"""Disagreement in a view: the calls of all members, and the error in which they end."""
 
 from collections.abc import Sequence
 
@@ -22,14 +22,14 @@ _LIMIT = 1 << 28
 def exchange_details(
     lane: Lane, call: CollectiveCall, number: int, hosts: HostPlan, local: list[MemberDetails]
 ) -> list[list[MemberDetails]]:
-    """Return what the members of each host do.
+    """Return the details of the members of each host.
 
     Args:
-        lane: the first one.
+        lane: the first lane.
         call: the call of this worker.
         number: the number of the call.
         hosts: how this host takes part.
-        local: what the members of this host do.
+        local: the details of the members of this host.
 
     Raises:
         PeerLostError, PeerStuckError: as `Communicator` states.
@@ -61,12 +61,12 @@ def reason(
     """Return the error in which a call ends on all members.
 
     Args:
-        members: what each of them does.
+        members: their details.
         workers: their ids.
-        hosts: the name of the host of each.
+        hosts: the name of the host of each member.
 
     Raises:
-        InternalError: they make the same call, and can.
+        InternalError: all members can complete the same call.
     """
     try:
         compare([each.call for each in members], workers, lambda: [each.leaves for each in members], hosts)

@@ -22,11 +22,11 @@ from lockstep.errors import InternalError
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """What the first worker of a host has learned from the other hosts of a view.
+    """The knowledge of the first worker of a host after it has met the other hosts of a view.
 
     Attributes:
         number: the number of the last call that members of any host have completed.
-        result: of that call, if this host lacks it.
+        result: the result of that call, if this host lacks it.
     """
 
     number: int
@@ -45,13 +45,13 @@ def meet_hosts(
     """Exchange hellos with the other hosts, and the result of the last call if a host lacks it.
 
     Args:
-        lane: the first one.
-        call: the first one of this worker in the view.
+        lane: the first lane.
+        call: the first call of this worker in the view.
         hosts: how this host takes part.
         hello: the hello of this host.
         incarnations: the incarnation of each host.
         names: the name of each host, for messages.
-        last: this worker's.
+        last: the last call of this worker.
 
     Raises:
         PeerLostError, PeerStuckError: as `Communicator` states.

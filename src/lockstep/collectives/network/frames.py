@@ -1,8 +1,8 @@
 """The frames that hosts send each other, as bytes.
 
 Every decoder accepts any bytes: it returns a value or raises `FrameError`. Each frame begins with a header of
-fixed size, which says how many bytes follow. The connections of a view are fresh, and the first frame on
-each of lane 0 is a hello, which says of which job, view and host it is.
+fixed size, which contains the number of bytes that follow. The connections of a view are new. The first frame
+on each connection of lane 0 is a hello, which names the job, the view and the host.
 """
 
 import enum
@@ -20,7 +20,7 @@ class FrameError(LockstepError):
 
 
 class Frame(enum.IntEnum):
-    """What a frame is."""
+    """The purpose of a frame."""
 
     HELLO = 0
     """The first frame: a hello follows."""
@@ -61,9 +61,9 @@ class Header(NamedTuple):
     """The beginning of each frame.
 
     Attributes:
-        frame: what the frame is.
+        frame: the purpose of the frame.
         standing: whether the host that sends it can go on.
-        step: which part of the call it belongs to, from 0; in a frame `LEFT` the worker's id.
+        step: the part of the call to which it belongs, from 0; in a frame `LEFT`, the id of the worker.
         notice: the notice that the host has read.
         number: the number of the call.
         length: bytes that follow.
@@ -87,7 +87,7 @@ class Header(NamedTuple):
         """Decode a header.
 
         Raises:
-            FrameError: `data` are not a header.
+            FrameError: `data` is not a header.
         """
         if len(data) != HEADER_SIZE:
             raise FrameError(f"a header of {len(data)} bytes instead of {HEADER_SIZE}")
@@ -119,7 +119,7 @@ HELLO_SIZE = _HELLO.size
 
 
 class Hello(NamedTuple):
-    """What the first frame of a host to another one in a view says.
+    """The first message of a host to another one in a view.
 
     Attributes:
         job: 16 bytes.
@@ -146,7 +146,7 @@ class Hello(NamedTuple):
         """Decode a hello.
 
         Raises:
-            FrameError: `data` are not a hello.
+            FrameError: `data` is not a hello.
         """
         if len(data) != HELLO_SIZE:
             raise FrameError(f"a hello of {len(data)} bytes instead of {HELLO_SIZE}")
@@ -157,10 +157,10 @@ class Hello(NamedTuple):
 
 
 class MemberDetails(msgspec.Struct, frozen=True):
-    """What one member does in a call that not all can complete.
+    """The call of one member, if not all members can complete theirs.
 
     Attributes:
-        kind, what, check, layout: its call.
+        kind, what, check, layout: the fields of its call.
         leaves: a line for each leaf that it passes.
         unfit: why it cannot take part; empty if it can.
     """
@@ -216,7 +216,7 @@ def decode_details(data: bytes) -> list[MemberDetails]:
     """Decode the details of the members of a host.
 
     Raises:
-        FrameError: `data` are none.
+        FrameError: `data` is not the details of members.
     """
     try:
         details = _DETAILS.decode(data)
@@ -234,7 +234,7 @@ def decode_result(data: bytes) -> Result:
     """Decode a result.
 
     Raises:
-        FrameError: `data` are none.
+        FrameError: `data` is not a result.
     """
     try:
         return _RESULT.decode(data)
@@ -251,7 +251,7 @@ def decode_blobs(data: bytes, count: int) -> list[bytes]:
     """Decode `count` blobs.
 
     Raises:
-        FrameError: `data` are not that many blobs.
+        FrameError: `data` is not that many blobs.
     """
     start = 8 * count
     if len(data) < start:

@@ -29,8 +29,8 @@ class Link:
     """The two streams between a worker and the worker of its lane on another host, one for each direction.
 
     Attributes:
-        outgoing: for what this worker sends.
-        incoming: for what it receives.
+        outgoing: the stream to the other worker.
+        incoming: the stream from the other worker.
     """
 
     outgoing: Stream
@@ -85,16 +85,16 @@ class Lane:
         self._outgoing[host].send(header.encode(), *payload)
 
     def send_buffers(self, host: int, buffers: Iterable[Buffer]) -> None:
-        """Send what follows a header; `buffers` is iterated by another thread."""
+        """Send the data after a header; another thread iterates `buffers`."""
         self._outgoing[host].send_each(buffers)
 
     def send_chunk(self, chunk: Buffer) -> None:
-        """Send what follows a header to all other hosts."""
+        """Send the data after a header to all other hosts."""
         for outgoing in self._outgoing.values():
             outgoing.send_each((chunk,))
 
     def headers(self, call: CollectiveCall, sent: Header) -> dict[int, Header]:
-        """Receive the headers of the other hosts that answer `sent`; equal ones are this object.
+        """Receive the headers of the other hosts that answer `sent`; those that equal it are this object.
 
         Raises:
             PeerLostError, PeerStuckError: as `Communicator` states.
@@ -150,7 +150,7 @@ class Lane:
         raise PeerLostError(reason)
 
     def malformed(self, host: int, call: CollectiveCall, error: Exception) -> PeerLostError:
-        """Return the error for data of another host that this version does not send."""
+        """Return the error for malformed data of another host."""
         return PeerLostError(f"{self._peer(host)} sent data in {call} that are not of this exchange: {error}")
 
     def check_length(self, host: int, call: CollectiveCall, length: int, expected: int) -> None:
@@ -163,7 +163,7 @@ class Lane:
             raise self.malformed(host, call, FrameError(f"{length} bytes instead of {expected}"))
 
     def receive(self, host: int, view: memoryview, wait: "HostWait") -> None:
-        """Fill `view` with what another host sends.
+        """Fill `view` with data of another host.
 
         Raises:
             PeerLostError, PeerStuckError: as `Communicator` states.
@@ -174,7 +174,7 @@ class Lane:
             raise self._lost(host, wait.call, error) from error
 
     def receive_blob(self, host: int, length: int, wait: "HostWait") -> bytes:
-        """Receive `length` bytes; memory is taken as they arrive."""
+        """Receive `length` bytes; memory is allocated as they arrive."""
         parts, rest = [], length
         while rest:
             part = bytearray(min(rest, _PIECE))
@@ -206,18 +206,18 @@ class Lane:
                 wait.end()
 
     def wait(self, call: CollectiveCall, remaining: Sequence[int]) -> "HostWait":
-        """Return the wait for the hosts in `remaining`, which the caller may shorten."""
+        """Return the wait for the hosts in `remaining`, from which the caller may remove hosts."""
         return HostWait(self, call, remaining)
 
     def farewell(self, reason: str) -> None:
-        """Tell the other hosts that the view has ended, where they can still be told."""
+        """Tell the other hosts that the view has ended, as far as connections allow."""
         text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
         self._end(Header(Frame.ABORT, length=len(text)), text)
 
     def close(self) -> None:
         """Tell the other hosts that this worker makes no more calls, and close the connections."""
         if not self._has_ended:
-            worker = self._hosts.own[self._local]
+            worker = self._hosts.workers_here[self._local]
             self._end(Header(Frame.LEFT, step=worker))
         for outgoing in self._outgoing.values():
             outgoing.close()
@@ -233,10 +233,10 @@ class Lane:
                 outgoing.end()
 
     def raise_if_broken(self, call: CollectiveCall) -> None:
-        """Check that the view lives and that nothing failed to be sent.
+        """Check that the view lives, and that nothing could not be sent.
 
         Raises:
-            PeerLostError: otherwise.
+            PeerLostError: the view has ended, or sending has failed.
         """
         reason = self._segment.reason()
         if reason is not None:
@@ -260,11 +260,11 @@ class HostWait:
         self._lane = lane
         self._remaining = remaining
         self._wait: CallWait | None = None
-        self._shown = len(lane._hosts.own) > 1
+        self._shown = len(lane._hosts.workers_here) > 1
         self._show(remaining)
 
     def advanced(self) -> None:
-        """Some bytes have arrived: the time without any begins anew."""
+        """Note that bytes have arrived: the time without any begins anew."""
         self._wait = None
         reason = self._lane._segment.reason()
         if reason is not None:

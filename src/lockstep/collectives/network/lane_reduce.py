@@ -1,4 +1,4 @@
-"""The reduce of a large total over hosts: which sums each worker computes, sends and receives.
+"""The reduce of a large total over hosts: the sums that each worker computes, sends and receives.
 
 Pure arithmetic on given memory. The bytes of a total are divided into lanes, as many as the host with the
 fewest workers has workers, and each lane into one slice for each host. In its lane, a worker
@@ -42,7 +42,7 @@ class LanePlacement:
     """The lanes of a layout, and the places of the sums that the workers of a host publish.
 
     Attributes:
-        slices: for each lane, for each host, the bytes of the total that it sums.
+        slices: for each lane and each host, the bytes of the total that the host sums.
         inside: for each lane, the span whose place is in the total; None if no other worker publishes any.
         outside: for each lane and each other published span, the offset of its place.
         size: bytes of all places in `outside`.
@@ -92,7 +92,7 @@ def published_beside(hosts: HostPlan, local: int) -> tuple[Span, ...]:
     """Return the spans that the other workers of the host publish."""
     return tuple(
         span
-        for other in range(len(hosts.own))
+        for other in range(len(hosts.workers_here))
         if other != local
         for span in hosts.seen.published[hosts.rank(other)]
     )
@@ -151,9 +151,9 @@ class LaneReduce:
 
     Attributes:
         published: sums of its own partials that other workers of its host need.
-        sends: for each other host, what this worker sends it.
-        lengths: for each other host, how many bytes these are.
-        chunks: of its slice.
+        sends: the ranges and sums that this worker sends each other host.
+        lengths: the number of bytes that it sends each other host.
+        chunks: the chunks of its slice.
         others: for each other host, its slice of this lane in the total.
     """
 
@@ -170,20 +170,20 @@ class LaneReduce:
         hosts: HostPlan,
         placement: LanePlacement,
         local: int,
-        given: Collection[Span],
+        local_spans: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of one worker of this host, which passes partials over the spans `given`.
+        """Plan the part of one worker of this host, which passes partials over `local_spans`.
 
         Args:
-            layout: of every partial.
+            layout: the layout of every partial.
             hosts: the plan of the view.
             placement: where the lanes are.
             local: the index of the worker.
-            given: the spans of its partials.
+            local_spans: the spans of its partials.
             memory: the memory of the total, and of the places outside it.
         """
-        planner = _Planner(layout, hosts, placement, local, given, *memory)
+        planner = _Planner(layout, hosts, placement, local, local_spans, *memory)
         published = planner.published()
         if local >= hosts.lanes:
             return cls(published, {}, {}, (), {})
@@ -204,8 +204,8 @@ class LaneReduce:
         run_sums(self.published, partials, adder)
 
     def buffers(self, host: int, partials: Mapping[Span, Leaves], adder: Adder) -> Iterator[memoryview]:
-        """Yield what this worker sends another host; each buffer is valid until the next one is asked for."""
-        own = {span: [leaf.view(np.uint8) for leaf in leaves] for span, leaves in partials.items()}
+        """Yield the buffers for another host; each is valid until the next one is requested."""
+        addresses = {span: [leaf.view(np.uint8) for leaf in leaves] for span, leaves in partials.items()}
         for each in self.sends[host]:
             if isinstance(each, _SumSend):
                 run_sums(each.sums, partials, adder)
@@ -213,10 +213,10 @@ class LaneReduce:
                 continue
             for run in each.runs:
                 if isinstance(run, _Direct):
-                    yield own[each.span][run.leaf][run.start : run.stop].data
+                    yield addresses[each.span][run.leaf][run.start : run.stop].data
                 else:
                     for (leaf, start, stop), out in run.pieces:
-                        out[:] = own[each.span][leaf][start:stop]
+                        out[:] = addresses[each.span][leaf][start:stop]
                     yield run.out
 
 
@@ -228,7 +228,7 @@ class _Planner:
     hosts: HostPlan
     placement: LanePlacement
     local: int
-    given: Collection[Span]
+    local_spans: Collection[Span]
     total: Bytes
     outside: Bytes
 
@@ -239,17 +239,17 @@ class _Planner:
             if lane != self.local:
                 start, stop = self.placement.whole(lane)
                 for local_sum, span in zip(
-                    seen.local_sums(rank, self.given), seen.published[rank], strict=True
+                    seen.local_sums(rank, self.local_spans), seen.published[rank], strict=True
                 ):
                     place = self._place(lane, span, start, stop)
                     sums += self._sums(local_sum, start, stop, {}, place)
         return tuple(sums)
 
     def sends(self, host: int, start: int, stop: int) -> tuple[_OwnSend | _SumSend, ...]:
-        """Plan what is sent to the host that sums the bytes `start` to `stop`."""
+        """Plan the data for the host that sums the bytes `start` to `stop`."""
         size = self._chunk_size(host)
         beside = published_beside(self.hosts, self.local)
-        sums = self.hosts.host_sums([*self.given, *beside])
+        sums = self.hosts.host_sums([*self.local_spans, *beside])
         staging = allocate(min(size, stop - start))
         staging.fill(0)
         sends: list[_OwnSend | _SumSend] = []
@@ -268,7 +268,7 @@ class _Planner:
     def chunks(self, start: int, stop: int) -> tuple[_OwnChunk, ...]:
         """Plan the sums of the bytes `start` to `stop`, the slice of this host."""
         hosts = self.hosts
-        everything = hosts.seen.total(hosts.rank(self.local), self.given)
+        everything = hosts.seen.total(hosts.rank(self.local), self.local_spans)
         beside = published_beside(hosts, self.local)
         length = min(self._chunk_size(hosts.host), stop - start)
         memory = {host: allocate(len(hosts.published[host]) * length) for host in hosts.others}

@@ -22,9 +22,9 @@ class KeptResult:
     Attributes:
         call: the call.
         total: the memory of a total.
-        blobs: those of all members.
-        parts: what this member has received in an all-to-all.
-        error: in which the call ended on all members.
+        blobs: the blobs of all members.
+        parts: the parts that this member has received in an all-to-all.
+        error: the error in which the call ended on all members.
     """
 
     call: CollectiveCall
@@ -52,7 +52,7 @@ class KeptResult:
             result: the result.
             call: the call that this member makes.
             size: bytes of the total, if it is a reduce.
-            parts: what this member has received, if it is an all-to-all.
+            parts: the parts that this member has received, if it is an all-to-all.
 
         Raises:
             InternalError: it is not the result of this call.
@@ -88,7 +88,8 @@ class LastCall:
         number: the number of the call in the job, from 1; 0 before the first call; -1 if the member has just
             joined.
         result: None if the member has not taken part in that call.
-        received: the number of the last all-to-all of which this member has received all parts, and these.
+        received: the number of the last all-to-all of which this member has received all parts, and the
+            parts.
     """
 
     def __init__(self) -> None:
@@ -101,10 +102,10 @@ class LastCall:
         self.number, self.result, self.received = number, result, None
 
     def parts(self, number: int) -> tuple[Bytes, ...] | None:
-        """Return what this member has received in the all-to-all with a number; None if not everything."""
+        """Return the parts received in the all-to-all with a number; None if some are missing."""
         return self.received[1] if self.received is not None and self.received[0] == number else None
 
 
 def raise_again(error: LockstepError) -> LockstepError:
-    """Return a new error that equals `error`: an error that was raised refers to its stack."""
+    """Return a new error that equals `error`, because an error that was raised refers to its stack."""
     return type(error)(*error.args)

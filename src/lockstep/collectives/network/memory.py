@@ -1,4 +1,4 @@
-"""The memory of a member: shared with the other workers of its host, or its own if there are none.
+"""The memory of a member: shared with the other workers of its host, or private if there are none.
 
 In shared memory, the totals of successive calls alternate between two regions. So the total of a call stays
 until the next call is complete, and a host that has not completed the call can still receive it.
@@ -106,14 +106,14 @@ class NetworkBuffers:
     def __init__(self, pool: SharedPool) -> None:
         self._pool = pool
         self._shared: Bytes = np.empty(0, dtype=np.uint8)
-        self._own: dict[Region, Bytes] = {}
+        self._private: dict[Region, Bytes] = {}
         self.extents = Extents()
 
-    def own(self, region: Region, size: int) -> Bytes:
+    def private(self, region: Region, size: int) -> Bytes:
         """Return `size` bytes of this process's own memory, the same for each call if they suffice."""
-        memory = self._own.get(region)
+        memory = self._private.get(region)
         if memory is None or memory.size < size:
-            memory = self._own[region] = allocate(size)
+            memory = self._private[region] = allocate(size)
         return memory[:size]
 
     def shared(self, region: Region) -> Bytes:
@@ -140,7 +140,7 @@ class NetworkBuffers:
         return np.frombuffer(self._pool.map(extents.end), dtype=np.uint8)
 
     def map_allocated(self) -> None:
-        """Map the memory that the members have already allocated, while none of them waits for this worker.
+        """Map the memory that the members have already allocated, before any of them waits for this worker.
 
         Raises:
             SharedMemoryError: this process cannot map it.

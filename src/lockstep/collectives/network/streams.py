@@ -1,4 +1,4 @@
-"""Sending to and receiving from one stream each: blocking, but never longer than the view lives."""
+"""The two ends of a stream. They block, but never longer than the view lives."""
 
 import contextlib
 import functools
@@ -35,13 +35,13 @@ _JOIN_LIMIT = 1 << 18
 
 
 class Wait(Protocol):
-    """The questions of a receiver while it waits."""
+    """The calls of a receiver while it waits."""
 
     def advanced(self) -> None:
-        """Bytes have arrived, but not all."""
+        """Note that some bytes have arrived."""
 
     def blocked(self) -> None:
-        """Nothing has arrived for `MAX_BLOCK_SECONDS`. Raises what ends the wait."""
+        """Note that nothing has arrived for `MAX_BLOCK_SECONDS`; raise an error to end the wait."""
 
 
 class Incoming:
@@ -57,7 +57,7 @@ class Incoming:
         if self._encrypted:
             stream.settimeout(MAX_BLOCK_SECONDS)
         else:
-            # A time limit in the kernel takes no further system call, as Python's own does.
+            # A time limit in the kernel needs no further system call, unlike Python's own.
             stream.settimeout(None)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(MAX_BLOCK_SECONDS))
 
@@ -81,7 +81,7 @@ class Incoming:
             wait.advanced()
 
     def _receive_some(self, view: memoryview) -> int:
-        # At most half of what is still to come: a part of it may have been copied before the kernel waits.
+        # At most half of the missing bytes: a part of them may have been copied before the kernel waits.
         batch = min(len(view) // 2, RECEIVE_BATCH)
         if batch < _SMALLEST_RECEIVE_BATCH:
             self._sleep_for(1)
@@ -110,7 +110,7 @@ class Incoming:
 
 
 class Outgoing:
-    """The sending end of a stream: the calling thread sends what fits, a thread of its own the rest.
+    """The sending end of a stream: the calling thread sends what fits, and a separate thread the rest.
 
     So a member never blocks while it sends, and members that send to each other cannot block each other.
     The memory of a buffer must not change before the receiver has it.
@@ -120,7 +120,7 @@ class Outgoing:
     """
 
     def __init__(self, stream: Stream, members: int) -> None:
-        """Send on `stream`, one of those that connect so many `members`."""
+        """Send on `stream`, one of the streams that connect so many `members`."""
         self._stream = stream
         self._encrypted = isinstance(stream, ssl.SSLSocket)
         if self._encrypted:
@@ -185,12 +185,12 @@ class Outgoing:
         return not self._unfinished
 
     def end(self) -> None:
-        """Send nothing more; what was sent before still arrives."""
+        """Send nothing more; earlier data still arrives."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         with contextlib.suppress(OSError):
-            # `SSLSocket.shutdown` ends encryption: a thread that still sends would send in the clear.
+            # `SSLSocket.shutdown` ends encryption, so a thread that still sends would send plain text.
             socket.socket.shutdown(self._stream, socket.SHUT_WR)
 
     def close(self) -> None:

@@ -1,1 +1,1 @@
-"""The exchange between processes on one host, in shared memory; nothing crosses hosts."""
+"""The exchange between processes on one host, in shared memory. Nothing crosses hosts."""

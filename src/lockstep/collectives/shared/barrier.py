@@ -154,9 +154,9 @@ class Barrier:
             segment.publish_notice(arrival)
             self.notice = segment.notice(arrival)
             return None, [blob]
-        own = encode(call, len(blob))
+        announcement = encode(call, len(blob))
         slots = self._slots[arrival % 2]
-        segment.control[slots[self._rank] : slots[self._rank] + len(own)] = own
+        segment.control[slots[self._rank] : slots[self._rank] + len(announcement)] = announcement
         if blob:
             self._send(blob, 0)
         if self._rank == 0:
@@ -164,7 +164,7 @@ class Barrier:
         self.arrive_and_wait(within or call)
         self.notice = segment.notice(arrival)
         for start in slots:
-            if segment.control[start : start + len(own)] != own:
+            if segment.control[start : start + len(announcement)] != announcement:
                 announced = [decode(segment.control[start : start + SLOT]) for start in slots]
                 calls, lengths = [each for each, _ in announced], [length for _, length in announced]
                 if not agree(calls):
@@ -177,9 +177,10 @@ class Barrier:
     def arrive_and_wait(self, call: CollectiveCall) -> None:
         """Arrive, and return once all members have arrived. Calls are not compared.
 
-        The view may be aborted while some members have seen that all have arrived, and others have not. So
-        a member that sees an abort settles with the others whether the arrival is complete; one that sees
-        none, after it has seen all arrivals, need not ask: a member that settles later finds them too.
+        The view may be aborted while some members have seen that all have arrived, and others have not. So a
+        member that sees an abort settles with the others whether the arrival is complete. A member that sees
+        all arrivals and then no abort need not do so, because a member that settles later also finds all
+        arrivals.
         """
         self._arrival = (self._arrival + 1) % (1 << 32)
         self._arrive()
@@ -193,10 +194,10 @@ class Barrier:
             self.waited += time.perf_counter() - begun
 
     def await_permission(self, call: CollectiveCall) -> None:
-        """Return when calls may end on this host.
+        """Return once calls may end on this host.
 
         Each member calls this before it arrives for the last time in `call`. So the call ends for all members
-        or for none, also if the time runs out meanwhile.
+        or for none, even if the time runs out meanwhile.
 
         Raises:
             PeerLostError: the view has ended.
@@ -281,7 +282,7 @@ class Barrier:
             try:
                 seconds = wait.check(self._awaited([other for other, _ in missing]))
             except PeerStuckError as stuck:
-                # Those that are missing may arrive now.
+                # The missing members may arrive now.
                 self.abort_call(call, stuck)
                 if self._is_settled(call):
                     return
@@ -304,12 +305,12 @@ class Barrier:
             ) from None
 
     def _awaited(self, missing: Sequence[int]) -> tuple[int, ...]:
-        """Return the workers for which this member waits: members that are missing may wait for hosts."""
+        """Return the workers for which this member waits. Missing members may themselves wait for hosts."""
         awaited = list[int]()
         for other in missing:
             hosts = self._segment.missing(other) if self._hosts else 0
-            found = [worker for host, ids in enumerate(self._hosts) if hosts >> host & 1 for worker in ids]
-            awaited += found or [self._workers[other]]
+            absent = [worker for host, ids in enumerate(self._hosts) if hosts >> host & 1 for worker in ids]
+            awaited += absent or [self._workers[other]]
         return tuple(dict.fromkeys(awaited))
 
     def _raise_if_aborted(self) -> None:

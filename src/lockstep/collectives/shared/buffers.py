@@ -1,7 +1,7 @@
-"""One member's mapping of the pool: the memory for a total, and the memory outside it for partials.
+"""One member's mapping of the pool: memory for a total, and memory outside it for partials.
 
 Large totals use the same memory in every call. With small totals, other members may still sum the packed
-partials of one call when this member publishes those of the next one: so packed partials alternate between
+partials of one call when this member publishes those of the next one. So packed partials alternate between
 the two halves of the memory outside the total.
 """
 
@@ -24,7 +24,7 @@ _SIZES = struct.Struct("<QQ")
 _CACHED = 32
 """Number of cached plans; a job needs only a few."""
 
-Given = tuple[Span, ...]
+LocalSpans = tuple[Span, ...]
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
@@ -58,11 +58,11 @@ class Buffers:
         self._sizes = Sizes(0, 0)
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self._half = 0
-        self._sliced: dict[tuple[Layout, Given], tuple[SliceReduce, Leaves]] = {}
-        self._packed: dict[tuple[Layout, Given, int], tuple[PackedReduce, Leaves]] = {}
+        self._sliced: dict[tuple[Layout, LocalSpans], tuple[SliceReduce, Leaves]] = {}
+        self._packed: dict[tuple[Layout, LocalSpans, int], tuple[PackedReduce, Leaves]] = {}
 
     def map_allocated(self) -> None:
-        """Map the memory that the members have already allocated, while none of them waits for this worker.
+        """Map the memory that the members have already allocated, before any of them waits for this worker.
 
         Raises:
             SharedMemoryError: this process cannot map it.
@@ -102,28 +102,28 @@ class Buffers:
         self._sizes, self._memory, self._half = sizes, memory, 0
 
     def slice_reduce(
-        self, layout: Layout, plan: ReducePlan, placement: SlicePlacement, rank: int, given: Given
+        self, layout: Layout, plan: ReducePlan, placement: SlicePlacement, rank: int, local_spans: LocalSpans
     ) -> tuple[SliceReduce, Leaves]:
         """Return this member's part in the reduce of a large total, and the total, read-only."""
 
         def make() -> tuple[SliceReduce, Leaves]:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
-            reduce = SliceReduce.of(layout, plan, placement, rank, given, (total, outside))
+            reduce = SliceReduce.of(layout, plan, placement, rank, local_spans, (total, outside))
             return reduce, layout.shaped(layout.views(total))
 
-        return cached(self._sliced, (layout, given), make)
+        return cached(self._sliced, (layout, local_spans), make)
 
     def packed_reduce(
-        self, layout: Layout, plan: ReducePlan, rank: int, given: Given
+        self, layout: Layout, plan: ReducePlan, rank: int, local_spans: LocalSpans
     ) -> tuple[PackedReduce, Leaves]:
         """Return this member's part in the reduce of a small total, and the total, read-only."""
 
         def make() -> tuple[PackedReduce, Leaves]:
             total, half = allocate(layout.size), self._sizes.total + self._half * (self._sizes.outside // 2)
-            reduce = PackedReduce.of(layout, plan, rank, given, (total, self._memory[half:]))
+            reduce = PackedReduce.of(layout, plan, rank, local_spans, (total, self._memory[half:]))
             return reduce, layout.shaped(layout.views(total))
 
-        return cached(self._packed, (layout, given, self._half), make)
+        return cached(self._packed, (layout, local_spans, self._half), make)
 
     def parts(self, size: int) -> Bytes:
         """Return `size` bytes outside the total, for the parts of all members."""

@@ -1,9 +1,9 @@
 """The control segment of one view: a memfd, its layout, and the word that aborts the view.
 
-    header     magic, version, number of members; the abort word and its reason; the notice; until when calls
-               may end; what was settled about the last two arrivals after an abort
+    header     magic, version, number of members; the abort word and its reason; the notice; the time until
+               which calls may end; whether the last two arrivals were settled as complete after an abort
     arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left, for
-               which hosts it waits; for the first member also two copies of the notice it read on arriving
+               which hosts it waits; for the first member also two copies of the notice that it read
     slots      two for each member: the description of its call
     mailboxes  two for each member: a part of a blob
 
@@ -52,7 +52,7 @@ class ControlSegment:
     """One process's mapping of the memory in which the members of a view synchronize.
 
     Use `create` in the process that starts the workers, and `attach` in each worker. Any process that has the
-    memfd can abort the view, also one that is not a member.
+    memfd can abort the view, even if it is not a member.
     """
 
     def __init__(self, fd: int, members: int, control: mmap.mmap) -> None:
@@ -128,7 +128,7 @@ class ControlSegment:
 
     @property
     def posted(self) -> int:
-        """The notice as it is now, which the members may see from different calls on."""
+        """The current notice. Members may begin to see it in different calls."""
         return self._words[_NOTICE // 4]
 
     def publish_notice(self, arrival: int) -> None:
@@ -140,7 +140,7 @@ class ControlSegment:
         return self._words[(_ARRIVALS + 8) // 4 + arrival % 2]
 
     def permit(self, until: float) -> None:
-        """Let calls end until then, by the monotonic clock of this machine. Does nothing once closed."""
+        """Let calls end until a time of the monotonic clock of this machine. Does nothing once closed."""
         if not self.control.closed:
             self._times[_PERMITTED // 8] = until
             # Members that wait for a permission sleep on this word, because an abort ends their wait.
@@ -148,7 +148,7 @@ class ControlSegment:
 
     @property
     def permitted_until(self) -> float:
-        """Until when calls may end; for ever, unless the creator has said otherwise."""
+        """The time until which calls may end; by default, there is no limit."""
         return self._times[_PERMITTED // 8]
 
     def wait_for_permit(self, seconds: float) -> None:
@@ -207,8 +207,9 @@ class ControlSegment:
     def settle(self, arrival: int, have_all_arrived: Callable[[], bool], seconds: float) -> bool:
         """Return whether an arrival is complete; equal for all members that call this after an abort.
 
-        The first one that calls this decides. If it finds a member missing, no member has seen all of them
-        before the abort. If it finds none missing, some members may have, and continue without calling this.
+        The first member that calls this decides. If it finds a member missing, no member has seen all
+        arrivals before the abort. If it finds none missing, some members may have seen all arrivals, and
+        continue without calling this.
 
         Args:
             arrival: its number.
@@ -225,9 +226,9 @@ class ControlSegment:
             for complete in (False, True):
                 if self._words[word] == _settled(arrival, complete):
                     return complete
-            found = have_all_arrived()
-            self._words[word] = _settled(arrival, found)
-            return found
+            is_complete = have_all_arrived()
+            self._words[word] = _settled(arrival, is_complete)
+            return is_complete
 
     def close(self) -> None:
         """Unmap the memory and close the descriptor; the view continues for the others."""

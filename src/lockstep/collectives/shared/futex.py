@@ -36,7 +36,7 @@ def require() -> None:
     """Check that the number of the futex system call is known for this machine.
 
     Raises:
-        UnfitError: it is not.
+        UnfitError: the number is unknown.
     """
     if _number.value < 0:
         raise UnfitError(

@@ -70,14 +70,15 @@ class PackedReduce:
     """One member's part in a reduce, for partials over certain spans, in certain memory.
 
     Attributes:
-        packers: one for each stretch.
-        given: for each of its partials, where it is packed: published, or private and then merged.
+        packers: a packer for each stretch.
+        packed_partials: the memory in which each of its partials is packed: published, or private and then
+            merged.
         local_sums: sums of its own partials, written before the barrier.
         total: sums of the partials of all members, written after the barrier.
     """
 
     packers: tuple[StretchPacker, ...]
-    given: Mapping[Span, PackedPartial]
+    packed_partials: Mapping[Span, PackedPartial]
     local_sums: tuple[StretchSum, ...]
     total: tuple[StretchSum, ...]
 
@@ -87,16 +88,16 @@ class PackedReduce:
         layout: Layout,
         plan: ReducePlan,
         rank: int,
-        given: Collection[Span],
+        local_spans: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of the member at `rank`, which passes partials over the spans `given`.
+        """Plan the part of the member at `rank`, which passes partials over `local_spans`.
 
         Args:
-            layout: of every partial.
+            layout: the layout of every partial.
             plan: the plan of the view.
             rank: the rank of this member.
-            given: the spans of its partials.
+            local_spans: the spans of its partials.
             memory: this member's private memory for the total, and the shared memory for packed partials.
         """
         total, shared = memory
@@ -107,10 +108,10 @@ class PackedReduce:
         }
         packed_partials = {
             span: published[span] if span in published else packed(layout, allocate(layout.size))
-            for span in given
+            for span in local_spans
         }
         local_sums = []
-        for span, local_sum in zip(plan.published[rank], plan.local_sums(rank, given), strict=True):
+        for span, local_sum in zip(plan.published[rank], plan.local_sums(rank, local_spans), strict=True):
             if local_sum.steps:
                 local_sums += stretch_sums(local_sum, packed_partials, published[span])
         everything = stretch_sums(Sum.of(plan.whole, spans), published, packed(layout, total))
@@ -118,9 +119,9 @@ class PackedReduce:
         return cls(packers, packed_partials, tuple(local_sums), tuple(everything))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-        """Pack this member's partials, flat leaves, and add up those that it publishes as one."""
+        """Pack this member's partials, flat leaves, and add up partials that it publishes as one sum."""
         for span, leaves in partials.items():
-            for packer, out in zip(self.packers, self.given[span], strict=True):
+            for packer, out in zip(self.packers, self.packed_partials[span], strict=True):
                 packer.pack(leaves, out)
         run_stretches(self.local_sums, adder)
 

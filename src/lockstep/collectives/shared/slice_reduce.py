@@ -1,4 +1,4 @@
-"""The reduce of a large total: where members publish their sums, and which sums each member computes.
+"""The reduce of a large total: the places where members publish sums, and the sums that each one computes.
 
 Pure arithmetic on given memory.
 
@@ -14,8 +14,8 @@ Every call reuses the total and the places; it begins when no member reads the p
 
 A large reduce has three barriers: enter (all members have called, and no member reads the last total any
 more), publish, and sum. A member reads its own partials where the backend stored them, and the backend reads
-the total in place. An all-to-all uses the same memory: each member writes for each other member, which reads
-its part after a barrier.
+the total in place. An all-to-all uses the same memory: each member writes a part for each other member, which
+reads it after a barrier.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -94,17 +94,17 @@ class SliceReduce:
         plan: ReducePlan,
         placement: SlicePlacement,
         rank: int,
-        given: Collection[Span],
+        local_spans: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of the member at `rank`, which passes partials over the spans `given`.
+        """Plan the part of the member at `rank`, which passes partials over `local_spans`.
 
         Args:
-            layout: of every partial.
+            layout: the layout of every partial.
             plan: the plan of the view.
             placement: where the slices are.
             rank: the rank of this member.
-            given: the spans of its partials.
+            local_spans: the spans of its partials.
             memory: the memory of the total, and the memory of the places outside it.
         """
         total, outside = memory
@@ -126,12 +126,14 @@ class SliceReduce:
         for other in range(plan.members):
             if other != rank:
                 pieces = layout.pieces(*placement.bounds[other])
-                for span, local_sum in zip(plan.published[rank], plan.local_sums(rank, given), strict=True):
-                    own = (None,) * len(local_sum.operands)
+                for span, local_sum in zip(
+                    plan.published[rank], plan.local_sums(rank, local_spans), strict=True
+                ):
+                    none = (None,) * len(local_sum.operands)
                     for piece, out in zip(pieces, place(other, span, pieces), strict=True):
-                        local_sums.append(PieceSum(local_sum, piece, own, out))
+                        local_sums.append(PieceSum(local_sum, piece, none, out))
         pieces = layout.pieces(*placement.bounds[rank])
-        everything = plan.total(rank, given)
+        everything = plan.total(rank, local_spans)
         foreign = {span: place(rank, span, pieces) for span in plan.foreign(rank)}
         totals = []
         for index, piece in enumerate(pieces):
