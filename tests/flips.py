@@ -20,7 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -226,18 +226,23 @@ class _Next(Alone):
         return self.following.pop(0)
 
 
-def _opened(view: View) -> list[SharedCommunicator]:
+def _opened(view: View, ends: ExitStack) -> list[SharedCommunicator]:
+    """Return the exchange of a view, which `ends` closes."""
     segment, pool = ControlSegment.create(len(view.workers)), SharedPool.create()
-    return [
-        SharedCommunicator(
-            ControlSegment.attach(os.dup(segment.fd)),
-            Buffers(SharedPool.attach(os.dup(pool.fd))),
-            position,
-            ReducePlan.of(view),
-            WaitPolicy(timeout=120.0),
+    communicators = []
+    for position in range(len(view.workers)):
+        control = ControlSegment.attach(os.dup(segment.fd))
+        memory = SharedPool.attach(os.dup(pool.fd))
+        communicators.append(
+            SharedCommunicator(
+                control, Buffers(memory), position, ReducePlan.of(view), WaitPolicy(timeout=120.0)
+            )
         )
-        for position in range(len(view.workers))
-    ]
+        ends.callback(control.close)
+        ends.callback(memory.close)
+    ends.callback(segment.close)
+    ends.callback(pool.close)
+    return communicators
 
 
 @dataclass
@@ -266,7 +271,8 @@ class Training:
         """Train."""
         view = place(REPLICAS, tuple(range(self.workers)))
         settings = JobSettings(workers=self.workers, threads=1, verification=self.setting)
-        communicators = _opened(view)
+        self._ends = ExitStack()
+        communicators = _opened(view, self._ends)
         self._memberships = [_Next() for _ in view.workers]
         self._jobs = [
             Job(
@@ -278,7 +284,7 @@ class Training:
         ]
         for job in self._jobs:
             job.events.subscribe(self._note, VerificationFailed)
-        with ThreadPoolExecutor(self.workers) as threads:
+        with self._ends, ThreadPoolExecutor(self.workers) as threads:
             list(threads.map(self._train, view.workers))
 
     def _note(self, published: PublishedEvent) -> None:
@@ -328,7 +334,7 @@ class Training:
         left = tuple(worker for worker in job.view.workers if worker not in error.workers)
         if left and job.worker == min(error.workers):
             following = place(REPLICAS, left, job.view.number + 1)
-            for worker, communicator in zip(left, _opened(following), strict=True):
+            for worker, communicator in zip(left, _opened(following, self._ends), strict=True):
                 self._memberships[worker].following.append((following, communicator))
         job.communicator.abort(f"worker {job.worker} has ended")
 
