@@ -52,6 +52,20 @@ def test_the_name_of_a_job_comes_first_and_its_beginning_last(jobs: Jobs) -> Non
     assert job.requests == other.requests == [StatusRequest()]
 
 
+def test_a_run_that_has_ended_is_found_by_the_beginning_of_its_name(jobs: Jobs) -> None:
+    jobs.play("-more", folder="/there/b")
+    for name in ("night-1", "other-1", "other-2"):
+        make_run(f"runs/{name}")
+    assert find_run("nigh") == FoundRun(Path("runs/night-1"), None)
+    with pytest.raises(ConfigError, match=r"^'oth' is ambiguous: other-1 or other-2;"):
+        find_run("oth")
+    for number in range(2, 7):
+        make_run(f"runs/night-{number}")
+    expected = "^'night' is ambiguous: night-4 or night-5 or night-6 or 3 others; give more of the name$"
+    with pytest.raises(ConfigError, match=expected):
+        find_run("night")
+
+
 @pytest.mark.parametrize("text", ["", "nothing", "a-file", "a-folder"])
 def test_what_is_no_run_is_refused(jobs: Jobs, text: str) -> None:
     Path("a-file").touch()

@@ -110,7 +110,7 @@ def _size(path: Path) -> int:
 def attach(job: str) -> None:
     """Show the output of JOB, which lockstep run --detach has started, until it ends.
 
-    JOB is a name that lockstep list shows, the beginning of one, the folder of a run, or its name in runs/.
+    JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.
     Ctrl-C ends only this command: the job continues. The exit status is that of the job, or 130 after Ctrl-C.
     Of earlier output, the end is shown. output.log in the run folder has all of it.
     """

@@ -43,7 +43,7 @@ def _compile(context: click.Context, param: click.Parameter, value: str | None) 
 def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[str] | None) -> None:
     """Show the output of the workers of JOB.
 
-    JOB is a name that lockstep list shows, the beginning of one, the folder of a run, or its name in runs/.
+    JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.
     The run may have ended. If there may be several workers, each line begins with its worker.
     """
     from lockstep.coordinator.admin_client import JobWatch

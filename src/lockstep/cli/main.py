@@ -333,7 +333,7 @@ def stop(job: str) -> None:
 def top(job: str | None, interval: float, once: bool, as_csv: bool, as_json: bool) -> None:
     """Show what workers do, and why slow ones are slow.
 
-    JOB is a name that lockstep list shows, the beginning of one, the folder of a run, or its name in runs/.
+    JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.
     The run may have ended. On a terminal, keys stop and scale the job, and show the Python stack of a worker.
     Elsewhere, the table is printed once. Without JOB, the command shows the GPUs of this machine and your
     jobs.

@@ -21,7 +21,7 @@ from lockstep.protocol.admin import (
     encode,
 )
 from lockstep.system.notes import note
-from lockstep.system.prose import columns, short_duration
+from lockstep.system.prose import columns, count, short_duration
 from lockstep.system.socket_owners import is_of_another_user, is_of_this_user, peer
 
 _SOCKETS = Path("/proc/net/unix")
@@ -29,6 +29,8 @@ _LISTENS = (b"00010000", b"0005")
 _PAUSE = 0.05
 _SAY_EVERY = 10.0
 _MOST_AT_ONCE = 64
+_NAMED = 3
+"""The most names in a message; the last ones are the newest runs."""
 _UNSEEN = 0
 _COLUMNS = ("JOB", "PROCESS", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER", "SO FAR")
 
@@ -173,7 +175,9 @@ def choose(job: str, names: Sequence[str]) -> str | None:
     meant = [name for name in names if name == job]
     meant = meant or [name for name in names if job and name.startswith(job)]
     if len(meant) > 1:
-        raise ConfigError(f"'{job}' is ambiguous: {' or '.join(meant)}; give more of the name")
+        others = [count(len(meant) - _NAMED, "other")] if len(meant) > _NAMED else []
+        shown = " or ".join([*meant[-_NAMED:], *others])
+        raise ConfigError(f"'{job}' is ambiguous: {shown}; give more of the name")
     return meant[0] if meant else None
 
 

@@ -29,7 +29,7 @@ def find_run(text: str, runs: Path = RUNS) -> FoundRun:
 
     Args:
         text: the name of a running job, else a run folder, else a folder in `runs`, else the beginning of a
-            job's name.
+            job's name, else that of a folder in `runs`.
         runs: where runs are by default.
 
     Raises:
@@ -54,11 +54,14 @@ def name_or_folder(text: str, runs: Path = RUNS) -> str | Path:
             if RunPaths(folder).events.is_file():
                 return folder
     name = choose(text, names)
-    if name is None:
+    if name is not None:
+        return name
+    folder_name = choose(text, run_folders(runs))
+    if folder_name is None:
         raise ConfigError(
             f"'{text}' is neither a running job nor the folder of a run, here or in {runs}; {listed(names)}"
         )
-    return name
+    return runs / folder_name
 
 
 def job_in(folder: Path) -> str | None:
