@@ -127,7 +127,7 @@ def test_a_job_whose_processes_were_killed_says_so(lockstep: Any, is_gone: Gone,
             for process in processes:
                 os.kill(process, number)
         _, notes = follower.communicate(timeout=600)
-    killed = f"lockstep: {name} has no last event: its processes were killed\n"
+    killed = f"lockstep: no end of {name} is recorded: its processes were killed\n"
     assert (follower.returncode, notes) == (1, killed)
     assert is_gone(workers, 300)
 

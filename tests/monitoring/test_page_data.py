@@ -104,7 +104,7 @@ def test_states(tmp_path: Path) -> None:
 
     failed = event(9.0, "finished", status=137, message="killed", steps=None)
     assert state("a", EVENTS, active=True) == "running"
-    assert state("b", EVENTS, active=False) == "ended without a last event"
+    assert state("b", EVENTS, active=False) == "no end is recorded"
     assert state("c", [*EVENTS, *END], active=True) == "finished"
     assert state("d", [*EVENTS, failed], active=False) == "failed (status 137)"
 
@@ -366,7 +366,7 @@ def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     rows = compare(one, other)
     differing = {(row["section"], row["name"]): (row["a"], row["b"]) for row in rows if row["differs"]}
     assert differing == {
-        ("result", "state"): ("finished", "ended without a last event"),
+        ("result", "state"): ("finished", "no end is recorded"),
         ("result", "digest"): ("ab12", ""),
         ("result", "model"): ("sequential", ""),
         ("job", "replicas"): ("2", "none"),

@@ -300,3 +300,9 @@ def test_a_lost_worker_is_lost_whichever_of_its_events_is_first() -> None:
             state = state.after(PublishedEvent(1.0, None, event))
         info = state.workers[1]
         assert (info.phase, info.reason, info.status, info.ended) == ("lost", "killed", -9, 1.0)
+
+
+def test_a_worker_that_is_lost_with_its_host_has_ended() -> None:
+    """Nobody reports the exit of its process."""
+    info = RunState().after(PublishedEvent(1.0, None, WorkerLost(1, "host b was lost"))).workers[1]
+    assert (info.phase, info.status, info.ended) == ("lost", None, 1.0)

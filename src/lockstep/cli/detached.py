@@ -176,6 +176,6 @@ def _status(folder: Path) -> int:
             case {"event": "finished", "status": int(recorded)}:
                 status = recorded
     if status is None:
-        note(f"{folder.name} has no last event: its processes were killed")
+        note(f"no end of {folder.name} is recorded: its processes were killed")
         return 1
     return status

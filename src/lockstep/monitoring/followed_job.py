@@ -137,9 +137,11 @@ class FollowedJob:
         if run.finished is not None and (gone or status is None or run.began >= status.since - _SAME):
             end = end_of(self.name, run)
         elif contact is None:
-            end = f"{self.name} has no last event: its processes were killed, or it runs on another machine"
+            end = (
+                f"no end of {self.name} is recorded: its processes were killed, or it runs on another machine"
+            )
         elif gone:
-            end = f"{self.name} ended without a last event: its processes were killed"
+            end = f"no end of {self.name} is recorded: its processes were killed"
         silent = contact.answered if contact is not None and contact.is_silent and not end else None
         return overview(
             run,

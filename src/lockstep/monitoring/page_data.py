@@ -101,7 +101,7 @@ def state(run: RunState, *, active: bool) -> str:
 def describe_state(status: Any, *, active: bool) -> str:
     """Return the state of a run in a few words, from the status of its event `finished`; None without it."""
     if status is None:
-        return "running" if active else "ended without a last event"
+        return "running" if active else "no end is recorded"
     return "finished" if status == 0 else f"failed (status {status})"
 
 

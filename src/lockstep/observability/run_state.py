@@ -89,7 +89,7 @@ class WorkerInfo(msgspec.Struct, frozen=True):
         pid: the id of its process; None until it has started.
         host: the name of its host, once its load was measured; else empty.
         began: when it was started, in seconds since 1970.
-        ended: when its process ended; None while it runs.
+        ended: when its process ended, or was lost; None while it runs.
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
         call: the call that it has begun last, or in which its last steps were measured.
@@ -541,10 +541,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self._with_phase(happening, "leaving"), left=self.left + 1)
 
     def _lost(self, happening: Happening) -> "RunState":
-        # The end of its process may be known first.
         info, reason = self._worker(happening), str(happening.fields.get("reason", ""))
-        state = self._with_worker(replace(info, phase="lost", reason=reason))
-        return state._with_more(happening, "lost")
+        # The end of its process may be known first, or never, if its host is lost.
+        ended = happening.time if info.ended is None else info.ended
+        state = self._with_worker(replace(info, phase="lost", reason=reason, ended=ended))
+        return replace(state._with_more(happening, "lost"), waits=_without(self.waits, info.worker))
 
     def _exited(self, happening: Happening) -> "RunState":
         info, status = self._worker(happening), happening.fields.get("status")

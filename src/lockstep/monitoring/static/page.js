@@ -887,13 +887,15 @@ function drawRuns() {
 
 const moodOf = (text) => (text === "finished" ? "good" : text === "running" ? null : "bad");
 
+const hosts = (number) => `${count(number)} ${number === 1 ? "host" : "hosts"}`;
+
 function drawSummary(summary) {
   const ends = summary.progress?.epochs;
   const facts = [["Steps", count(summary.steps)], ["Epochs", ends > summary.epochs && summary.epochs ? `${count(summary.epochs)} of ${count(ends)}` : count(summary.epochs)],
     [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} ${summary.rate_unit}` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
     ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
-    ["Lost", [summary.lost ? count(summary.lost) : "", summary.lost_hosts ? `${count(summary.lost_hosts)} hosts` : ""].filter(Boolean).join(", ")],
-    ["Joined", [summary.joined ? count(summary.joined) : "", summary.joined_hosts ? `${count(summary.joined_hosts)} hosts` : ""].filter(Boolean).join(", ")],
+    ["Lost", [summary.lost ? count(summary.lost) : "", summary.lost_hosts ? hosts(summary.lost_hosts) : ""].filter(Boolean).join(", ")],
+    ["Joined", [summary.joined ? count(summary.joined) : "", summary.joined_hosts ? hosts(summary.joined_hosts) : ""].filter(Boolean).join(", ")],
     ["Pauses", duration(summary.pauses)], ["Effective training", summary.effective === null ? "" : percent(summary.effective)], ["Backend", summary.backend],
     ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Model", summary.model], ["Script", summary.script, true],
     ["Did not hold", summary.troubles.join("; "), true],
