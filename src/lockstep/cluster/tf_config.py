@@ -40,8 +40,8 @@ def parse(text: str) -> TaskConfig:
     """Parse a `TF_CONFIG`.
 
     Raises:
-        ConfigError: the text is not JSON, is incomplete, or contradicts itself; the message names what was
-            found and what was expected, and shows a correct value.
+        ConfigError: the text is not JSON, is incomplete, or contradicts itself; the message names the present
+            and the expected value, and shows a correct one.
     """
     fields = load(text)
     if "cluster" not in fields:

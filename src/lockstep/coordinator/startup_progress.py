@@ -87,7 +87,7 @@ class Progress:
         self._since = now
 
     def serve(self, now: float, doing: Callable[[], str]) -> None:
-        """Report what `doing` returns, if it is time and the terminal was silent."""
+        """Report the texts of `doing`, if it is time and the terminal was silent."""
         if now < self.due:
             return
         quiet = self._shown() == self._seen

@@ -30,8 +30,8 @@ class EngineProcess:
         words: the arguments of `lockstep`.
         start: the first message.
         folder: where it runs.
-        environment: the variables of the user that can change what a script computes.
-        show: called in threads with what it writes: 1 for stdout and 2 for stderr, and the bytes; None to
+        environment: the variables of the user that can change the results of a script.
+        show: called in threads with its output: 1 for stdout and 2 for stderr, and the bytes; None to
             write to the streams of this process.
         inherited: descriptors that it inherits with the same numbers.
         program: the module that it runs; its arguments are the words.

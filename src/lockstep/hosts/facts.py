@@ -70,7 +70,8 @@ def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: st
     """Check that the hosts can run their workers, and compute equal bits from the same program.
 
     Raises:
-        ConfigError: a host cannot run the program, or hosts differ; names the hosts and what differs.
+        ConfigError: a host cannot run the program, or hosts differ; the message names the hosts and the
+            difference.
     """
     names = [host.name for host in hosts]
     for host, host_facts in zip(hosts, facts, strict=True):

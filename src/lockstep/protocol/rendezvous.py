@@ -184,7 +184,7 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
 
 
 def cluster_difference(first: Sequence[Task], second: Sequence[Task]) -> str:
-    """Return how the tasks of two clusters differ, and what to do; empty if they do not."""
+    """Return how the tasks of two clusters differ, with the remedy; empty if they do not."""
     if len(first) != len(second):
         difference = (
             f"{count(len(first), 'task')} ({_listed(first)}), "

@@ -64,7 +64,7 @@ class RayJob:
         needs: the resources of each worker.
         folder: the folder of the script on all nodes; None for that of each actor, which a runtime
             environment sets.
-        environment: the variables of the user that can change what a script computes.
+        environment: the variables of the user that can change the results of a script.
         detached: whether the job continues without its command.
         function: the function that workers run; None if they run a script.
         is_given_variables: whether the command gives variables, sealed, before the job begins.

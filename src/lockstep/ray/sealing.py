@@ -19,7 +19,7 @@ _NONCE = bytes(12)
 
 
 class JobSecrets(msgspec.Struct, frozen=True):
-    """What the actors of a job know and Ray must not see.
+    """The secrets that the actors of a job know and Ray must not see.
 
     Attributes:
         key: the key of the job; empty before there is one.

@@ -19,8 +19,8 @@ class DiskWork(Generic[Result]):
     """An action that has begun; the loop turns when it has ended.
 
     Args:
-        act: the action.
-        what: the action in words, for messages.
+        act: carries out the action.
+        action: the action in words, for messages.
         loop: the event loop of the process.
         clock: measures the time limit.
     """
