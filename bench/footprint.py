@@ -39,18 +39,21 @@ class Row:
         replicas: of each job.
         workers: of each job.
         steps: of the training.
+        divided: the workers of jobs on JAX that divide the update.
     """
 
     model: str
     replicas: int
     workers: tuple[int, ...]
     steps: int
+    divided: tuple[int, ...] = ()
 
 
 ROWS = {
-    "workers": Row("mlp", 32, (1, 2, 4, 8, 16, 32), 400),
+    "workers": Row("mlp", 32, (1, 2, 4, 8, 16, 32), 400, (32,)),
     "variables": Row("deep", 2, (1, 2), 200),
-    "memory": Row("dense-15", 2, (1, 2), 80),
+    "memory": Row("dense-15", 2, (1, 2), 80, (2,)),
+    "eight": Row("dense-15", 8, (8,), 40, (8,)),
     "large": Row("dense-125", 2, (1, 2), 40),
 }
 
@@ -84,15 +87,25 @@ def memory(pid: int) -> int:
     return total * 1024
 
 
-def measure(backend: str, row: Row, workers: int) -> Footprint:
+def measure(backend: str, row: Row, workers: int, *options: str) -> Footprint:
     """Train to the end with this number of workers; 0 is plain Keras."""
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name,
         watching(Path(name), environment(backend, 1)) as watch,
     ):
         script = [str(HERE / "footprint_training.py"), row.model, str(row.steps)]
-        options = ["-n", str(workers), "--replicas", str(row.replicas), "--threads-per-worker", "1"]
-        command = [sys.executable, "-m", "lockstep", "run", *options, "--run-dir", f"{name}/run", *script]
+        numbers = ["-n", str(workers), "--replicas", str(row.replicas), "--threads-per-worker", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "run",
+            *numbers,
+            *options,
+            "--run-dir",
+            f"{name}/run",
+            *script,
+        ]
         begun = time.monotonic()
         process = watch.start(command if workers else [sys.executable, *script, str(row.replicas)])
         samples = list(sampled(watch, process.pid, begun))
@@ -150,6 +163,10 @@ def main(backend: str = "jax", rows: tuple[str, ...] = tuple(ROWS)) -> None:
                 found = measure(backend, row, workers)
                 digests.add(found.digest)
                 print_footprint(f"{workers} workers", found, plain)
+            for workers in row.divided if backend == "jax" else ():
+                found = measure(backend, row, workers, "--update", "divided")
+                digests.add(found.digest)
+                print_footprint(f"{workers}, divided", found, plain)
             if len(digests) != 1 or not digests.pop():
                 raise FailedError(f"{row.model}: the digests differ")
     except FailedError as error:

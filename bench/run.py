@@ -59,7 +59,7 @@ def main() -> None:
         print()
         reading.main(backend, over_hosts=True)
         print()
-        footprint.main(backend, tuple(footprint.ROWS) if backend == "jax" else ("memory",))
+        footprint.main(backend, tuple(footprint.ROWS) if backend == "jax" else ("memory", "eight"))
     print()
     launching.main(backends)
     for backend in backends:

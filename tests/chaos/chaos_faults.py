@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,17 @@ WHILE_JOINING = (
     "joined",
 )
 """Points of joiners."""
+
+WHILE_UPDATING = (
+    "filling the state",
+    "before a shard",
+    "halfway through keeping a block",
+    "before a block is written",
+    "halfway through a block",
+    "after a shard",
+    "before the new weights",
+)
+"""Points of members that divide the update of a step."""
 
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "exception")
 JOINER_KINDS = ("SIGKILL", "SIGSEGV", "differs")
@@ -118,19 +129,6 @@ def prepare(faults: Faults) -> None:
 
         setattr(SliceReduce, name, wrapped)
 
-    def around(owner: Any, name: str, before: str = "", after: str = "") -> None:
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if before:
-                faults.passing(before)
-            result = original(*args, **kwargs)
-            if after:
-                faults.passing(after)
-            return result
-
-        setattr(owner, name, wrapped)
-
     def restart(self: Any, *args: Any, **kwargs: Any) -> Any:
         total = reduce(self, *args, **kwargs)
         faults.passing("after reduce")
@@ -171,14 +169,55 @@ def prepare(faults: Faults) -> None:
     PackedReduce.publish = published  # type: ignore[method-assign]
     PackedReduce.sum = summed  # type: ignore[method-assign]
     futex.adder = arriving
-    around(Buffers, "map", before="growing the memory")
-    around(communicator.SharedCommunicator, "gather", before="in a gather")
-    around(barrier.Barrier, "_receive", before="in a gather")
-    around(AgentMembership, "next_view", before="before the next view", after="in the next view")
-    around(AgentMembership, "hand_over", before="reporting the state", after="state reported")
-    around(MemoryTransport, "publish", after="halfway through reporting")
-    around(AgentMembership, "position", before="asking for the position", after="after the position")
-    around(AgentMembership, "join", before="asking to join", after="joined")
-    around(communicator.SharedCommunicator, "barrier", before="waiting for the change")
-    around(CheckpointScheduler, "after_step", before="saving a checkpoint")
-    around(folder, "save_file", before="writing a checkpoint")
+    around(faults, Buffers, "map", before="growing the memory")
+    around(faults, communicator.SharedCommunicator, "gather", before="in a gather")
+    around(faults, barrier.Barrier, "_receive", before="in a gather")
+    around(faults, AgentMembership, "next_view", before="before the next view", after="in the next view")
+    around(faults, AgentMembership, "hand_over", before="reporting the state", after="state reported")
+    around(faults, MemoryTransport, "publish", after="halfway through reporting")
+    around(faults, AgentMembership, "position", before="asking for the position", after="after the position")
+    around(faults, AgentMembership, "join", before="asking to join", after="joined")
+    around(faults, communicator.SharedCommunicator, "barrier", before="waiting for the change")
+    around(faults, CheckpointScheduler, "after_step", before="saving a checkpoint")
+    around(faults, folder, "save_file", before="writing a checkpoint")
+
+
+def prepare_update(faults: Faults) -> None:
+    """Insert the points of the divided update on JAX."""
+    from lockstep.collectives.shared import divided_state
+    from lockstep.keras.backends.jax_blocks import JaxBlockUpdate
+
+    copy_all = divided_state.copy_all
+
+    def copied(targets: Sequence[Any], sources: Sequence[Any]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target[: len(target) // 2] = source[: len(target) // 2]
+        # New weights and slots, or else slots that are kept or restored.
+        wrote = len(targets) == _SLOTS + 1
+        faults.passing("halfway through a block" if wrote else "halfway through keeping a block")
+        copy_all(targets, sources)
+
+    divided_state.copy_all = copied
+    around(faults, JaxBlockUpdate, "fill", after="filling the state")
+    around(faults, JaxBlockUpdate, "compute", before="before a block is written")
+    around(faults, JaxBlockUpdate, "finish", before="before the new weights")
+    around(faults, divided_state.DividedState, "update", before="before a shard", after="after a shard")
+
+
+_SLOTS = 2
+"""The slots of Adam."""
+
+
+def around(faults: Faults, owner: Any, name: str, before: str = "", after: str = "") -> None:
+    """Insert points before and after each call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if before:
+            faults.passing(before)
+        result = original(*args, **kwargs)
+        if after:
+            faults.passing(after)
+        return result
+
+    setattr(owner, name, wrapped)

@@ -34,6 +34,7 @@ VALUES = {
     "--devices": "0",
     "--seed": "1",
     "--input": "joint",
+    "--update": "divided",
     "--env": "A=1",
     "--run-dir": "d",
     "--tag": "night",
@@ -88,6 +89,7 @@ REFUSALS = [
         "--ps cannot be combined with --verify-every: lockstep rerun repeats the whole run",
     ),
     ("--ps --min-workers", "--ps cannot be combined with --min-workers: workers do not wait for one another"),
+    ("--ps --update", "--ps cannot be combined with --update: the servers have the optimizer's state"),
     *(
         (
             f"{way} --restart-job",
@@ -125,6 +127,7 @@ REFUSALS = [
         )
         for way in WAYS
     ),
+    *((f"{way} --update", f"--update divided is for one host; with {way}, omit it") for way in WAYS),
     (
         "--workers-here not --listen not --tf-config",
         "--workers-here is for jobs that other hosts join; give --listen or --tf-config too",
@@ -158,6 +161,11 @@ REFUSALS = [
     (
         "--verify-every --allow-unlike",
         "--verify-every compares the bits of workers, so it excludes --allow-unlike",
+    ),
+    (
+        "--verify-every --update",
+        "--verify-every compares the states of workers, so it excludes --update divided, with which they "
+        "share one",
     ),
     ("--verify-replicas not --verify-every", "--verify-replicas all needs --verify-every K"),
 ]

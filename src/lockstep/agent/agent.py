@@ -121,6 +121,7 @@ class Agent:
         starter: starts workers.
         open_exchange: opens the exchange of a view for the number of its members on this host.
         pool: the memory for partials and totals.
+        state_pool: the memory for the state that workers divide; None if they do not.
         output: takes the output of workers.
         descendants: the processes of the job on this host.
         meter: measures the load of this host and its workers.
@@ -148,6 +149,7 @@ class Agent:
     name: str = ""
     network: HostNetwork | None = None
     arrivals: Arrivals | None = None
+    state_pool: Attachment | None = None
     late: bool = False
     say: Callable[[str], None] = note
     clock: Clock = field(default_factory=SystemClock)
@@ -298,7 +300,7 @@ class Agent:
         worker.channel.send(
             Welcome(self.pool, settings, network.job, network.credentials)
             if network
-            else Welcome(self.pool, settings)
+            else Welcome(self.pool, settings, state_pool=self.state_pool)
         )
         if start.worker in self._view.workers:
             self._let_in(worker)

@@ -125,7 +125,15 @@ _GROUPS = {
     ),
     "Ray": ("--on", "--cpus-per-worker", "--gpus-per-worker", "--resource-per-worker"),
     "Computation": (
-        *("--threads-per-worker", "--devices", "--input", "--ps", "--tf-distribute", "--no-adopt"),
+        *(
+            "--threads-per-worker",
+            "--devices",
+            "--input",
+            "--update",
+            "--ps",
+            "--tf-distribute",
+            "--no-adopt",
+        ),
         *("--verify-every", "--verify-replicas", "--witness"),
     ),
     "Checkpoints": ("--checkpoint-every", "--keep", "--accept-changes"),
@@ -248,6 +256,14 @@ _GROUPS = {
     type=click.Choice(get_args(InputReading)),
     help="Whether workers divide the reading of datasets, or each reads everything. Affects the result only "
     "if items draw random numbers, or with AutoShardPolicy.FILE or DATA.  [default: divided]",
+)
+@click.option(
+    "--update",
+    type=click.Choice(["whole", "divided"]),
+    default="whole",
+    show_default=True,
+    help="Whether each worker updates all weights, or the workers of one machine divide the update and share "
+    "the optimizer's state. Does not affect the result. Only on JAX.",
 )
 @click.option(
     "--env",
@@ -669,12 +685,14 @@ def _refuse_with_servers(options: Mapping[str, Any]) -> None:
     names = ("replicas", "checkpoint", "devices", "verify_every")
     refused = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
     refused += ["--min-workers"] if options["min_workers"] > 1 else []
+    refused += ["--update"] if options["update"] == "divided" else []
     reasons = {
         "--replicas": "a step is one batch on one worker",
         "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
         "--devices": "all processes share the visible GPUs; set CUDA_VISIBLE_DEVICES",
         "--verify-every": "lockstep rerun repeats the whole run",
         "--min-workers": "workers do not wait for one another",
+        "--update": "the servers have the optimizer's state",
     }
     if refused:
         raise ConfigError(f"--ps cannot be combined with {refused[0]}: {reasons[refused[0]]}")
@@ -832,6 +850,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         threads=threads,
         seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
         joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(others),
+        divided_update=options["update"] == "divided",
         limits=JobLimits(
             timeout=options["timeout"],
             grace=parse_seconds(options["grace"], "--grace"),
@@ -876,6 +895,11 @@ def _verification(options: Mapping[str, Any], replicas: int) -> Verification:
         raise ConfigError("--verify-every needs at least 2 replicas: Keras itself computes the only one")
     if every is not None and options["allow_unlike"]:
         raise ConfigError("--verify-every compares the bits of workers, so it excludes --allow-unlike")
+    if every is not None and options["update"] == "divided":
+        raise ConfigError(
+            "--verify-every compares the states of workers, so it excludes --update divided, with which they "
+            "share one"
+        )
     if every is None and verifies_all:
         raise ConfigError("--verify-replicas all needs --verify-every K")
     return Verification(every or 0, verifies_all)

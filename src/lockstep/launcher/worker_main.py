@@ -184,7 +184,13 @@ def _enter_job(identity: WorkerIdentity, client: AgentClient, events: Bus) -> "J
     else:
         view, communicator = membership.first_view()
     context = job.JobContext(
-        identity.worker, events, settings, identity.run_dir, identity.host, membership.over_hosts
+        identity.worker,
+        events,
+        settings,
+        identity.run_dir,
+        identity.host,
+        over_hosts=membership.over_hosts,
+        state_pool=membership.state_pool,
     )
     checkpoints = open_checkpoints(settings, events, job.is_chief, joins=identity.joins)
     this_job = job.Job(context, (view, communicator), membership, checkpoints, policy, joins=identity.joins)

@@ -86,6 +86,7 @@ def start_agent(
         starter=local.starter,
         open_exchange=ControlSegment.create,
         pool=Attachment(SharedPool.create().fd),
+        state_pool=Attachment(SharedPool.create().fd) if spec.divided_update else None,
         output=local.output,
         descendants=local.descendants,
         meter=LoadMeter.of_host(local.name),

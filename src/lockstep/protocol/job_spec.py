@@ -103,6 +103,7 @@ class JobSettings:
         seed: determines everything random in the job.
         limits: how long the job waits, and how many workers it may lose.
         joint_input: whether each worker reads whole datasets, even if reading could be divided.
+        divided_update: whether the workers of a host divide the update of a step.
         adopts: whether models that a script compiles without a strategy are distributed.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
         checkpoints: the checkpoints to save; None for none.
@@ -125,6 +126,7 @@ class JobSettings:
     seed: int = 0
     limits: JobLimits = field(default_factory=JobLimits)
     joint_input: bool = False
+    divided_update: bool = False
     adopts: bool = True
     tf_distribute: bool = False
     checkpoints: Checkpoints | None = None

@@ -203,12 +203,14 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         job: the id of the job, random bytes; empty if it has one host.
         credentials: the credentials with which the worker connects to other hosts; None if the job has one
             host.
+        state_pool: the memory for the state that workers divide, which they share, too; None if they do not.
     """
 
     pool: Attachment
     settings: JobSettings
     job: bytes = b""
     credentials: Credentials | None = None
+    state_pool: Attachment | None = None
 
 
 class EnterView(msgspec.Struct, frozen=True, tag="enter view"):

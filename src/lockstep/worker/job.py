@@ -24,6 +24,7 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import LoopbackCommunicator
 from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
@@ -169,6 +170,7 @@ class JobContext:
         host: the name of its host, as the user wrote it; empty if it is unknown.
         over_hosts: whether the job has several hosts. Then some members may enter a view one call later than
             others.
+        state_pool: the memory for the state that the workers of the host divide; None if they do not.
     """
 
     worker: int
@@ -177,6 +179,7 @@ class JobContext:
     folder: Path | None = None
     host: str = ""
     over_hosts: bool = False
+    state_pool: SharedPool | None = None
 
     @property
     def tasks(self) -> Tasks | None:

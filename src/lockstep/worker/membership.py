@@ -85,6 +85,7 @@ class AgentMembership:
 
     Attributes:
         peers: the other processes, for a process that does not wait for them.
+        state_pool: the memory for the state that the workers of the host divide; None if they do not.
     """
 
     def __init__(
@@ -103,6 +104,8 @@ class AgentMembership:
         self._communicator: Communicator | None = None
         self._pool = SharedPool.attach(welcome.pool.take())
         self._buffers = Buffers(self._pool)
+        shared = welcome.state_pool
+        self.state_pool = None if shared is None else SharedPool.attach(shared.take())
         self.peers = AgentPeers(client, place(1, (identity.worker,)))
 
     @property

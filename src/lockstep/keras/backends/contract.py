@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
+from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
 from lockstep.data.batch import Share
 from lockstep.keras.backends.multi_update import Update
 
@@ -46,6 +47,32 @@ class TrainFunctionCall:
     state: Any
     run: Callable[[], tuple[Any, Any]]
     skip: Callable[[], object]
+
+
+class BlockUpdate(Protocol):
+    """The update of one step, by blocks; see `lockstep.collectives.shared.divided_state`."""
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """The groups of blocks."""
+
+    @property
+    def elements(self) -> int:
+        """The elements of a block."""
+
+    def has(self, state: DividedState) -> bool:
+        """Whether the values of the slots are in this memory."""
+
+    def fill(self, state: DividedState, block: int) -> None:
+        """Write this worker's values of the slots of a block."""
+
+    def compute(
+        self, group: int, number: int, slots: Sequence[npt.NDArray[Any]]
+    ) -> Sequence[npt.NDArray[Any]]:
+        """Return the new weights and slots of a block, given its number in its group."""
+
+    def finish(self, state: DividedState) -> tuple[Any, Any]:
+        """Return (logs or None, new state), once all blocks are updated."""
 
 
 class TrainingState(Protocol):
@@ -127,6 +154,13 @@ class Program(TrainingState, Protocol):
         """Apply the totals of all rounds; return (logs or None, new state).
 
         It may read the totals until `settle` returns.
+        """
+
+    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
+        """Return the update of a step as one that workers can divide, or why there is none.
+
+        The blocks depend on the number of replicas. What `apply` does otherwise is part of the update. It may
+        read the totals until `settle` returns.
         """
 
     def outputs(self) -> list[tuple[int, Any]]:

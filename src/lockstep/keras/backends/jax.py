@@ -25,12 +25,21 @@ from lockstep.keras.backends.common import (
     refuse_overwriting_gradients,
     shapes_of,
 )
-from lockstep.keras.backends.contract import EQUAL, Partial, StepKind, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import (
+    EQUAL,
+    BlockUpdate,
+    Partial,
+    StepKind,
+    Total,
+    TrainFunctionCall,
+)
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
+from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, owned, present
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
+from lockstep.keras.backends.optimizer_blocks import blocks_of
 from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import (
@@ -264,6 +273,8 @@ class JaxProgram(JaxState):
         self._compute = jax.jit(self._packed_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._finish = jax.jit(self._metrics_added) if compiled else self._metrics_added
+        self._apply_rest = jax.jit(self._traced_rest, donate_argnums=(0, 1))
+        self._blocks: JaxBlocks | str = ""
         self._form = StepForm()
         self._traces = Traces(model, kind)
         self.varies = not compiled
@@ -278,6 +289,7 @@ class JaxProgram(JaxState):
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial, before its arrays are ready."""
         place = _place(share)
+        state = self._with_slots(state, present)
         earlier = [self.parts(number, total) for number, total in enumerate(earlier)]
         partial: Partial
         drawn = (
@@ -312,9 +324,41 @@ class JaxProgram(JaxState):
         if not self._compiled:
             # The memory of totals is reused, and uncompiled operations may keep the array itself.
             totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
-        logs, state, done = self._apply(state, totals)
+        logs, state, done = self._apply(self._with_slots(state, owned), totals)
         self._pending.append(done)
         return logs, state
+
+    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
+        """Return the update by blocks of a compiled step with one update of an elementwise optimizer."""
+        if not self._compiled:
+            return "the step is not compiled"
+        if jax.default_backend() != "cpu":
+            return "the weights are on a GPU"
+        if len(totals) != 1 or self._metric_arguments is not None:
+            return "losses or metrics compare the examples of a batch"
+        if not self._blocks:
+            optimizer = self._model.optimizer
+            blocks = blocks_of(optimizer, trained_by(optimizer), replicas)
+            self._blocks = blocks if isinstance(blocks, str) else JaxBlocks(blocks)
+        if isinstance(self._blocks, str):
+            return self._blocks
+        total = self.parts(0, totals[0])
+        gradients = _gradients(total)
+        if len(gradients) != len(state[0]):
+            return "it has not one gradient for each weight"
+        rest = {name: array for name, array in total.items() if not name.startswith("gradient/")}
+        return JaxBlockUpdate(
+            self._blocks,
+            state,
+            gradients,
+            total.get("density"),
+            lambda: self._apply_rest(state[1], state[3], rest),
+            self._pending,
+        )
+
+    def _with_slots(self, state: Any, values: Callable[[Sequence[Any]], list[Any]]) -> Any:
+        """Return a state in which `values` replaces those of the optimizer's variables."""
+        return (*state[:2], values(state[2]), *state[3:]) if self._kind == "train" else state
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
@@ -450,21 +494,20 @@ class JaxProgram(JaxState):
         # donated to another one.
         return logs, state, jnp.zeros(())
 
+    def _traced_rest(
+        self, before: list[Any], metrics: list[Any], total: Mapping[str, Any]
+    ) -> tuple[Any, Any, Any, Any]:
+        total = divided(self._model, total)
+        logs, metrics = self._logs_after(metrics, total)
+        return logs, self._layers_after(before, total), metrics, jnp.zeros(())
+
     def _applied(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         trainable, before, *rest = state
         totals = [divided(self._model, total) for total in totals]
-        last = totals[-1]
-        after = [
-            value + last[f"state/{i}"] if f"state/{i}" in last else value for i, value in enumerate(before)
-        ]
-        for name in last:
-            if name.startswith(EQUAL):
-                after[int(name.split("/")[1])] = jnp.copy(last[name])
+        after = self._layers_after(before, totals[-1])
         if self._kind == "predict":
             return None, (trainable, after)
-        metrics = [value + last[f"metric/{i}"] for i, value in enumerate(rest[-1])]
-        metrics, figures = self._whole_metrics(metrics, last)
-        logs = with_figures(self._logs(metrics, last), figures)
+        logs, metrics = self._logs_after(rest[-1], totals[-1])
         if self._kind == "test":
             return logs, (trainable, after, metrics)
         optimizer = rest[0]
@@ -472,6 +515,20 @@ class JaxProgram(JaxState):
             if gradients := _gradients(total):
                 trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
         return logs, (trainable, after, optimizer, metrics)
+
+    def _layers_after(self, before: list[Any], last: Mapping[str, Any]) -> list[Any]:
+        after = [
+            value + last[f"state/{i}"] if f"state/{i}" in last else value for i, value in enumerate(before)
+        ]
+        for name in last:
+            if name.startswith(EQUAL):
+                after[int(name.split("/")[1])] = jnp.copy(last[name])
+        return after
+
+    def _logs_after(self, metrics: list[Any], last: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+        metrics = [value + last[f"metric/{i}"] for i, value in enumerate(metrics)]
+        metrics, figures = self._whole_metrics(metrics, last)
+        return with_figures(self._logs(metrics, last), figures), metrics
 
     def _whole_metrics(
         self, metrics: list[Any], total: Mapping[str, Any]

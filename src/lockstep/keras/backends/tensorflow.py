@@ -38,6 +38,7 @@ from lockstep.keras.backends.contract import (
     EQUAL,
     GATHERED,
     VARIABLE,
+    BlockUpdate,
     Partial,
     StepKind,
     Total,
@@ -398,6 +399,10 @@ class TensorFlowProgram(VariableState):
         if gathered not in self._applies:
             self._applies[gathered] = self._apply_function(one, totals)
         return self._applies[gathered](one, totals), None
+
+    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
+        """Return why there is none."""
+        return "only the JAX backend divides it"
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

@@ -28,7 +28,15 @@ from lockstep.keras.backends.common import (
     refuse_overwriting_gradients,
     shapes_of,
 )
-from lockstep.keras.backends.contract import EQUAL, VARIABLE, Partial, StepKind, Total, TrainFunctionCall
+from lockstep.keras.backends.contract import (
+    EQUAL,
+    VARIABLE,
+    BlockUpdate,
+    Partial,
+    StepKind,
+    Total,
+    TrainFunctionCall,
+)
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
@@ -403,6 +411,10 @@ class TorchProgram(TorchState):
                     self._model, last, lambda array: borrowed(array, device)
                 )
             return mapped(log_value, with_figures(self._log_template.assembled(last), figures)), None
+
+    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
+        """Return why there is none."""
+        return "only the JAX backend divides it"
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

@@ -22,6 +22,7 @@ from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.growth import growths_of
 from lockstep.keras.backends.whole_batch import is_gather, updating
+from lockstep.keras.fit.divided_update import DividedUpdate
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.nests import repeated, structure_of
@@ -107,6 +108,7 @@ class GlobalStep:
         self._snapshots = snapshots
         self.timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
+        self._divided = DividedUpdate.of(job)
 
     def compute_once(self, batch: Batch) -> tuple[Any, Any, list[Total]]:
         """Take one step from the values of the variables, which does not count.
@@ -153,7 +155,7 @@ class GlobalStep:
         traced = self._traced
         where, totals = self.calls.where(), list[Total]()
         before = self._states.begin(self.program, state, where)
-        logs, state = self._step(state, batch, record, totals)
+        logs, state = self._step(state, batch, record, totals, counts=True)
         if before is not None:
             again = partial(self._apply, totals=totals)
             logs, state = self._states.end(before, self.program, (logs, state), where, again)
@@ -195,8 +197,13 @@ class GlobalStep:
         batch: Batch,
         record: RecordedStep | None = None,
         totals: list[Total] | None = None,
+        *,
+        counts: bool = False,
     ) -> tuple[Any, Any]:
-        """Compute and apply the rounds of a step, whose totals `totals` gets; return (logs, state)."""
+        """Compute and apply the rounds of a step, whose totals `totals` gets; return (logs, state).
+
+        The workers may divide the update of a step that counts.
+        """
         totals = [] if totals is None else totals
         if self.program.varies:
             self.python.begin()
@@ -213,15 +220,21 @@ class GlobalStep:
             if record is not None:
                 record.add_round(round_, totals[-1])
         self._digests.before_update(record, self.program, state)
-        result = self._apply(state, totals)
+        divides = counts and self.kind == "train" and not self.job.joins
+        result = self._apply(state, totals, self._divided if divides else None)
         if self.program.varies and not self.job.joins:
             self.python.end()
         self.timer.lap("update")
         return result
 
-    def _apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+    def _apply(
+        self, state: Any, totals: Sequence[Total], divided: DividedUpdate | None = None
+    ) -> tuple[Any, Any]:
         # What was gathered has served its purpose, and is not the same in each step.
-        return self.program.apply(state, [{} if is_gather(total) else total for total in totals])
+        totals = [{} if is_gather(total) else total for total in totals]
+        if divided is not None:
+            return divided.make(self.program, state, totals, self.calls)
+        return self.program.apply(state, totals)
 
     def _predict(self, state: Any, element: Any) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""

@@ -504,6 +504,11 @@ def names_without_decay(optimizer: Any) -> Any:
     return getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
 
 
+def has_weight_decay(optimizer: Any, variable: Any) -> bool:
+    """Whether the weight decay of an optimizer, if it has one, applies to a variable."""
+    return bool(optimizer._use_weight_decay(variable))
+
+
 # Inputs
 
 DataAdapter: TypeAlias = data_adapter.DataAdapter

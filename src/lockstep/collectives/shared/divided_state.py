@@ -1,0 +1,178 @@
+"""The state of an update that the workers of a host divide: blocks in shared memory that can be restored.
+
+Pure arithmetic on given memory. An elementwise update is cut into blocks of a fixed number of elements, and
+the blocks into one range for each replica: the replica's shard. A worker updates the shards of its replicas.
+The memory has, in this order:
+
+    counters   for each replica, in its own cache line: how many of its blocks were updated so far, in all
+               updates together; and what this number will be after the update of the block that is kept
+    kept       for each replica: the old slots of the block that is updated now
+    groups     for each group of blocks: its slots (the state before and after an update), its new weights
+
+A block is updated in four steps: its old slots are kept, that is noted, its new weights and slots are
+written, and it is counted. A worker can die at any point. Whoever gets the replica next reads two numbers:
+blocks that are counted need nothing, and if the one that follows is kept, its old slots are restored first.
+Then it is updated again, from the same bytes. Old weights are not in this memory: each worker has its own
+until all blocks are counted.
+
+Two workers never update one shard: all members of a view arrive in a call before any of them writes, and a
+worker that is left out is dead by then.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.topology import split_evenly
+
+Array = npt.NDArray[Any]
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+
+ComputeBlock = Callable[[int, Sequence[Array]], Sequence[Array]]
+"""Returns the new weights and the new slots of a block, given its number and its old slots."""
+
+_LINE = 64
+
+
+class BlockGroup(NamedTuple):
+    """Blocks of one dtype that one function updates, with so many slots for each weight."""
+
+    blocks: int
+    dtype: np.dtype[Any]
+    slots: int
+
+
+class BlockPlace(NamedTuple):
+    """A block: its group, and its elements there."""
+
+    group: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class DividedLayout:
+    """The division of an update, which depends on the model and on the number of replicas alone.
+
+    Attributes:
+        groups: all blocks.
+        elements: of each block; the bytes of a block are whole cache lines.
+        replicas: the number of shards.
+    """
+
+    groups: tuple[BlockGroup, ...]
+    elements: int
+    replicas: int
+
+    @cached_property
+    def places(self) -> tuple[BlockPlace, ...]:
+        """The blocks, by number."""
+        size = self.elements
+        return tuple(
+            BlockPlace(index, number * size, (number + 1) * size)
+            for index, group in enumerate(self.groups)
+            for number in range(group.blocks)
+        )
+
+    @cached_property
+    def shards(self) -> tuple[range, ...]:
+        """The numbers of the blocks of each replica."""
+        shards, stop = [], 0
+        for count in split_evenly(len(self.places), self.replicas):
+            shards.append(range(stop, stop + count))
+            stop += count
+        return tuple(shards)
+
+    @cached_property
+    def kept(self) -> int:
+        """Bytes of the slots of the largest block."""
+        return max((g.slots * self.elements * g.dtype.itemsize for g in self.groups), default=0)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the memory."""
+        arrays = (g.blocks * self.elements * g.dtype.itemsize * (g.slots + 1) for g in self.groups)
+        return self.replicas * (_LINE + self.kept) + sum(arrays)
+
+    @cached_property
+    def text(self) -> str:
+        """Describes the layout, equally on workers that divide in the same way."""
+        groups = ", ".join(f"{g.blocks} blocks of {g.dtype.name} with {g.slots} slots" for g in self.groups)
+        return f"{groups}, {self.elements} elements each"
+
+
+class DividedState:
+    """The state of one update in the memory that the workers of a host share.
+
+    Attributes:
+        layout: of the memory.
+        slots: for each group, its slots: all elements of each.
+        weights: for each group, its weights after the last update.
+    """
+
+    def __init__(self, layout: DividedLayout, memory: Bytes) -> None:
+        self.layout = layout
+        start = layout.replicas * _LINE
+        self._counters = memory[:start].view(np.uint64).reshape(layout.replicas, -1)
+        self._kept = memory[start : start + layout.replicas * layout.kept].reshape(
+            layout.replicas, layout.kept
+        )
+        start += layout.replicas * layout.kept
+        self.slots: list[list[Array]] = []
+        self.weights: list[Array] = []
+        for group in layout.groups:
+            size = group.blocks * layout.elements * group.dtype.itemsize
+            arrays = [
+                memory[start + i * size : start + (i + 1) * size].view(group.dtype)
+                for i in range(group.slots + 1)
+            ]
+            self.slots.append(arrays[:-1])
+            self.weights.append(arrays[-1])
+            start += (group.slots + 1) * size
+
+    def reset(self, replica: int) -> None:
+        """Forget the updates of a replica's blocks: their slots were set."""
+        self._counters[replica] = 0
+
+    def update(self, number: int, replica: int, compute: ComputeBlock) -> None:
+        """Update those blocks of a replica that are not yet updated.
+
+        Args:
+            number: of the updates before this one.
+            replica: whose blocks this worker updates.
+            compute: computes a block; it may change the old slots in place.
+        """
+        shard, counters = self.layout.shards[replica], self._counters[replica]
+        before = number * len(shard)
+        for block in shard[int(counters[0]) - before :]:
+            group, start, stop = self.layout.places[block]
+            slots = [slot[start:stop] for slot in self.slots[group]]
+            kept = _parts_like(slots, self._kept[replica])
+            after = int(counters[0]) + 1
+            if counters[1] == after:
+                copy_all(slots, kept)
+            else:
+                copy_all(kept, slots)
+                counters[1] = after
+            copy_all([self.weights[group][start:stop], *slots], compute(block, slots))
+            counters[0] = after
+
+
+def _parts_like(arrays: Sequence[Array], memory: Bytes) -> list[Array]:
+    """Return parts of the memory, one after the other, that have room for the arrays."""
+    parts, start = [], 0
+    for array in arrays:
+        parts.append(memory[start : start + array.nbytes].view(array.dtype))
+        start += array.nbytes
+    return parts
+
+
+def copy_all(targets: Sequence[Array], sources: Sequence[Array]) -> None:
+    """Copy arrays; what an update in place has returned is there already."""
+    for target, source in zip(targets, sources, strict=True):
+        if target is not source:
+            np.copyto(target, source)

@@ -1,0 +1,222 @@
+"""The divided update on JAX: blocks are computed from shared memory, and their results are copied to it.
+
+A JAX array does not change, so none has the memory of the slots. Between updates, the state of a step has a
+`SharedSlot` in the place of each. Weights are private: one compiled function copies the new ones from the
+shared memory into the memory of the old ones.
+"""
+
+import mmap
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
+from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, VariableGroup
+
+Array = npt.NDArray[Any]
+
+
+class SharedSlot:
+    """The value of an optimizer's variable between two updates, in the memory that the next one changes.
+
+    JAX and Keras get a copy of it, NumPy the memory itself.
+    """
+
+    def __init__(self, state: DividedState, array: Array) -> None:
+        self.state = state
+        self.array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return the memory itself, unless NumPy wants a copy."""
+        return np.array(self.array, dtype) if copy or dtype not in (None, self.dtype) else self.array
+
+    def __jax_array__(self) -> Any:
+        """Return a copy, whose memory goes back to the kernel, where an allocator would retain it."""
+        memory = np.frombuffer(mmap.mmap(-1, max(1, self.array.nbytes)), np.uint8)
+        copied = memory[: self.array.nbytes].view(self.dtype).reshape(self.shape)
+        np.copyto(copied, self.array)
+        try:
+            # In place: nothing else refers to it.
+            return jax.dlpack.from_dlpack(copied)
+        except (BufferError, RuntimeError, TypeError):
+            # NumPy's exchange of memory lacks bfloat16.
+            return jnp.asarray(copied)
+
+
+def present(values: Sequence[Any]) -> list[Any]:
+    """Return the values of an optimizer's variables as arguments of a compiled function."""
+    return [value.array if isinstance(value, SharedSlot) else value for value in values]
+
+
+def owned(values: Sequence[Any]) -> list[Any]:
+    """Return the values of an optimizer's variables as arrays of JAX."""
+    return [value.__jax_array__() if isinstance(value, SharedSlot) else value for value in values]
+
+
+class JaxBlocks:
+    """The compiled functions of one divided update."""
+
+    def __init__(self, blocks: OptimizerBlocks) -> None:
+        self.blocks = blocks
+        self.functions = [jax.jit(partial(_updated, group)) for group in blocks.groups]
+        self.refresh = jax.jit(_copied, donate_argnums=0, keep_unused=True)
+        self._slots: tuple[DividedState, list[SharedSlot | None], list[Array]] | None = None
+
+    def views(
+        self, state: DividedState, weights: Sequence[Any]
+    ) -> tuple[list[SharedSlot | None], list[Array]]:
+        """Return the shared slots by the positions of the variables, and the shared weights."""
+        if self._slots is None or self._slots[0] is not state:
+            shapes = [weight.shape for weight in weights]
+            slots: list[SharedSlot | None] = [None] * (len(self.blocks.slots) + len(self.blocks.others))
+            for position, (group, kind, i) in self.blocks.slots.items():
+                array = self._part(group, i, state.slots[group][kind]).reshape(shapes[i])
+                slots[position] = SharedSlot(state, array)
+            shared: dict[int, Array] = {}
+            for number, group_of in enumerate(self.blocks.groups):
+                for i in group_of.offsets:
+                    shared[i] = self._part(number, i, state.weights[number]).reshape(shapes[i])
+            self._slots = state, slots, [shared[i] for i in range(len(shapes))]
+        return self._slots[1:]
+
+    def _part(self, group: int, variable: int, array: Array) -> Array:
+        of = self.blocks.groups[group]
+        return array[of.offsets[variable] :][: of.sizes[variable]]
+
+
+class JaxBlockUpdate:
+    """One update of a step, by blocks; a `lockstep.keras.backends.contract.BlockUpdate`.
+
+    Args:
+        functions: of the update.
+        state: before it, as Keras's trainer has it.
+        gradients: of all replicas, in the memory of the total, which does not change before it ends.
+        density: by which the gradients are divided; None for no division.
+        rest: applies the rest of the total; returns (logs, layers' state, metrics, a marker).
+        pending: takes arrays that are ready when nothing reads shared memory any more.
+    """
+
+    def __init__(
+        self,
+        functions: JaxBlocks,
+        state: Any,
+        gradients: Sequence[Array],
+        density: Any,
+        rest: Callable[[], tuple[Any, Any, Any, Any]],
+        pending: list[Any],
+    ) -> None:
+        self._functions = functions
+        self._weights, self._values = state[0], state[2]
+        self._density = None if density is None else density + (density == 0)
+        self._rest = rest
+        self._pending = pending
+        self._flat_gradients = dict(enumerate(gradient.reshape(-1) for gradient in gradients))
+        jax.block_until_ready(state[0])
+        self._flat_weights = dict(enumerate(_borrowed(weight).reshape(-1) for weight in state[0]))
+        self._others: list[Any] | None = None
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """The groups of blocks."""
+        return self._functions.blocks.block_groups
+
+    @property
+    def elements(self) -> int:
+        """The elements of a block."""
+        return self._functions.blocks.elements
+
+    def has(self, state: DividedState) -> bool:
+        """Whether the values of the slots are in this memory."""
+        return all(
+            isinstance(self._values[position], SharedSlot) and self._values[position].state is state
+            for position in self._functions.blocks.slots
+        )
+
+    def fill(self, state: DividedState, block: int) -> None:
+        """Write the values of the slots of a block."""
+        group, start, stop = state.layout.places[block]
+        flat: dict[int, dict[int, Array]] = {}
+        for position, (of, kind, i) in self._functions.blocks.slots.items():
+            if of == group:
+                flat.setdefault(kind, {})[i] = np.asarray(self._values[position]).reshape(-1)
+        for kind, arrays in flat.items():
+            np.copyto(
+                state.slots[group][kind][start:stop],
+                self._group(group).gathered(start // self.elements, arrays),
+            )
+
+    def _group(self, group: int) -> VariableGroup:
+        return self._functions.blocks.groups[group]
+
+    def compute(self, group: int, number: int, slots: Sequence[Array]) -> Sequence[Array]:
+        """Return the new weights and slots of a block, given its number in its group."""
+        of = self._group(group)
+        gradient, weights = of.gathered(number, self._flat_gradients), of.gathered(number, self._flat_weights)
+        others = [self._values[i] for i in self._functions.blocks.others]
+        new, new_slots, new_others = self._functions.functions[group](
+            others, self._density, gradient, weights, list(slots)
+        )
+        if self._others is None:
+            self._others = new_others
+        return [np.asarray(new), *map(np.asarray, new_slots)]
+
+    def finish(self, state: DividedState) -> tuple[Any, Any]:
+        """Return (logs, the state after the step), once all blocks are updated."""
+        functions = self._functions
+        if self._others is None:
+            # This worker has no block.
+            first = functions.blocks.groups[0]
+            slots = [np.zeros(first.elements, first.dtype) for _ in first.kinds]
+            self.compute(0, 0, slots)
+            assert self._others is not None
+        slots_after, shared = functions.views(state, self._weights)
+        # JAX copies memory to which something else refers, instead of using it again.
+        self._flat_weights.clear()
+        logs, layers, metrics, applied = self._rest()
+        weights, copied = functions.refresh(list(self._weights), shared)
+        self._pending += [applied, copied]
+        others = iter(self._others)
+        values = [next(others) if slot is None else slot for slot in slots_after]
+        return logs, (weights, layers, values, metrics)
+
+
+def _updated(
+    group: VariableGroup,
+    others: Sequence[Any],
+    density: Any,
+    gradient: Any,
+    weights: Any,
+    slots: Sequence[Any],
+) -> tuple[Any, list[Any], list[Any]]:
+    """Update one block; return its weights and slots, and the optimizer's other variables."""
+    if density is not None:
+        gradient = gradient / density.astype(gradient.dtype)
+    of_slots, of_others = group.positions
+    values = [
+        slots[of_slots[i]] if i in of_slots else others[of_others[i]]
+        for i in range(len(of_slots) + len(of_others))
+    ]
+    (new,), after = group.optimizer.stateless_apply(values, [gradient], [weights])
+    new_slots = [after[i] for i in sorted(of_slots, key=of_slots.__getitem__)]
+    return new, new_slots, [after[i] for i in of_others]
+
+
+def _borrowed(array: Any) -> Array:
+    """Return an array of JAX as NumPy sees it; unlike that of `np.asarray`, the reference ends."""
+    try:
+        borrowed: Array = np.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError):
+        # NumPy's exchange of memory lacks bfloat16.
+        return np.array(array)
+    return borrowed
+
+
+def _copied(old: list[Any], new: Sequence[Any]) -> tuple[list[Any], Any]:
+    """Copy arrays into the memory of old ones; return them, and one that is ready when all are."""
+    return [jnp.copy(array) for array in new], jnp.zeros(())

@@ -1,0 +1,219 @@
+"""An elementwise update in blocks of one shape, which `lockstep.keras.fit.divided_update` divides.
+
+Variables with one dtype, and with or without weight decay, form a group. Their elements lie one after the
+other, each variable from a multiple of `ALIGNED` elements on, and a block is `BLOCK` of them. So one function
+updates every block of a group. It is the update of a stand-in: an optimizer of the same class and settings
+that was built for one variable with the shape of a block.
+
+The variables of an optimizer are its slots, one of each kind for each weight (Adam's moments, for example),
+and a few others, such as the number of iterations. The latter change in the same way in every block, so each
+worker keeps its own.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.shared.divided_state import BlockGroup
+from lockstep.keras.private.common import given_rate, has_weight_decay, with_values
+
+BLOCK = 1 << 16
+"""The largest number of elements of a block. In a small model, each replica has about one block."""
+ALIGNED = 64
+"""Elements: what the backend takes without a copy begins at a multiple of a cache line."""
+
+_ELEMENTWISE = frozenset(["SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion", "Ftrl"])
+"""Keras's optimizers whose blocks have the bits of the whole update. Those of Nadam differ for scalars."""
+
+Array = npt.NDArray[Any]
+
+
+class BlockPart(NamedTuple):
+    """The elements `start <= i < stop` of a flattened variable, and where they begin in a block."""
+
+    variable: int
+    start: int
+    stop: int
+    at: int
+
+
+@dataclass(frozen=True)
+class VariableGroup:
+    """Variables that one function updates.
+
+    Attributes:
+        optimizer: the stand-in, which updates a block.
+        variable: the one that it was built for.
+        elements: of a block.
+        dtype: of all.
+        kinds: the names of the slots.
+        offsets: for each variable, by its position, the element at which it begins.
+        sizes: the elements of each variable, likewise.
+    """
+
+    optimizer: Any
+    variable: Any
+    elements: int
+    dtype: np.dtype[Any]
+    kinds: tuple[str, ...]
+    offsets: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+
+    @cached_property
+    def blocks(self) -> int:
+        """How many blocks have the elements of all variables."""
+        end = max(offset + self.sizes[i] for i, offset in self.offsets.items())
+        return -(-end // self.elements)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[BlockPart, ...], ...]:
+        """The parts of variables in each block."""
+        parts: list[list[BlockPart]] = [[] for _ in range(self.blocks)]
+        size = self.elements
+        for i, offset in self.offsets.items():
+            stop = offset + self.sizes[i]
+            for block in range(offset // size, -(-stop // size)):
+                first, last = max(offset, block * size), min(stop, (block + 1) * size)
+                if first < last:
+                    parts[block].append(BlockPart(i, first - offset, last - offset, first - block * size))
+        return tuple(map(tuple, parts))
+
+    @cached_property
+    def positions(self) -> tuple[dict[int, int], dict[int, int]]:
+        """The positions of slots and of other variables among those of the stand-in: their own numbers."""
+        slots = [id(vars(self.optimizer)[kind][0]) for kind in self.kinds]
+        of_slots, of_others = dict[int, int](), dict[int, int]()
+        for i, variable in enumerate(self.optimizer.variables):
+            if id(variable) in slots:
+                of_slots[i] = slots.index(id(variable))
+            else:
+                of_others[i] = len(of_others)
+        return of_slots, of_others
+
+    def gathered(self, block: int, arrays: Mapping[int, Array]) -> Array:
+        """Return a block of flat arrays of the variables; what no variable has is zero."""
+        parts = self.parts[block]
+        if len(parts) == 1 and parts[0].stop - parts[0].start == self.elements:
+            variable, start, stop, _ = parts[0]
+            return arrays[variable][start:stop]
+        gathered = np.zeros(self.elements, self.dtype)
+        for variable, start, stop, at in parts:
+            gathered[at : at + stop - start] = arrays[variable][start:stop]
+        return gathered
+
+
+@dataclass(frozen=True)
+class OptimizerBlocks:
+    """The division of an optimizer's update into blocks.
+
+    Attributes:
+        elements: of a block.
+        groups: the variables, by group.
+        slots: for each variable of the optimizer that is a slot, by its position: the group, the number of
+            its kind, and the position of its weight.
+        others: the positions of the optimizer's other variables.
+    """
+
+    elements: int
+    groups: tuple[VariableGroup, ...]
+    slots: dict[int, tuple[int, int, int]]
+    others: tuple[int, ...]
+
+    @property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        """The groups, as shared memory has them."""
+        return tuple(BlockGroup(g.blocks, g.dtype, len(g.kinds)) for g in self.groups)
+
+
+def hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
+    """Return why the update of these variables cannot be cut into blocks; empty if it can."""
+    kind = type(optimizer)
+    if kind.__name__ not in _ELEMENTWISE or not kind.__module__.startswith("keras."):
+        return f"blocks of {kind.__name__} do not have its bits"
+    if not any(0 not in variable.shape for variable in variables):
+        return "it updates no weights"
+    if optimizer.clipnorm or optimizer.global_clipnorm:
+        return "it clips by a norm, which needs whole gradients"
+    if any(variable.constraint is not None for variable in variables):
+        return "a weight has a constraint"
+    if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
+        return "a weight takes the value of its gradient"
+    source = given_rate(optimizer)
+    if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule):
+        return "its learning rate is a function"
+    return ""
+
+
+def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> OptimizerBlocks | str:
+    """Return the division of an optimizer's update of variables, or why there is none.
+
+    It depends on the number of replicas, not on that of workers.
+    """
+    if why := hindrance(optimizer, variables):
+        return why
+    positions = {id(variable): i for i, variable in enumerate(optimizer.variables)}
+    kinds = [
+        name
+        for name, value in vars(optimizer).items()
+        if isinstance(value, list)
+        and len(value) == len(variables) > 0
+        and all(
+            id(slot) in positions and slot.shape == weight.shape and slot.dtype == weight.dtype
+            for slot, weight in zip(value, variables, strict=True)
+        )
+    ]
+    sizes = [int(np.prod(variable.shape, dtype=np.int64)) for variable in variables]
+    elements = min(BLOCK, _aligned(-(-sum(map(_aligned, sizes)) // replicas)))
+    groups: dict[tuple[str, bool], VariableGroup] = {}
+    slots: dict[int, tuple[int, int, int]] = {}
+    ends = dict[tuple[str, bool], int]()
+    for i, variable in enumerate(variables):
+        decays = optimizer.weight_decay is not None and has_weight_decay(optimizer, variable)
+        key = variable.dtype, decays
+        if key not in groups:
+            stand_in, block = _stand_in(optimizer, elements, variable.dtype, decays=decays)
+            if any(len(vars(stand_in)[kind]) != 1 for kind in kinds):
+                return "its variables are not known"
+            groups[key] = VariableGroup(stand_in, block, elements, _numpy_dtype(block), tuple(kinds))
+        groups[key].offsets[i], groups[key].sizes[i] = ends.get(key, 0), sizes[i]
+        ends[key] = ends.get(key, 0) + _aligned(sizes[i])
+        for number, kind in enumerate(kinds):
+            slots[positions[id(vars(optimizer)[kind][i])]] = list(groups).index(key), number, i
+    others = tuple(i for i in range(len(optimizer.variables)) if i not in slots)
+    for group in groups.values():
+        of_slots, of_others = group.positions
+        same = [optimizer.variables[i] for i in others], [group.optimizer.variables[i] for i in of_others]
+        if len(of_slots) != len(kinds) or [v.shape for v in same[0]] != [v.shape for v in same[1]]:
+            return "its variables are not known"
+    return OptimizerBlocks(elements, tuple(groups.values()), slots, others)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _stand_in(optimizer: Any, elements: int, dtype: str, *, decays: bool) -> tuple[Any, Any]:
+    """Return an optimizer like this one for a block, and the variable for which it is built."""
+    source = given_rate(optimizer)
+    variables = [source] if isinstance(source, keras.Variable) else []
+    # Within a `fit`, Keras's trainer on JAX has the values.
+    with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
+        settings = optimizer.get_config()
+    stand_in = type(optimizer).from_config({**settings, "learning_rate": 0.0})
+    if not variables:
+        stand_in.learning_rate = source
+    if not decays:
+        stand_in.weight_decay = None
+    variable = keras.Variable(np.zeros(elements), dtype=dtype, name="block")
+    stand_in.build([variable])
+    return stand_in, variable
+
+
+def _numpy_dtype(variable: Any) -> np.dtype[Any]:
+    """Return the dtype of a variable's value, also where NumPy itself lacks it."""
+    return np.dtype(np.asarray(variable.value).dtype)

@@ -1,0 +1,80 @@
+"""A training whose workers divide the update, and lose workers at named points of it.
+
+dividing.py FOLDER [WORKER:STEP:POINT...]
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from chaos_faults import Fault, Faults, prepare, prepare_update
+
+import lockstep
+from lockstep.keras.backends import optimizer_blocks
+from lockstep.worker import job
+
+FOLDER = Path(sys.argv[1])
+
+
+def fault(text: str) -> Fault:
+    worker, step, point = text.split(":")
+    return Fault(int(worker), int(step), point)
+
+
+FAULTS = Faults([each for each in map(fault, sys.argv[2:]) if each.worker == job.current().worker])
+prepare(FAULTS)
+prepare_update(FAULTS)
+# So that each replica has several blocks.
+optimizer_blocks.BLOCK = 64
+
+
+class Steps(keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts steps, reads the optimizer's variables, and changes the learning rate within an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums = list[str]()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        FAULTS.step += 1
+        FAULTS.passing("before publishing")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        FAULTS.passing("after apply")
+        if FAULTS.step % 4 == 0:
+            self.model.jax_state_sync()
+            sums = [float(keras.ops.sum(variable)) for variable in self.model.optimizer.variables]
+            self.sums.append(float(np.sum(sums)).hex())
+        if FAULTS.step == 8:
+            self.model.optimizer.learning_rate = 0.002
+
+
+def main() -> None:
+    layers = keras.layers
+    keras.utils.set_random_seed(5)
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential(
+            [
+                layers.Input((6,)),
+                layers.Dense(48, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(24, activation="relu"),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.01), "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(110, 6)).astype("float32")
+    steps = Steps()
+    data = {"validation_data": (x[:40], x[:40, :1]), "callbacks": [steps], "verbose": 0}
+    model.fit(x, x[:, :1], epochs=3, batch_size=24, **data)
+    model.train_on_batch(x[:24], x[:24, :1])
+    model.fit(x, x[:, :1], epochs=2, batch_size=24, **data)
+    model.save(FOLDER / f"{job.current().worker}.keras")
+    print("result", lockstep.digest(model), *steps.sums, flush=True)
+
+
+if __name__ == "__main__":
+    main()

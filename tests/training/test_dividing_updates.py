@@ -1,0 +1,109 @@
+"""Workers divide the update of a step on JAX, and are lost at every point of it: the bits are the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+PROGRAM = Path(__file__).parents[1] / "chaos" / "dividing.py"
+SOME = (
+    "0:1:filling the state",
+    "1:6:halfway through a block",
+    "2:7:before a block is written",
+)
+"""Three of four workers, one after the other."""
+REST = (
+    ("1:3:before a shard", "2:3:halfway through keeping a block"),
+    ("3:1:halfway through keeping a block", "0:9:halfway through a block"),
+    ("2:2:after a shard", "1:2:before the new weights", "3:14:halfway through a block"),
+    ("0:5:in a gather", "3:5:waiting for the change"),
+    ("0:3:halfway through a block", "1:3:in the next view", "2:3:before a block is written"),
+    ("0:0:before the new weights", "1:21:filling the state"),
+)
+
+
+def results(launch: Launch, folder: Path, options: str, *faults: str) -> set[str]:
+    """Train; return the results of the workers that are left."""
+    run = launch(f"{options} --max-restarts 0", str(PROGRAM), str(folder), *faults)
+    assert run.status == 0, run.stderr
+    assert "computes the whole update" not in run.stderr
+    workers = len(list(run.folder.glob("worker-*.log")))
+    lines = [run.marked(worker, "result ") for worker in range(workers)]
+    assert sum(map(bool, lines)) == workers - len(faults)
+    return {line for of_worker in lines for line in of_worker}
+
+
+@pytest.fixture(scope="module")
+def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The results of one worker that computes the whole update."""
+    return results(launch, tmp_path_factory.mktemp("whole"), "-n 1 --replicas 4")
+
+
+@pytest.mark.ci
+def test_three_of_four_workers_are_lost_within_updates(
+    launch: Launch, whole: set[str], tmp_path: Path
+) -> None:
+    assert len(whole) == 1
+    assert results(launch, tmp_path, "-n 4 --update divided", *SOME) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", REST, ids=" and ".join)
+def test_workers_may_be_lost_at_every_point_of_an_update(
+    launch: Launch, whole: set[str], faults: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert results(launch, tmp_path, "-n 4 --update divided", *faults) == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_any_number_of_workers_has_the_bits_of_the_whole_update(
+    launch: Launch, whole: set[str], workers: int, tmp_path: Path
+) -> None:
+    assert results(launch, tmp_path, f"-n {workers} --replicas 4 --update divided") == whole
+
+
+MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
+
+
+def marked(run: Any, worker: int) -> list[str]:
+    assert run.status == 0, run.stderr
+    assert "computes the whole update" not in run.stderr
+    return [line for mark in MARKS for line in run.marked(worker, mark)]
+
+
+@pytest.fixture
+def undisturbed(undisturbed_run: Launch) -> list[str]:
+    """The results of an undisturbed run that computes whole updates."""
+    return marked(undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend="jax"), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "options", "last"), [("lost0", "--min-workers 2", (1, 2)), ("scaled", "", (0,))]
+)
+def test_workers_join_that_map_the_shared_state(
+    launch: Launch, undisturbed: list[str], how: str, options: str, last: tuple[int, ...], tmp_path: Path
+) -> None:
+    options = f"-n 2 --replicas 4 --update divided {options}"
+    run = launch(options, "joining.py", str(tmp_path), how, "fit", "1", "step", "7")
+    for worker in last:
+        assert marked(run, worker) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("updates", ["divided whole", "whole divided", "divided divided"])
+def test_checkpoints_do_not_depend_on_the_division(
+    launch: Launch, undisturbed: list[str], updates: str, tmp_path: Path
+) -> None:
+    first, second = updates.split()
+    keeping = f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
+    arguments = (str(tmp_path), "killed", "fit", "1", "step", "7")
+    lost = launch(f"-n 2 --replicas 4 {keeping} --update {first}", "resuming.py", *arguments)
+    assert lost.status == 137
+    run = launch(f"-n 3 {keeping} --update {second}", "resuming.py", *arguments)
+    assert "resuming from" in run.stderr
+    for worker in (0, 2):
+        assert marked(run, worker) == undisturbed
