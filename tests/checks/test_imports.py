@@ -157,7 +157,7 @@ NOT_OF_FRAMEWORKS = {
     "observability/job_metrics.py": {"_info", "_total"},  # parts of names of metrics
     "keras/call_turns.py": {"_DummyThread"},  # of Python
     "worker/script_threads.py": {"_target"},
-    "strategy/cluster_coordinator.py": {"_coordinator", "_fresh", "_own"},
+    "strategy/cluster_coordinator.py": {"_coordinator", "_trial_value", "_worker_value"},
 }
 """Private names of Lockstep's objects in other files, and of other libraries, by the file that uses them."""
 

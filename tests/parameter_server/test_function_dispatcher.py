@@ -198,7 +198,7 @@ def test_a_server_that_is_lost_before_it_connects_is_not_awaited(make: Make, con
     for worker in (one, two):
         assert worker.ask(at(0)) == Passed(1, "join", True)
     assert dispatcher._calls
-    dispatcher.wait_until_taken()
+    dispatcher.wait_until_learned()
 
 
 def test_a_failure_is_raised_once_and_drops_what_no_worker_has_begun(make: Make, connect: Any) -> None:
@@ -378,10 +378,10 @@ def test_a_worker_that_is_lost_before_it_connects_is_not_expected(make: Make, co
     dispatcher.publish(0, Passed(1, "join", True), [])
     for process in (two, server):
         assert process.ask(at(0)) == Passed(1, "join", True)
-    assert dispatcher._untaken()
+    assert dispatcher._unlearned()
     dispatcher.expect_no_longer({5})
     assert dispatcher.expected == {}
-    dispatcher.wait_until_taken()
+    dispatcher.wait_until_learned()
 
 
 def test_a_worker_that_has_joined_before_is_in_the_order_of_the_functions(

@@ -17,13 +17,13 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.parameter_server import Applied, Push, Question, ReadRows, ServedValues
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Arrival
 from lockstep.worker.job import Job, JobContext
 from thread_hub import Hub
 
 PATIENCE = 120.0
 WORKER, SERVER = 1, 2
-Inbox = queue.SimpleQueue[Asked]
+Inbox = queue.SimpleQueue[Arrival]
 
 
 @pytest.fixture
@@ -65,15 +65,15 @@ def leave(meshes: list[Mesh], call: int) -> None:
         mesh.leave(call)
 
 
-def ask(mesh: Mesh, inbox: Inbox, question: Question) -> Asked:
+def ask(mesh: Mesh, inbox: Inbox, question: Question) -> Arrival:
     """Ask the server, and answer for it; return the question as it has arrived."""
     (server,) = mesh.servers([[SERVER]])
     server.send(question, [np.ones(2)])
-    asked = inbox.get(timeout=PATIENCE)
-    assert asked.message == question
-    asked.answer(Applied(7))
+    arrival = inbox.get(timeout=PATIENCE)
+    assert arrival.message == question
+    arrival.answer(Applied(7))
     assert server.receive() == (Applied(7), [])
-    return asked
+    return arrival
 
 
 def connections(mesh: Mesh) -> list[Any]:
@@ -92,8 +92,8 @@ def test_connections_last_over_calls(meshes: list[Mesh]) -> None:
     found = []
     for call in (1, 2, 3):
         inbox = meet(meshes, call)
-        asked = ask(worker, inbox, Push(call, (0,)))
-        assert (asked.call, asked.process, asked.server) == (call, WORKER, 0)
+        arrival = ask(worker, inbox, Push(call, (0,)))
+        assert (arrival.call, arrival.process, arrival.server) == (call, WORKER, 0)
         found.append(connections(server))
         leave([worker], call)
         left = inbox.get(timeout=PATIENCE)
@@ -142,7 +142,7 @@ def test_a_connection_that_has_ended_between_two_calls_is_opened_again(meshes: l
 def test_rows_are_read_at_any_time(meshes: list[Mesh], call: int) -> None:
     chief, worker, server = meshes
     rows = np.arange(3.0)
-    server.answer_rows = lambda asked: asked.answer(ServedValues(), [rows])
+    server.answer_rows = lambda arrival: arrival.answer(ServedValues(), [rows])
     inbox = meet(meshes, 1)
     if not call:
         leave(meshes, 1)
@@ -163,8 +163,8 @@ def test_a_process_that_joins_takes_the_place_of_a_lost_one(meshes: list[Mesh]) 
     facts["workers"] = {0: 0, 2: 2}
     joined = Mesh(joiner)
     joined.take_place(4, facts)
-    asked = ask(joined, inbox, Push(3, (0,)))
-    assert (asked.process, asked.worker, asked.call) == (WORKER, 5, 4)
+    arrival = ask(joined, inbox, Push(3, (0,)))
+    assert (arrival.process, arrival.worker, arrival.call) == (WORKER, 5, 4)
     joined.close()
 
 

@@ -142,7 +142,7 @@ def test_an_order_that_arrives_in_parts_is_read_as_it_was_written(
     writer.close()
     received = ReceivedOrders(folder)
     for number, part in enumerate(parts):
-        received.take("ps-1", number, part)
+        received.append("ps-1", number, part)
     assert read_order(folder / "ps-1", 1) == order
 
 
@@ -186,14 +186,14 @@ def test_a_call_of_which_a_part_is_lost_is_refused_and_the_next_one_is_read(tmp_
         writer.close()
         for number, part in enumerate(parts):
             if (call, number) != (1, 2):
-                received.take("chief", number, part)
+                received.append("chief", number, part)
     assert "only the beginning of the order of call 1" in refused(tmp_path / "chief")
     assert read_order(tmp_path / "chief", 2) == in_turn([1, 2])
 
 
 @pytest.mark.parametrize("name", ["../chief", "ps-", "ps-1/x", "", "chief\n"])
 def test_only_orders_of_tasks_are_received(tmp_path: Path, name: str) -> None:
-    ReceivedOrders(tmp_path / "order").take(name, 0, b"")
+    ReceivedOrders(tmp_path / "order").append(name, 0, b"")
     assert list(tmp_path.iterdir()) == []
 
 

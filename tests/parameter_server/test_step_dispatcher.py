@@ -214,11 +214,11 @@ def test_the_hash_of_a_batch_is_taken_once(make: Make, enter: Any) -> None:
     coordinator, (one, two, _) = begun(make, enter)
     one.ask(NEXT)
     two.ask(NEXT)
-    assert coordinator.take_check(1) is None
+    assert coordinator.pop_check(1) is None
     two.ask(*done(1))
-    assert coordinator.take_check(0) is None
-    assert coordinator.take_check(1) == (2, b"batch 1")
-    assert coordinator.take_check(1) is None
+    assert coordinator.pop_check(0) is None
+    assert coordinator.pop_check(1) == (2, b"batch 1")
+    assert coordinator.pop_check(1) is None
 
 
 def test_workers_wait_while_the_bound_of_staleness_is_reached(make: Make, enter: Any) -> None:

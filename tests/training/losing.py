@@ -13,7 +13,7 @@ from lockstep.keras.parameter_server.server_process import ServerProcess, Server
 from lockstep.keras.parameter_server.server_tables import ServerTables
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink
 from lockstep.protocol.parameter_server import EndCall, Keep, Pull, Push, Read, ReadRows, WriteRows
-from lockstep.transport.array_channel import Asked, AskingChannel
+from lockstep.transport.array_channel import Arrival, AskingChannel
 from lockstep.worker import job
 
 KINDS: dict[str, Any] = {
@@ -74,12 +74,12 @@ def stop_server(server: str, limit: str, task: str = "") -> None:
         if task in ("", tasks.of(here.worker)[0]):
             self.timeout = float(limit)
 
-    def put_(self: ServerProcess, asked: Asked) -> None:
-        message = asked.message.question if isinstance(asked.message, Keep) else asked.message
+    def put_(self: ServerProcess, arrival: Arrival) -> None:
+        message = arrival.message.question if isinstance(arrival.message, Keep) else arrival.message
         if isinstance(message, Push) and message.step >= 5:
             # Stops this thread, too, before it continues.
             signal.raise_signal(signal.SIGSTOP)
-        put(self, asked)
+        put(self, arrival)
 
     TaskProcess.__init__ = made  # type: ignore[method-assign]
     if here.worker == tasks.id_of_server(int(server)):
@@ -117,13 +117,13 @@ def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
         seen += current == kind
         reach("received")
 
-    def arrived(self: ServerShards, asked: Asked) -> None:
-        received(asked.message)
-        arrive(self, asked)
+    def arrived(self: ServerShards, arrival: Arrival) -> None:
+        received(arrival.message)
+        arrive(self, arrival)
 
-    def ended(self: ServerShards, asked: Asked) -> None:
-        received(asked.message)
-        end_call(self, asked)
+    def ended(self: ServerShards, arrival: Arrival) -> None:
+        received(arrival.message)
+        end_call(self, arrival)
 
     def sent(self: StandbyLink, *given: Any) -> None:
         send(self, *given)
@@ -140,12 +140,12 @@ def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
             reach("repeated")
         repeat(self, kept)
 
-    def put_(self: ServerTables, asked: Asked) -> None:
+    def put_(self: ServerTables, arrival: Arrival) -> None:
         nonlocal seen, current
-        if call == "others" and isinstance(asked.message, ReadRows):
+        if call == "others" and isinstance(arrival.message, ReadRows):
             seen, current = seen + 1, kind
             reach("received")
-        put(self, asked)
+        put(self, arrival)
 
     if when == "repeated":
         ServerShards.repeat = repeated  # type: ignore[method-assign]

@@ -33,7 +33,7 @@ import lockstep
 from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.protocol.parameter_server import Push
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Arrival
 from lockstep.worker import job
 
 layers = keras.layers
@@ -167,15 +167,15 @@ class StopsOnceReplaced(keras.callbacks.Callback):
     def __init__(self, file: Path, worker: int) -> None:
         super().__init__()
         self.file, self.step, self.last = file, 0, int(file.read_text()) if file.exists() else None
-        take = Dispatcher._take
+        process_done = Dispatcher._process_done
 
-        def taken(dispatcher: Dispatcher, asked: Asked) -> None:
-            take(dispatcher, asked)
-            if asked.worker == worker and self.last is None:
+        def taken(dispatcher: Dispatcher, arrival: Arrival) -> None:
+            process_done(dispatcher, arrival)
+            if arrival.worker == worker and self.last is None:
                 self.last = self.step + 30
                 file.write_text(str(self.last))
 
-        Dispatcher._take = taken  # type: ignore[method-assign]
+        Dispatcher._process_done = taken  # type: ignore[method-assign]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.step += 1
@@ -287,10 +287,10 @@ def restarted() -> None:
 def lose_a_server() -> None:
     arrive = ServerShards.arrive
 
-    def arrived(self: ServerShards, asked: Asked) -> None:
-        if isinstance(asked.message, Push) and asked.message.step >= LOSE_AT:
+    def arrived(self: ServerShards, arrival: Arrival) -> None:
+        if isinstance(arrival.message, Push) and arrival.message.step >= LOSE_AT:
             os.kill(os.getpid(), signal.SIGKILL)
-        arrive(self, asked)
+        arrive(self, arrival)
 
     ServerShards.arrive = arrived  # type: ignore[method-assign]
 

@@ -426,7 +426,7 @@ def test_a_step_that_reads_a_table_in_another_way_is_refused() -> None:
         model(X)
         with pytest.raises(ModelError, match="ids of the shape"):
             model.items(X["users"])
-        with pytest.raises(ModelError, match="which are not those that follow"):
+        with pytest.raises(ModelError, match="which do not follow from"):
             model({name: array[:5] for name, array in X.items()})
 
 
@@ -457,7 +457,7 @@ def test_rows_are_updated_as_by_the_optimizer_and_others_are_kept(
     shards = place_variables(shapes, 1, FixedShardsPartitioner(2) if divided else None)
     tables = find_tables(model, lambda: X, backend.to_numpy)[0].variables
     served = ServedVariables(backend)
-    twin = ServedVariables(backend, own=True)
+    twin = ServedVariables(backend, copies=True)
     served.add(Update(optimizer, variables), shards, tables)
     twin.add(Update(optimizer, variables), shards)
 
@@ -498,7 +498,7 @@ def test_restored_shards_continue_with_equal_bits(taken: int) -> None:
     shapes = [(tuple(one.shape), 4) for one in variables]
     shards = place_variables(shapes, 1, FixedShardsPartitioner(2))
     tables = find_tables(model, lambda: X, backend.to_numpy)[0].variables
-    server, standby = (ServedVariables(backend, own=True) for _ in range(2))
+    server, standby = (ServedVariables(backend, copies=True) for _ in range(2))
     for one in (server, standby):
         one.add(Update(model.optimizer, variables), shards, tables)
     assert sum(array.nbytes for array in server.state()) == server.state_bytes
@@ -580,7 +580,7 @@ def test_a_snapshot_has_the_rows_as_they_were() -> None:
     shapes = [(tuple(one.shape), 4) for one in variables]
     shards = place_variables(shapes, 1, FixedShardsPartitioner(2))
     tables = find_tables(model, lambda: None, backend.to_numpy)[0].variables
-    served = ServedVariables(backend, own=True)
+    served = ServedVariables(backend, copies=True)
     served.add(Update(model.optimizer, variables), shards, tables)
     positions = [k for k, shard in enumerate(shards) if shard.variable in tables]
     taken: list[tuple[Any, dict[int, np.ndarray]]] = []

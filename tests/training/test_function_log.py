@@ -7,23 +7,23 @@ import pytest
 
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.keras.parameter_server import function_log
-from lockstep.keras.parameter_server.function_log import AT_BEGIN, FoundByCall, FunctionLog, limit
+from lockstep.keras.parameter_server.function_log import AT_BEGIN, CallOutcome, FunctionLog, limit
 from lockstep.protocol.parameter_server import FunctionResult, Passed
 
 SHOWS = Passed(1, "join", True)
 
 
-def shown(**values: float) -> FoundByCall:
-    return FoundByCall(SHOWS, (), {key: np.array(value) for key, value in values.items()})
+def shown(**values: float) -> CallOutcome:
+    return CallOutcome(SHOWS, (), {key: np.array(value) for key, value in values.items()})
 
 
 def kept(log: FunctionLog) -> dict[int, list[str]]:
-    found = {number: log.found_by(number) for number in range(AT_BEGIN, log.count)}
+    found = {number: log.outcome_of(number) for number in range(AT_BEGIN, log.count)}
     return {number: list(one.values) for number, one in found.items() if one is not None}
 
 
-def found_by(log: FunctionLog, number: int) -> FoundByCall:
-    found = log.found_by(number)
+def outcome_of(log: FunctionLog, number: int) -> CallOutcome:
+    found = log.outcome_of(number)
     assert found is not None
     return found
 
@@ -41,16 +41,16 @@ def test_of_earlier_calls_what_the_script_has_read_is_kept() -> None:
     log.add("schedule of train")
     log.add("join", shown(s0=1.0, o1=2.0))
     log.note_read("s0")
-    log.add("done", FoundByCall(Passed(3, "done", done=False)))
-    log.add("fetch", FoundByCall(SHOWS, [large, large[0, :3]], {"s0": np.array(3.0), "o1": np.array(4)}))
+    log.add("done", CallOutcome(Passed(3, "done", done=False)))
+    log.add("fetch", CallOutcome(SHOWS, [large, large[0, :3]], {"s0": np.array(3.0), "o1": np.array(4)}))
     assert kept(log) == {AT_BEGIN: ["o1"], 1: ["s0"], 2: [], 3: ["s0", "o1"]}
     log.below = 1
     again = restored(log)
     assert kept(again) == kept(log)
     assert (again.count, again.below, again.models) == (4, 1, {"model 0/a": 2.0})
-    assert found_by(again, 1).passed == SHOWS
-    assert found_by(again, 1).values["s0"] == 1.0
-    for found, expected in zip(found_by(again, 3).results, (large, large[0, :3]), strict=True):
+    assert outcome_of(again, 1).passed == SHOWS
+    assert outcome_of(again, 1).values["s0"] == 1.0
+    for found, expected in zip(outcome_of(again, 3).results, (large, large[0, :3]), strict=True):
         assert (found.dtype, found.shape, found.tobytes()) == (
             expected.dtype,
             expected.shape,
@@ -82,6 +82,6 @@ def test_the_oldest_variables_are_dropped_and_many_results_are_too_much(
     assert not limit([first, second])
     assert kept(first) == {0: [], 1: [], 2: ["s0"]}
     assert kept(second) == {0: ["s0"], 1: ["s0"], 2: ["s0"]}
-    found = FoundByCall(Passed(4, "fetch", results=(FunctionResult(b"{}", ("a",)),)), [np.zeros(200)])
+    found = CallOutcome(Passed(4, "fetch", results=(FunctionResult(b"{}", ("a",)),)), [np.zeros(200)])
     second.add("fetch", found)
     assert limit([first, second])

@@ -297,27 +297,27 @@ class TestRefusals:
 
     def test_several_callbacks_are_refused(self, asking: Any, tmp_path: Path) -> None:
         from lockstep.callbacks import Checkpoint
-        from lockstep.keras.state.checkpoint_callback import asked_in
+        from lockstep.keras.state.checkpoint_callback import checkpoint_in
 
         with pytest.raises(ConfigError, match="give it one"):
-            asked_in([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
+            checkpoint_in([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
 
 
 def test_the_callback_is_found_among_others_and_removed(tmp_path: Path) -> None:
     import keras
 
     from lockstep.callbacks import Checkpoint
-    from lockstep.keras.state.checkpoint_callback import asked_in, take_out
+    from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 
     one, other = Checkpoint(tmp_path), keras.callbacks.EarlyStopping()
     listed = keras.callbacks.CallbackList([one, other], add_history=True)
     for callbacks in (one, [other, [one]], listed):
-        assert asked_in(callbacks) is one
+        assert checkpoint_in(callbacks) is one
     assert one in listed.callbacks
-    assert take_out(one, one) == []
-    assert take_out(one, [other, [one]]) == [other]
-    assert take_out(one, listed) is listed
+    assert without_checkpoint(one, one) == []
+    assert without_checkpoint(one, [other, [one]]) == [other]
+    assert without_checkpoint(one, listed) is listed
     assert one not in listed.callbacks
     for callbacks in (None, [other], listed):
-        assert asked_in(callbacks) is None
-        assert take_out(None, callbacks) is callbacks
+        assert checkpoint_in(callbacks) is None
+        assert without_checkpoint(None, callbacks) is callbacks

@@ -400,7 +400,7 @@ def test_a_worker_that_joins_has_no_rows() -> None:
     view, settings = place(6, (6,)), JobSettings(workers=6, replicas=6, parameter_servers=2)
     context = JobContext(6, Bus(SystemClock(), 6), settings)
     joining = Job(context, (view, by_itself(view)), joins=True)
-    assert ServerTables(joining).held == ()
+    assert ServerTables(joining).held_servers == ()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from lockstep.parameter_server import order
 from lockstep.parameter_server.order import OrderFile, OrderWriter, Record, RecordKind
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import Applied, EndCall, Keep, Pull, Push, Question, Read, Write
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Arrival
 
 WORKERS = 3
 STEPS = 6
@@ -73,9 +73,9 @@ class Client:
         self.process = process
         self.answers: list[int] = []
         self.rows: list[set[int]] = []
-        self.asked: Asked | None = None
+        self.arrival: Arrival | None = None
 
-    def ask(self) -> Asked:
+    def ask(self) -> Arrival:
         """Return the next question, or the same again if the server was lost before it has answered."""
         number = len(self.answers)
         question: Question
@@ -85,15 +85,15 @@ class Client:
         else:
             question = Push(number // 2 * WORKERS + self.process, (0,)) if number % 2 else Pull(number // 2)
         arrays = [] if isinstance(question, Pull | Read) else [seen]
-        self.asked = Asked(self.process, question, arrays)
-        return self.asked
+        self.arrival = Arrival(self.process, question, arrays)
+        return self.arrival
 
     def receive(self) -> None:
         """Take the answer."""
-        assert self.asked is not None
-        given = self.asked._answer.get_nowait()
-        assert given is not None
-        _, arrays = given
+        assert self.arrival is not None
+        answer = self.arrival._answer.get_nowait()
+        assert answer is not None
+        _, arrays = answer
         self.answers.append(int(arrays[0][0]) if arrays else 0)
         self.rows.append({int(one) for one in arrays[1]} if len(arrays) > 1 else set())
 
@@ -106,11 +106,11 @@ class Link:
 
     def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
         self.lose("unsent")
-        self.answer = Asked(9, message, [array.copy() for array in arrays])
-        self.kept.take(self.answer)
+        self.answer = Arrival(9, message, [array.copy() for array in arrays])
+        self.kept.receive(self.answer)
         self.lose("sent")
 
-    def receive(self, asked: Question) -> tuple[Any, list[Any]]:
+    def receive(self, question: Question) -> tuple[Any, list[Any]]:
         self.lose("received")
         answer, _ = self.answer._answer.get_nowait() or (None, [])
         return answer, []
@@ -234,11 +234,11 @@ def test_a_server_whose_shards_were_taken_over_answers_and_writes_nothing() -> N
         linked(Link(kept, lambda _: None)),
     )
     kept.take_over()
-    asked = Asked(1, Pull(0))
+    arrival = Arrival(1, Pull(0))
     with pytest.raises(TakenOverError, match="parameter server 1 has taken over the shards of this server"):
-        shards.arrive(asked)
+        shards.arrive(arrival)
     shards.close()
-    assert asked._answer.empty()
+    assert arrival._answer.empty()
     assert list(kept.records) == []
     assert written == []
 
@@ -255,19 +255,19 @@ def test_a_server_continues_without_its_standby() -> None:
     link = linked(Broken(KeptServer(), lambda _: None), confirmed.append)
     shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
     for step in range(2):
-        asked = Asked(1, Pull(step))
-        shards.arrive(asked)
-        assert asked._answer.get_nowait() is not None
+        arrival = Arrival(1, Pull(step))
+        shards.arrive(arrival)
+        assert arrival._answer.get_nowait() is not None
     assert [str(error) for error in confirmed] == ["parameter server 1 has ended"]
 
 
 def test_a_server_answers_nothing_without_a_standby_that_may_take_over() -> None:
     link = linked(Broken(KeptServer(), lambda _: None), fail)
     shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
-    asked = Asked(1, Pull(0))
+    arrival = Arrival(1, Pull(0))
     with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
-        shards.arrive(asked)
-    assert asked._answer.empty()
+        shards.arrive(arrival)
+    assert arrival._answer.empty()
 
 
 def opening(connect: Callable[..., Any], *lost: frozenset[int], timeout: float = 0.0) -> Any:
@@ -336,9 +336,9 @@ class Channel:
         self._count()
         self.sent.append(message)
 
-    def receive(self, asked: Question) -> tuple[Any, list[Any]]:
+    def receive(self, question: Question) -> tuple[Any, list[Any]]:
         self._count()
-        assert self.sent[-1] == asked
+        assert self.sent[-1] == question
         return Applied(7), []
 
     def is_silent(self, within: float) -> bool:
@@ -425,4 +425,4 @@ def test_what_was_kept_before_a_state_is_dropped() -> None:
         Record(RecordKind.PUSH, 1, 1),
         Record(RecordKind.PULL, 1, 2),
     ]
-    assert isinstance(link._asked, Keep)
+    assert isinstance(link._question, Keep)

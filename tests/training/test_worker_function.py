@@ -101,6 +101,6 @@ def test_another_function_may_run_meanwhile() -> None:
     runner: Any = SimpleNamespace()
     for run in (*runs, runs[0]):
         run._runner = runner
-        run.take_turn()
+        run.attach()
         runner.pull_rows(0, ROWS)
     assert found == ["a", "b", "a"]

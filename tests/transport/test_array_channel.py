@@ -33,7 +33,7 @@ from lockstep.protocol.parameter_server import (
     WorkDone,
 )
 from lockstep.transport import array_channel
-from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, Arrival, AskingChannel
 
 PATIENCE = 120.0
 WORK_DONE = WorkDone(AtCall(1, 2), 3, (), ("loss", "accuracy"), 2, b"check")
@@ -43,7 +43,7 @@ MANY = 3 << 20
 """Bytes that do not fit into the buffers of a socket."""
 
 Array = npt.NDArray[Any]
-Inbox = queue.SimpleQueue[Asked]
+Inbox = queue.SimpleQueue[Arrival]
 Connect = Callable[..., AskingChannel]
 
 
@@ -118,9 +118,9 @@ def is_closed(connection: socket.socket) -> bool:
 def echo(channel: AskingChannel, inbox: Inbox, arrays: list[Array]) -> list[Array]:
     """Send arrays with a question, and return those of an answer that has the same."""
     channel.send(Pull(7), arrays)
-    asked = inbox.get(timeout=PATIENCE)
-    assert asked.message == Pull(7)
-    asked.answer(ServedValues(((0, 1),)), asked.arrays)
+    arrival = inbox.get(timeout=PATIENCE)
+    assert arrival.message == Pull(7)
+    arrival.answer(ServedValues(((0, 1),)), arrival.arrays)
     answer, received = channel.receive(Pull(7))
     assert answer == ServedValues(((0, 1),))
     return received
@@ -212,16 +212,16 @@ def test_bytes_that_arrive_in_any_pieces_are_read_in_any_pieces(
 def test_a_message_without_arrays_arrives_equal(connect: Connect, inbox: Inbox) -> None:
     channel = connect()
     channel.send(WORK_DONE)
-    asked = inbox.get(timeout=PATIENCE)
-    assert (asked.process, asked.message, asked.arrays) == (1, WORK_DONE, [])
-    asked.answer(Assigned(5, (3, 4), ()))
+    arrival = inbox.get(timeout=PATIENCE)
+    assert (arrival.process, arrival.message, arrival.arrays) == (1, WORK_DONE, [])
+    arrival.answer(Assigned(5, (3, 4), ()))
     assert channel.receive(AtCall(1, 2)) == (Assigned(5, (3, 4), ()), [])
 
 
 def test_asking_waits_for_the_answer() -> None:
-    def put(asked: Asked) -> None:
-        if isinstance(asked.message, Push):
-            asked.answer(Applied(asked.message.step), [2 * array for array in asked.arrays])
+    def put(arrival: Arrival) -> None:
+        if isinstance(arrival.message, Push):
+            arrival.answer(Applied(arrival.message.step), [2 * array for array in arrival.arrays])
 
     end = AnsweringEnd(put)
     channel = AskingChannel(end.address, 1, "parameter server 0", PATIENCE)
@@ -239,10 +239,10 @@ def test_questions_of_all_connections_arrive_in_one_queue(connect: Connect, inbo
     for process, channel in channels.items():
         channel.send(Pull(process), [np.array(process)])
     found = [inbox.get(timeout=PATIENCE) for _ in channels]
-    assert {asked.process: asked.message for asked in found} == {p: Pull(p) for p in channels}
-    for asked in found:
-        assert asked.arrays[0] == asked.process
-        asked.answer(Applied(asked.process))
+    assert {arrival.process: arrival.message for arrival in found} == {p: Pull(p) for p in channels}
+    for arrival in found:
+        assert arrival.arrays[0] == arrival.process
+        arrival.answer(Applied(arrival.process))
     for process, channel in channels.items():
         assert channel.receive(Pull(process)) == (Applied(process), [])
 
@@ -254,10 +254,10 @@ def test_questions_of_one_connection_arrive_in_their_order_and_after_each_answer
     for step in range(5):
         channel.send(Pull(step))
     for step in range(5):
-        asked = inbox.get(timeout=PATIENCE)
-        assert asked.message == Pull(step)
+        arrival = inbox.get(timeout=PATIENCE)
+        assert arrival.message == Pull(step)
         assert inbox.empty()
-        asked.answer(Applied(step))
+        arrival.answer(Applied(step))
     assert [channel.receive(Pull(step))[0].staleness for step in range(5)] == list(range(5))
 
 
@@ -285,8 +285,8 @@ def test_two_large_questions_arrive_at_the_same_time(connect: Connect, inbox: In
     threads = [threading.Thread(target=ask, args=(process,)) for process in arrays]
     for thread in threads:
         thread.start()
-    for asked in [inbox.get(timeout=PATIENCE) for _ in threads]:
-        asked.answer(ServedValues(), asked.arrays)
+    for arrival in [inbox.get(timeout=PATIENCE) for _ in threads]:
+        arrival.answer(ServedValues(), arrival.arrays)
     for thread in threads:
         thread.join(PATIENCE)
     for process in arrays:
@@ -314,8 +314,8 @@ def test_the_end_of_a_connection_is_a_question_without_a_message(connect: Connec
     channel = connect(4)
     echo(channel, inbox, [])
     channel.close()
-    asked = inbox.get(timeout=PATIENCE)
-    assert (asked.process, asked.message, asked.arrays) == (4, None, [])
+    arrival = inbox.get(timeout=PATIENCE)
+    assert (arrival.process, arrival.message, arrival.arrays) == (4, None, [])
     assert inbox.empty()
 
 
@@ -543,12 +543,12 @@ def test_closing_ends_all_threads_and_descriptors(closes_descriptors: None) -> N
     join_threads()
     told = [inbox.get_nowait() for _ in channels]
     assert inbox.empty()
-    assert {asked.process for asked in told} == {0, 1, 2, 3}
-    assert {asked.message for asked in told} == {None}
+    assert {arrival.process for arrival in told} == {0, 1, 2, 3}
+    assert {arrival.message for arrival in told} == {None}
 
 
 def test_every_end_has_an_address_of_its_own_without_a_file(closes_descriptors: None) -> None:
-    ends = [AnsweringEnd(lambda asked: None) for _ in range(3)]
+    ends = [AnsweringEnd(lambda arrival: None) for _ in range(3)]
     addresses = {end.address for end in ends}
     assert len(addresses) == 3
     assert all(address.startswith(b"\0lockstep-") for address in addresses)
@@ -584,10 +584,10 @@ def test_a_connection_from_another_host_is_passed_on(
     with contextlib.closing(AskingChannel(b"", 3, "the chief", PATIENCE, dial)) as channel:
         sent = np.arange(MANY, dtype=np.uint8)
         channel.send(Push(1, (0,)), [sent])
-        asked = inbox.get(timeout=PATIENCE)
-        assert (asked.process, asked.message) == (3, Push(1, (0,)))
-        np.testing.assert_array_equal(asked.arrays[0], sent)
-        asked.answer(Applied(2), [sent])
+        arrival = inbox.get(timeout=PATIENCE)
+        assert (arrival.process, arrival.message) == (3, Push(1, (0,)))
+        np.testing.assert_array_equal(arrival.arrays[0], sent)
+        arrival.answer(Applied(2), [sent])
         answer, (received,) = channel.receive(Push(1, (0,)))
         assert answer == Applied(2)
         np.testing.assert_array_equal(received, sent)

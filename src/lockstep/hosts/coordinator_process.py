@@ -352,7 +352,7 @@ def _taken_into(orders: ReceivedOrders) -> Subscriber:
 
     def take(published: PublishedEvent) -> None:
         assert isinstance(published.event, OrderRecorded)
-        orders.take(published.event.name, published.event.number, published.event.data)
+        orders.append(published.event.name, published.event.number, published.event.data)
 
     return take
 

@@ -19,7 +19,7 @@ from lockstep.checkpoint.store_lock import is_training, last_activity
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.keras.input.fit_inputs import split_validation
 from lockstep.keras.state.callback_states import listed
-from lockstep.keras.state.checkpoint_callback import asked_in, take_out
+from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 from lockstep.keras.state.loading import load_into
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
@@ -136,7 +136,7 @@ class EvaluatorFit:
         Raises:
             ConfigError: no checkpoints are saved, or there is no data to evaluate them on.
         """
-        asked = asked_in(given["callbacks"])
+        asked = checkpoint_in(given["callbacks"])
         callbacks = keras.tree.flatten(list(listed(given["callbacks"]) or ()))
         files = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
         folder = self._folder if asked is None else Path(asked.folder).absolute()
@@ -155,7 +155,7 @@ class EvaluatorFit:
             _validation(given),
             folder,
             steps=given["validation_steps"],
-            callbacks=_without(files, take_out(asked, given["callbacks"])),
+            callbacks=_without(files, without_checkpoint(asked, given["callbacks"])),
             batch_size=given["validation_batch_size"] or given["batch_size"],
         )
         history = follow(evaluator, since, SystemClock(), time.sleep)

@@ -1,4 +1,4 @@
-"""Which worker computes which step, while others are in work: the pure core of the coordinator.
+"""The pure core of the dispatcher: which worker computes which step, while other steps are in work.
 
 Steps are numbered over all epochs of a `fit`, or are the functions that a `ClusterCoordinator` schedules.
 Every worker visits all steps in order and computes those that it is assigned. A step that a lost worker
@@ -25,7 +25,7 @@ class _StepInWork:
 
 
 class StepSet:
-    """Numbers of steps, and of parts of them. Those below the first missing step take no memory.
+    """A set of steps, and of parts of steps. Steps below the first missing one take no memory.
 
     Attributes:
         below: all steps below this one are in the set, in part 0.
@@ -43,10 +43,10 @@ class StepSet:
             self._others.remove((self.below, 0))
             self.below += 1
 
-    def __contains__(self, one: tuple[int, int]) -> bool:
+    def __contains__(self, step_and_part: tuple[int, int]) -> bool:
         """Whether the set has the part of a step, given as (step, part)."""
-        step, part = one
-        return (part == 0 and step < self.below) or one in self._others
+        step, part = step_and_part
+        return (part == 0 and step < self.below) or step_and_part in self._others
 
 
 @dataclass
@@ -58,8 +58,8 @@ class Assignments:
     time with it.
 
     Attributes:
-        max_staleness: the bound of that number; None for none.
-        stop: steps from this one on are not known yet; None if there is no such step.
+        max_staleness: the bound of that number; None for no bound.
+        stop: the first step that the program has not scheduled yet; None in `fit`, where all steps exist.
         completed: number of completed steps.
     """
 
@@ -73,10 +73,10 @@ class Assignments:
     _done: StepSet = field(default_factory=StepSet)
 
     def assign(self, worker: int, below: int | None = None) -> int | None:
-        """Assign the first step that no worker computes; None if it has to wait for another step.
+        """Assign the first step that no worker computes; return None if it has to wait for another step.
 
-        A step that was lost with a worker is not assigned to the one that replaces it: a recorded order tells
-        what they do apart by the step.
+        A step that was lost with a worker is not assigned to the worker that replaces it. Both have the same
+        id in a recorded order, which distinguishes them by their steps.
 
         Args:
             worker: the worker that gets it.
@@ -103,7 +103,7 @@ class Assignments:
         self._active[step] = _StepInWork(worker)
 
     def complete(self, worker: int, step: int) -> bool:
-        """Complete a step; return False if it was already complete, or has gone to another worker."""
+        """Complete a step; return False if it was already complete, or was assigned to another worker."""
         active = self._active.get(step)
         if active is None or active.worker != worker:
             return False
@@ -117,8 +117,8 @@ class Assignments:
 
     def give_back(self, worker: int, first: int = 0) -> list[int]:
         """Take back the steps from this one on that a worker has not begun; return them."""
-        own = (step for step, active in self._active.items() if active.worker == worker)
-        steps = [step for step in own if step >= first]
+        steps_of_worker = (step for step, active in self._active.items() if active.worker == worker)
+        steps = [step for step in steps_of_worker if step >= first]
         for step in steps:
             del self._active[step]
             self._returned.add(step)
@@ -154,7 +154,7 @@ class Assignments:
         """
         if step >= self._next:
             raise InternalError(f"step {step} was never assigned")
-        return sorted(one for one in (*self._active, *self._returned) if one < step)
+        return sorted(incomplete for incomplete in (*self._active, *self._returned) if incomplete < step)
 
     def in_work(self) -> dict[int, int]:
         """Return the worker of each step in work."""
@@ -169,8 +169,8 @@ class Assignments:
         bound = self.max_staleness
         if bound is None:
             return True
-        # Each step in work may be passed by all others in work, by the new one, and by lost ones: a server
-        # may have their gradients.
+        # While a step is in work, all others in work may be completed, and the new one. So may lost ones:
+        # servers may already have their gradients.
         lost = self._returned.intersection(self._lost_with)
         others = len(self._active) + len(lost - {step})
         return all(active.passed + others <= bound for active in self._active.values()) and others <= bound

@@ -1,9 +1,9 @@
-"""The order in which a parameter server, or the chief, processed what arrived: written by a run, followed by
-another.
+"""The order in which a parameter server, or the chief, processed arrivals: written by a run, followed by
+another one.
 
-An asynchronous training is a function of these orders. A record has 8 bytes: its kind, a part of a step, the
-id of a worker, and a step. A file begins with a mark, and each call of `fit`, or of the functions of a
-`ClusterCoordinator`, with a record of its number.
+Asynchronous training is a function of these orders. A record has 8 bytes: its kind, a part of a step, the id
+of a worker, and a step. A file begins with a mark. Each call of `fit`, or of the functions of a
+`ClusterCoordinator`, begins with a record of its number.
 """
 
 import re
@@ -26,7 +26,7 @@ _NAME = re.compile(r"chief|ps-[0-9]{1,6}")
 
 
 class RecordKind(IntEnum):
-    """What a record says."""
+    """The kind of a record; see `Record`."""
 
     CALL = 0
     PULL = 1
@@ -47,14 +47,15 @@ class Record(NamedTuple):
     """One arrival.
 
     Attributes:
-        kind: what was processed. `CALL` begins a call of `fit`, or the calls of a `ClusterCoordinator`, with
-            the number of the call as the step; `END` ends it. At `TAKEN`, another process has taken over the
-            shards of a server. At `JOINED`, another worker has taken the place of the lost one.
-        worker: that sent it; of a `POLL`, whether `done` returned True.
-        step: for which; of `JOINED`, the worker id of the other one; of `READ`, `WRITE`, `RAISE` and `POLL`,
-            the number of completed steps in `fit`, or the number of the call of the `ClusterCoordinator`.
-        part: of a function that applies optimizers several times: the number of the time; of `PULL_ROWS`,
-            the number of the lookup in the function. The lower 8 bits are recorded.
+        kind: the kind of the arrival. `CALL` begins a call of `fit`, or the calls of a `ClusterCoordinator`,
+            with the number of the call as the step. `END` ends it. At `TAKEN`, another process took over the
+            shards of a server. At `JOINED`, another worker replaced a lost one.
+        worker: the worker that sent it. For `POLL`, whether `done` returned True.
+        step: the step. For `JOINED`, the worker id of the new worker. For `READ`, `WRITE`, `RAISE` and
+            `POLL`, the number of completed steps in `fit`, or the number of the call of the
+            `ClusterCoordinator`.
+        part: how often the function had applied an optimizer before. For `PULL_ROWS`, the number of the
+            lookup in the function. Only the lower 8 bits are recorded.
     """
 
     kind: RecordKind
@@ -64,7 +65,7 @@ class Record(NamedTuple):
 
 
 class RecordList:
-    """Records in the memory that they take in a file."""
+    """Records, stored in the same size as in a file."""
 
     def __init__(self) -> None:
         self._packed = bytearray()
@@ -81,12 +82,12 @@ class RecordList:
 
 
 class OrderFile:
-    """A file with the order of one process, which the first records create.
+    """A file with the order of one process. Writing the first records creates it.
 
-    Where it cannot be written, the training continues, and a note says that the run cannot be repeated.
+    If it cannot be written, training continues, and a note says that the run cannot be repeated.
 
     Args:
-        path: of the file.
+        path: the path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +102,7 @@ class OrderFile:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             with self._path.open("ab") as file:
                 size = file.tell()
-                # An earlier run in the folder may have ended within a record.
+                # An earlier run in the folder may have ended in the middle of a record.
                 whole = size - (size - len(_MARK)) % _RECORD.size if size >= len(_MARK) else 0
                 if whole < size:
                     file.truncate(whole)
@@ -115,7 +116,7 @@ class ReceivedOrders:
     """Writes orders that arrive in parts from the processes of a job over hosts.
 
     Args:
-        folder: for the files.
+        folder: the folder for the files.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -123,13 +124,13 @@ class ReceivedOrders:
         self._files: dict[str, OrderFile] = {}
         self._next: dict[str, int] = {}
 
-    def take(self, name: str, number: int, records: bytes) -> None:
-        """Append a part to an order; the rest of a call of which a part is missing is lost.
+    def append(self, name: str, number: int, records: bytes) -> None:
+        """Append a part to an order. If a part is missing, the rest of its call is dropped.
 
         Args:
-            name: of the order.
-            number: of the part in its call, from 0.
-            records: encoded.
+            name: the name of the order.
+            number: the number of the part in its call, from 0.
+            records: the encoded records.
         """
         if _NAME.fullmatch(name) is None or number not in (0, self._next.get(name)):
             self._next.pop(name, None)
@@ -144,7 +145,7 @@ class OrderWriter:
     """Writes the order of one process.
 
     Args:
-        write: takes encoded records; called for many at a time. None to write nothing.
+        write: writes encoded records, many at a time; None to write nothing.
     """
 
     def __init__(self, write: Callable[[bytes], object] | None) -> None:
@@ -152,7 +153,7 @@ class OrderWriter:
         self._records = bytearray()
 
     def add(self, kind: RecordKind, worker: int, step: int, part: int = 0) -> None:
-        """Add a record, which is written at the latest with `close`."""
+        """Add a record. It is written when many have accumulated, or by `close`."""
         if self._write is not None:
             self._records += _packed(Record(kind, worker, step, part))
             if len(self._records) >= _TOGETHER:
@@ -163,7 +164,7 @@ class OrderWriter:
         self.add(RecordKind.END, 0, 0)
 
     def drop(self) -> None:
-        """Forget what is not written yet: another process writes the order from now on."""
+        """Forget all records that are not written: another process writes the order from now on."""
         self._records.clear()
         self._write = None
 
@@ -192,7 +193,7 @@ def incomplete_orders(folder: Path, servers: int, calls: Iterable[int] = ()) -> 
     """Return the first call without its whole order, and the names of the orders that lack its end.
 
     Args:
-        folder: of the orders; it may be missing.
+        folder: the folder of the orders, which may be missing.
         servers: the number of parameter servers, each of which has an order.
         calls: numbers of calls that have an order, besides those in the files.
 
@@ -204,7 +205,9 @@ def incomplete_orders(folder: Path, servers: int, calls: Iterable[int] = ()) -> 
     """
     names = ["chief", *(f"ps-{server}" for server in range(servers))]
     orders = {name: _read_calls(folder / name) if (folder / name).exists() else {} for name in names}
-    for number in sorted({*calls, *(number for known in orders.values() for number in known)}):
+    for number in sorted(
+        {*calls, *(number for calls_of_order in orders.values() for number in calls_of_order)}
+    ):
         if lacking := [name for name in names if not _is_complete(orders[name].get(number, ()))]:
             return number, lacking
     return 0, []
@@ -224,7 +227,7 @@ def _read_calls(path: Path) -> dict[int, list[Record]]:
     try:
         for number, order in _calls(_records(body)):
             if calls and number < max(calls):
-                # An earlier run in the folder, which may have made more calls.
+                # The calls so far are those of an earlier run in the folder, which may have made more.
                 calls.clear()
             calls[number] = order
     except ValueError as error:
@@ -246,20 +249,20 @@ def _records(data: memoryview) -> Iterator[Record]:
 
 
 def _calls(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
-    number, found = 0, list[Record]()
+    number, order = 0, list[Record]()
     for record in records:
         if record.kind is RecordKind.CALL:
             if number:
-                yield number, found
-            number, found = record.step, []
+                yield number, order
+            number, order = record.step, []
         else:
-            found.append(record)
+            order.append(record)
     if number:
-        yield number, found
+        yield number, order
 
 
 def _without_repeated(order: Sequence[Record]) -> list[Record]:
-    """Leave out what a lost server processed, and another process again because no answer had arrived."""
+    """Leave out each arrival that a lost server processed, if it was repeated because no answer had come."""
     last: dict[int, int] = {}
     unanswered: dict[int, int] = {}
     repeated = set()
@@ -283,29 +286,29 @@ class RecordedOrder:
 
     def __init__(self, records: Sequence[Record]) -> None:
         self._records = records
-        self._known = frozenset(records)
+        self._record_set = frozenset(records)
         self._position = 0
 
     def has(self, record: Record) -> bool:
         """Whether the recorded process processed this."""
-        return record in self._known
+        return record in self._record_set
 
     def awaited(self) -> Record | None:
-        """Return the arrival whose turn it is; None after the last one."""
+        """Return the record whose turn it is; None after the last one."""
         return self._records[self._position] if self._position < len(self._records) else None
 
     def next_of(self, worker: int) -> Record | None:
-        """Return the next arrival of a worker; None after its last one."""
+        """Return the next record of a worker; None after its last one."""
         later = (self._records[i] for i in range(self._position, len(self._records)))
         return next((record for record in later if record.worker == worker), None)
 
     def advance(self) -> None:
-        """Pass on to the next turn."""
+        """Go on to the next record."""
         self._position += 1
 
 
 class OrderedArrivals(Generic[Arrival]):
-    """Puts what arrives in order: in that of arrival, or in the recorded order of another run.
+    """Puts arrivals in order: in that of arrival, or in the recorded order of another run.
 
     Args:
         writer: records this run's order.
@@ -340,5 +343,5 @@ class OrderedArrivals(Generic[Arrival]):
         return due
 
     def awaited(self) -> Record | None:
-        """Return what others wait for, if an order is followed and something waits."""
+        """Return the record that arrivals wait for, if an order is followed and some wait."""
         return self._recorded.awaited() if self._recorded is not None and self._held else None

@@ -16,8 +16,8 @@ class ServerPlace(NamedTuple):
 
     Attributes:
         process: the id of the process that has them: the server's own, or another server's if that was lost.
-        standby: the id of the process that keeps what the first one processes, and takes over the shards if
-            it is lost; None if no other server is left.
+        standby: the id of the process that keeps the first one's messages, and takes over the shards if it is
+            lost; None if no other server is left.
     """
 
     process: int
@@ -55,26 +55,28 @@ class Tasks:
     def places(
         self, hosts: Sequence[Collection[int]], holders: Sequence[Collection[int]] | None = None
     ) -> tuple[ServerPlace, ...]:
-        """Return where the shards of each server are, and who keeps what that process processes.
+        """Return where the shards of each server are, and which process is its standby.
 
-        The next servers in a circle take the place of lost ones. A standby is on another host if it can be.
+        The next servers in a circle replace lost ones. A standby is on another host if possible.
 
         Args:
-            hosts: the ids of the processes that are left, of each host; those of a server at least.
-            holders: the processes that have rows of each server, which no other process can take over: one of
-                them at least is left. A second one is the standby. None if there are no such rows.
+            hosts: the ids of the processes of each host that are left. At least one server is left.
+            holders: for each server, the processes that have its rows of tables, at least one of which is
+                left. Only these can take over; a second one is the standby. None if there are no such rows.
         """
         host_of = {process: host for host, there in enumerate(hosts) for process in there}
-        found = []
+        places = []
         for index in range(self.servers):
             circle = [self.id_of_server((index + k) % self.servers) for k in range(self.servers)]
-            left = [one for one in circle if one in host_of]
-            having = left if holders is None else [one for one in left if one in holders[index]]
+            left = [candidate for candidate in circle if candidate in host_of]
+            having = (
+                left if holders is None else [candidate for candidate in left if candidate in holders[index]]
+            )
             process = having[0]
-            others = [one for one in left if one != process]
-            others.sort(key=lambda one: (one not in having, host_of[one] == host_of[process]))
-            found.append(ServerPlace(process, others[0] if others else None))
-        return tuple(found)
+            others = [other for other in left if other != process]
+            others.sort(key=lambda other: (other not in having, host_of[other] == host_of[process]))
+            places.append(ServerPlace(process, others[0] if others else None))
+        return tuple(places)
 
     def name(self, process: int) -> str:
         """Return the name of a process for messages, such as `worker 2` or `parameter server 0`."""

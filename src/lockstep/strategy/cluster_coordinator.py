@@ -92,8 +92,8 @@ class ClusterCoordinator:
         positional, named = tuple(args or ()), dict(kwargs or {})
         scheduled = Scheduled(
             fn,
-            lambda: with_values((positional, named), lambda value: value._own()),
-            lambda: with_values((positional, named), lambda value: value._fresh()),
+            lambda: with_values((positional, named), lambda value: value._worker_value()),
+            lambda: with_values((positional, named), lambda value: value._trial_value()),
         )
         # Refuses results of functions among the arguments in all processes.
         with_values((positional, named), lambda value: value)

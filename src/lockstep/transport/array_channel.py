@@ -386,8 +386,8 @@ class AskingChannel:
 
 
 @dataclass(eq=False)
-class Asked:
-    """A question that has arrived.
+class Arrival:
+    """A question that has arrived, or the end of the questions of a process.
 
     Attributes:
         process: the id of the task of the process that asks.
@@ -428,7 +428,7 @@ class AnsweringEnd:
     other.
 
     Args:
-        put: takes each question, in the thread of its connection.
+        put: receives each arrival, in the thread of its connection.
         accept: completes a connection from another host; None in a job on one host.
 
     Attributes:
@@ -438,13 +438,13 @@ class AnsweringEnd:
 
     def __init__(
         self,
-        put: Callable[[Asked], object],
+        put: Callable[[Arrival], object],
         accept: Callable[[socket.socket], socket.socket] | None = None,
     ) -> None:
         self._put, self._complete = put, accept
         self._open: set[socket.socket] = set()
         self._introductions: dict[socket.socket, Introduction] = {}
-        self._unanswered: set[Asked] = set()
+        self._unanswered: set[Arrival] = set()
         self._closed = False
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
@@ -463,8 +463,8 @@ class AnsweringEnd:
                 listener.close()
             for connection in self._open:
                 _end(connection)
-            for question in self._unanswered:
-                question.abandon()
+            for arrival in self._unanswered:
+                arrival.abandon()
 
     def drop(self, worker: int) -> None:
         """End the connections of a lost worker, by its id: the network may show the loss only much later."""
@@ -476,9 +476,9 @@ class AnsweringEnd:
     def end_call(self, call: int) -> None:
         """End the connections that wait for an answer in a call that has ended."""
         with self._lock:
-            for question in self._unanswered:
-                if question.call == call:
-                    question.abandon()
+            for arrival in self._unanswered:
+                if arrival.call == call:
+                    arrival.abandon()
 
     def _listen(self, serve: Callable[[socket.socket], None]) -> bytes:
         """Serve connections in threads; return where they are accepted."""
@@ -566,15 +566,15 @@ class AnsweringEnd:
                     continue
                 if asks is None:
                     return
-                question = Asked(asks.process, message, arrays, asks.server, asks.worker, asks.call)
+                arrival = Arrival(asks.process, message, arrays, asks.server, asks.worker, asks.call)
                 with self._lock:
                     if self._closed:
                         return
-                    self._unanswered.add(question)
-                self._put(question)
-                answer = question.answered()
+                    self._unanswered.add(arrival)
+                self._put(arrival)
+                answer = arrival.answered()
                 with self._lock:
-                    self._unanswered.discard(question)
+                    self._unanswered.discard(arrival)
                 if answer is None:
                     return
                 _send(connection.sendall, *answer)
@@ -587,7 +587,7 @@ class AnsweringEnd:
     def _leave(self, asks: Introduction | None) -> None:
         """Note that a process asks no more in the call of its introduction."""
         if asks is not None:
-            self._put(Asked(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call))
+            self._put(Arrival(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call))
 
 
 def _end(connection: socket.socket) -> None:

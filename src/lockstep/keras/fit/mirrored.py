@@ -29,7 +29,7 @@ from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.private.common import CACHED_VALIDATION
 from lockstep.keras.state.callback_states import attribute_hashes, listeners, set_callback_states
-from lockstep.keras.state.checkpoint_callback import asked_in, take_out
+from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.worker_exchange import Facts
@@ -70,8 +70,8 @@ class Mirrored:
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         parts.last.trains(model)
-        asked = asked_in(given["callbacks"])
-        callbacks = take_out(asked, given["callbacks"])
+        asked = checkpoint_in(given["callbacks"])
+        callbacks = without_checkpoint(asked, given["callbacks"])
         if self._job.settings.checks:
             callbacks = without_writers(callbacks)
         with self._resumable.call("fit") as call:

@@ -127,7 +127,9 @@ class Served(Mirrored):
             install=lambda step: setattr(
                 model, "train_function", parts.backend.function(model, step, "train")
             ),
-            take=lambda whole, steps, known: parts.snapshots.take_apart(whole, lambda: known, model, steps),
+            take_snapshot=lambda whole, steps, apart: parts.snapshots.take_apart(
+                whole, lambda: apart, model, steps
+            ),
             joins=joins,
         )
         plain_steps = parts.record.plain_steps

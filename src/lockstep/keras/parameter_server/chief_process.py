@@ -1,4 +1,13 @@
-"""The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute."""
+"""The chief in a call of `fit`: runs Keras's loop, whose steps the workers compute.
+
+A step of the chief's loop waits for the next step that a worker completes, in the order of completion. The
+batches of the loop are read only to compare them with those of the workers, and to know where epochs end.
+
+Within an epoch, the chief's model has old weights. It gets the present ones from the servers at the end of
+each epoch, or when a callback stops the training, while no step is in work. So callbacks at epoch ends, and
+evaluations, see the same weights as the servers. Whatever callbacks change there is written to the servers
+before the next epoch begins.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,10 +25,10 @@ from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.reading_states import ReadingStates
 from lockstep.keras.parameter_server.served_variables import slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
-from lockstep.keras.parameter_server.servers import KnownState, Servers, same_bits
+from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
 from lockstep.keras.private.common import embedding_table, given_rate
 from lockstep.keras.randomness import random_states
-from lockstep.keras.state.snapshots import KnownApart
+from lockstep.keras.state.snapshots import ApartState
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +37,7 @@ class ChiefProcess(FitProcess):
     """Runs callbacks and evaluations, and lets workers compute the steps.
 
     Attributes:
-        reading: the random states from which the input draws.
+        reading: the random states that the input draws from.
     """
 
     reading: ReadingStates
@@ -38,7 +47,7 @@ class ChiefProcess(FitProcess):
         self._steps = 0
         self._counted: int | None = None
         self._program = self.program()
-        self._known = KnownState()
+        self._served_state = ServedState()
         self._written: set[int] = set()
         self._last = False
         self._current = True
@@ -46,7 +55,7 @@ class ChiefProcess(FitProcess):
         self._rate: int | None = None
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
-        self._known_others: list[Array] = []
+        self._learned_others: list[Array] = []
         self._dispatcher: Dispatcher | None = None
         self._server_layers = server_layers(self.model)
 
@@ -64,10 +73,10 @@ class ChiefProcess(FitProcess):
         """
         self._steps_per_epoch = steps_per_epoch
         self._dispatcher = self.begin()
-        self._known.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
-        self._known.weights, self._known.values = self._values(None)
-        self._known_others = self._others(None)
-        self._first_others, self._random = self._known_others, random_states(self.call.held_by_inputs)
+        self._served_state.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
+        self._served_state.weights, self._served_state.values = self._values(None)
+        self._learned_others = self._others(None)
+        self._first_others, self._random = self._learned_others, random_states(self.call.held_by_inputs)
         self.reading = ReadingStates(self.call.held.values())
         batches = training.batches
         training.batches = lambda: self.one_ahead(self.reading.read(batches), training.num_batches)
@@ -76,10 +85,10 @@ class ChiefProcess(FitProcess):
             if self.tables is not None:
                 self.tables.within = self._servers.channels
             self._dispatcher.silent = self._servers.silent
-            self.served.install(self._take)
+            self.served.install(self._next_step)
             keras_fit([*callbacks, _ChiefEnd(self)])
             self.reading.resume()
-            # Workers may have been assigned steps beyond the last one: these are part of the order, too.
+            # Workers may have been assigned steps beyond the last one. These are part of the order, too.
             self._dispatcher.drain()
             self.end(self._dispatcher, self._servers)
         self.call.steps = self._steps
@@ -87,7 +96,7 @@ class ChiefProcess(FitProcess):
     def begin(self) -> Dispatcher:
         """Let workers connect."""
         dispatcher = Dispatcher(self.dispatched(self.served.options.max_staleness))
-        # Closed also if the processes do not meet.
+        # Assigned first, so that `close` also ends it if the processes do not meet.
         self._dispatcher = dispatcher
         dispatcher.start()
         self.meet(dispatcher.put)
@@ -105,32 +114,35 @@ class ChiefProcess(FitProcess):
             self._dispatcher.close()
 
     def updated_rows(self) -> dict[int, tuple[Array, list[Any]]]:
-        """Return the rows of tables that this call has updated, and the variables that have such rows.
+        """Return the rows of each table that this call has updated, and the variables that have such rows.
 
-        These are a table and its slots, whose other rows have the values from before the call. The key is the
-        position of the table among the trainable variables.
+        These variables are the table and its slots. Their other rows have the values from before the call.
+        The key is the position of the table among the trainable variables.
         """
-        weights = zip(self.model.trainable_variables, self._known.weights, strict=True)
-        found: dict[int, list[tuple[Any, Array]]] = {i: [pair] for i, pair in enumerate(weights)}
-        slots = zip(self._known.slots, self.model.optimizer.variables, self._known.values, strict=True)
-        for (position, _), variable, known in slots:
-            found.setdefault(position, []).append((variable, known))
+        weights = zip(self.model.trainable_variables, self._served_state.weights, strict=True)
+        values_of: dict[int, list[tuple[Any, Array]]] = {i: [pair] for i, pair in enumerate(weights)}
+        slots = zip(
+            self._served_state.slots, self.model.optimizer.variables, self._served_state.values, strict=True
+        )
+        for (position, _), variable, value in slots:
+            values_of.setdefault(position, []).append((variable, value))
         return {
-            table: (rows, [variable for variable, _ in found[table]])
+            table: (rows, [variable for variable, _ in values_of[table]])
             for table, rows in self._servers.updated_rows.items()
-            # A callback may have changed other rows since, for example at the end of the training.
+            # A callback may have changed other rows since then, for example at the end of the training.
             if table not in self._written
             and all(
-                same_bits(self.backend.to_numpy(variable.value), known) for variable, known in found[table]
+                same_bits(self.backend.to_numpy(variable.value), value)
+                for variable, value in values_of[table]
             )
         }
 
     def begin_epoch(self, epoch: int) -> None:
-        """Let the workers begin an epoch once its first step is taken."""
+        """Let the workers begin an epoch when the loop takes its first step."""
         self._opening = epoch
 
     def end_batch(self) -> None:
-        """After the callbacks of a batch: take the present weights if one stops the training in an epoch."""
+        """Read the present weights if a callback of a batch has stopped the training within an epoch."""
         self._callbacks_ran = True
         if not self.model.stop_training or self._current:
             return
@@ -159,19 +171,19 @@ class ChiefProcess(FitProcess):
     def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
         """Yield the batches of a pass, and note whether each is the last one of its epoch.
 
-        To see that, the next one is read, but none beyond the number of batches that Keras knows: workers
-        read no further either, and a sampler that is asked for more draws the order of another pass.
+        To see that, the next batch is read, but none beyond the number of batches that Keras knows. Workers
+        do not read further either, and a sampler that is asked for more draws the order of another pass.
 
         Args:
-            batches: of the pass.
+            batches: the batches of the pass.
             count: their number, if it is known.
         """
-        known, steps = count or self._counted, self._steps_per_epoch
+        expected_count, steps = count or self._counted, self._steps_per_epoch
         read = 0
         batch = next(batches, None)
         while batch is not None:
             read += 1
-            if read == known or (steps and read % steps == 0):
+            if read == expected_count or (steps and read % steps == 0):
                 self._last = True
                 yield batch
                 batch = next(batches, None)
@@ -180,10 +192,10 @@ class ChiefProcess(FitProcess):
                 self._last = ahead is None
                 yield batch
                 batch = ahead
-        # Keras counts the batches of the first pass if it does not know their number.
+        # Like Keras, which counts the batches of the first pass if it does not know their number.
         self._counted = read
 
-    def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def _next_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Return (logs, state) of the next completed step."""
         assert self._dispatcher is not None
         step, self._steps = self._steps, self._steps + 1
@@ -202,7 +214,7 @@ class ChiefProcess(FitProcess):
             self._write_changes(state)
             self._dispatcher.open(self._opening)
             self._opening = None
-        # With steps_per_execution, none runs before the next step.
+        # With steps_per_execution, callbacks do not run after each step.
         self._callbacks_ran = False
         data = read_batch(batch)
         self._checks[step] = data.check()
@@ -216,7 +228,7 @@ class ChiefProcess(FitProcess):
         self._current = self._last
         if self._current:
             state = self._pulled(state)
-            self._known_others = self._others(state)
+            self._learned_others = self._others(state)
             timer.lap("exchange")
         timer.end(step + 1, logs, trained=self.served.trained + step + 1, examples=data.examples)
         if self.recorded is None:
@@ -228,15 +240,16 @@ class ChiefProcess(FitProcess):
     def _for_joiners(self, whole: bool) -> Contents:
         """Return the state for workers that join, or only the position.
 
-        Of the weights, those at the end of the last epoch do: at the end of the call, all processes get the
-        present ones, of tables the rows that the call has updated. The other variables, such as the states of
-        random generators, are those at the beginning of the call, from which a worker computes any step.
+        The weights at the end of the last epoch are enough: a worker pulls the present ones with each step,
+        and at the end of the call all processes get the final ones (of tables, the updated rows). The other
+        variables, such as the states of random generators, have their values from the beginning of the call,
+        from which a worker computes any step.
         """
-        weights = zip(self.model.trainable_variables, self._known.weights, strict=True)
-        slots = zip(self.model.optimizer.variables, self._known.values, strict=True)
+        weights = zip(self.model.trainable_variables, self._served_state.weights, strict=True)
+        slots = zip(self.model.optimizer.variables, self._served_state.values, strict=True)
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        known = KnownApart(self._random, self.mesh.facts(), [*weights, *slots, *others])
-        return self.served.take(whole, self._steps, known)
+        apart_state = ApartState(self._random, self.mesh.peers(), [*weights, *slots, *others])
+        return self.served.take_snapshot(whole, self._steps, apart_state)
 
     def _compare_batches(self) -> None:
         """Check that workers have read the same batches as this process.
@@ -246,9 +259,9 @@ class ChiefProcess(FitProcess):
         """
         assert self._dispatcher is not None
         for step in list(self._checks):
-            if (found := self._dispatcher.take_check(step)) is None:
+            if (worker_and_check := self._dispatcher.pop_check(step)) is None:
                 continue
-            worker, check = found
+            worker, check = worker_and_check
             if check != self._checks.pop(step):
                 raise DisagreementError(
                     f"step {step + 1} of {self.call.name}: worker {worker} has read another batch than the "
@@ -262,10 +275,12 @@ class ChiefProcess(FitProcess):
         if not isinstance(rate, keras.Variable):
             return
         if self._rate is None:
-            self._rate = next(i for i, one in enumerate(self.model.optimizer.variables) if one is rate)
+            self._rate = next(
+                i for i, variable in enumerate(self.model.optimizer.variables) if variable is rate
+            )
         index = self._rate
         now = self.backend.to_numpy(rate.value if state is None else state[2][index])
-        if now.tobytes() != self._known.values[index].tobytes():
+        if now.tobytes() != self._served_state.values[index].tobytes():
             raise ModelError(
                 "a callback changes the learning rate within an epoch, which parameter servers do not "
                 "support: use a keras.optimizers.schedules.LearningRateSchedule, or change it at the "
@@ -288,44 +303,48 @@ class ChiefProcess(FitProcess):
         return [np.array(self.backend.to_numpy(value)) for value in values]
 
     def _pulled(self, state: Any) -> Any:
-        """Return the state with what the servers and the dispatcher have, while no step is in work."""
+        """Return the state with the values of the servers and the dispatcher, while no step is in work."""
         assert self._dispatcher is not None
-        known = self._known
-        known.read(self._servers, self._steps)
+        served_state = self._served_state
+        served_state.read(self._servers, self._steps)
         if self.tables is not None:
             self._dispatcher.set_layers(self._digests())
             self.tables.closed = ""
-        state = self._program.put(state, known.weights, self._dispatcher.layers)
+        state = self._program.put(state, served_state.weights, self._dispatcher.layers)
         if state is not None:
-            return *state[:2], [keras.ops.convert_to_tensor(one) for one in known.values], *state[3:]
-        for variable, value in zip(self.model.optimizer.variables, known.values, strict=True):
+            return (
+                *state[:2],
+                [keras.ops.convert_to_tensor(value) for value in served_state.values],
+                *state[3:],
+            )
+        for variable, value in zip(self.model.optimizer.variables, served_state.values, strict=True):
             variable.assign(value)
         return None
 
     def _digests(self) -> dict[str, Array]:
-        """Return the digests of tables that only servers have, by the names of the layers' state."""
-        weights = [id(one) for one in self.model.trainable_variables]
-        others = [id(one) for one in self.model.non_trainable_variables]
-        found = {}
+        """Return the digests of tables that only servers have, by their names in the layers' state."""
+        weights = [id(variable) for variable in self.model.trainable_variables]
+        others = [id(variable) for variable in self.model.non_trainable_variables]
+        digests = {}
         for layer in self._server_layers:
             digest = self._servers.digests[weights.index(id(embedding_table(layer)))]
             position = others.index(id(layer.digest_variable))
             name = self._program.layer_of(position) or f"{VARIABLE}/{position}"
-            found[name] = digest.view(np.int32)
-        return found
+            digests[name] = digest.view(np.int32)
+        return digests
 
     def _write_changes(self, state: Any) -> None:
-        """Give servers and workers what the program or its callbacks have changed since the last epoch."""
+        """Give servers and workers the variables that the program has changed since the last epoch."""
         assert self._dispatcher is not None
         others, metrics = self._others(state), {id(variable) for variable in self.model.metrics_variables}
-        given = {}
-        for i, (old, new) in enumerate(zip(self._known_others, others, strict=True)):
+        changed_layers = {}
+        for i, (old, new) in enumerate(zip(self._learned_others, others, strict=True)):
             if not same_bits(old, new) and id(self.model.non_trainable_variables[i]) not in metrics:
-                given[self._program.layer_of(i) or f"{VARIABLE}/{i}"] = new
-        if given:
-            self._dispatcher.set_layers(given)
-        self._known_others = others
-        changed, slots = self._known.write_changes(self._servers, self._steps, *self._values(state))
+                changed_layers[self._program.layer_of(i) or f"{VARIABLE}/{i}"] = new
+        if changed_layers:
+            self._dispatcher.set_layers(changed_layers)
+        self._learned_others = others
+        changed, slots = self._served_state.write_changes(self._servers, self._steps, *self._values(state))
         self._written |= {*changed, *(position for position, _ in slots)}
 
 
@@ -345,5 +364,5 @@ class _ChiefEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._chief.begin_epoch(epoch)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Take the weights if the training stops here."""
+        """Read the weights if the training stops here."""
         self._chief.end_batch()

@@ -1,13 +1,36 @@
-"""The chief's side of the workers: hands out works, and collects what they compute besides gradients.
+"""The chief's side of the workers: hands out works, and collects their results other than gradients.
 
-A work is a step of `fit`, or a scheduled function. A thread answers the workers, so that what the chief
-itself does delays none. The layers' state, and other variables that functions change, live here: each
+A work is a step of `fit`, or a scheduled function. A thread answers the workers, so they never wait for what
+the chief itself does. The layers' state, and other variables that functions change, live here. Each
 assignment carries their present values, and each completed work changes them.
 
 All processes make the same calls in the same order. The chief makes each call first. The others wait for it,
-and learn its result; workers do works while they wait. In `fit`, the calls are its beginning and the ends of
+and learn its result. Workers do works while they wait. In `fit`, the calls are its beginning and the ends of
 its epochs. Between two of them, a worker waits for a step wherever it needs one, so the chief schedules as
 many steps as the data has.
+
+Two threads use a `Dispatcher`, under one lock (`_changed`):
+
+* The chief's main thread makes calls: `schedule`, `join`, `publish`, and so on. It waits in `_wait` until a
+  condition holds, and checks there for lost processes and for the time limit.
+* The dispatcher's own thread (`_run`) processes arrivals: questions of workers, and the ends of their
+  connections.
+
+A question that cannot be answered yet is *parked*, at most one for each process, because a process asks
+nothing else while it waits. `_pump` answers all parked questions that can be answered now. Whatever may make
+an answer possible calls it: an arrival, a new function, a passed call, an opened epoch. A process gets one of
+three answers (`_answer`): the call is over, a work to do, or the result of the call at which it waits.
+
+Without a recorded order, works are assigned as workers ask for them. With one (a replay), the same thread
+follows the order: a completed work that is early waits in `_arrived`, and a worker whose assignment is not
+due stays parked. What the main thread does, such as reading variables or raising an exception, is in the
+order as well, so `_in_turn` waits for its turn. In a replay in one process there are no workers and no second
+thread: `_wait` itself processes the next record (`_compute_next`) until its condition holds.
+
+A result of a call stays in `_calls` until all processes that need it have learned it (`_learners`). These
+include processes that are to join: from the moment at which the chief has given a joiner its log, until the
+joiner connects, the results since then are kept for it. Until the view that admits it is announced, it has no
+worker id, so the process that it will replace is *held*. Afterwards it is *expected*.
 """
 
 import queue
@@ -35,11 +58,11 @@ from lockstep.protocol.parameter_server import (
     WorkDone,
 )
 from lockstep.system.notes import note
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Arrival
 
 Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 MAX_WAITING = 256
 """Functions of each worker that may wait before `schedule` waits."""
@@ -48,22 +71,22 @@ _REPORT_EVERY = 5.0
 """Seconds between two notes on what the chief waits for."""
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks whether processes are lost."""
+"""Seconds between two checks for lost processes."""
 
 _ANSWERS_WITHIN = 5.0
-"""Seconds in which a server answers that it runs, once the chief has waited too long."""
+"""Seconds for a server to answer that it runs, once the chief has waited too long."""
 
 _SHOWN = "`w` in lockstep top shows what a worker does"
 
 
 class ComputedHere(Protocol):
-    """Computes the steps of a recorded call in this process; see `FollowedOrders`."""
+    """Computes the steps of a recorded call in this process, without workers; see `FollowedOrders`."""
 
     def assign(self, worker: int, assigned: Assigned, layers: Sequence[Array]) -> None:
         """Assign a step to a worker, with the layers' state."""
 
-    def done(self, worker: int, step: int) -> Asked:
-        """Return what a worker has told the chief of a step that it has completed."""
+    def done(self, worker: int, step: int) -> Arrival:
+        """Compute a step; return what its worker told the chief when it had completed the step."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +123,8 @@ class DispatchedCall:
 def combined(value: Array, start: Array, end: Array) -> Array:
     """Return the value of a variable after a function that has changed it from `start` to `end`.
 
-    If no other function has changed it meanwhile, that is `end`; otherwise the difference is added. What is
-    not a finite number has no difference.
+    If no other function has changed it meanwhile, that is `end`. Otherwise the difference is added. Values
+    that are not finite have no difference, so the last one counts.
     """
     if value.tobytes() == start.tobytes() or value.dtype == np.bool_:
         return end
@@ -115,27 +138,27 @@ class _CallResult:
     """The result of a call, for the processes that have not learned it.
 
     Attributes:
-        passed: the message, of which `until` is not known yet.
+        passed: the message. Its `until` is set when it is sent.
         arrays: the arrays of the message.
-        takers: the processes that have it.
+        learned_by: the processes that have it.
     """
 
     passed: Passed
     arrays: Sequence[Array]
-    takers: set[int] = field(default_factory=set)
+    learned_by: set[int] = field(default_factory=set)
 
 
 class Dispatcher:
     """Answers the workers of one call of `fit`, or the workers and servers of scheduled functions.
 
     Args:
-        call: to answer them in.
-        scheduled: whether the works are functions, which the program schedules.
+        call: the call.
+        scheduled: whether the works are functions that the program schedules.
 
     Attributes:
         unit: names a work in messages.
         staleness: the staleness of the completed steps, in their order.
-        when_completed: called by a thread that waits when steps were completed.
+        when_completed: is called by the waiting thread when steps were completed.
         look: is called every second while the chief waits.
         silent: returns the names of the servers that do not answer within some seconds, once the call fails.
     """
@@ -145,17 +168,17 @@ class Dispatcher:
         self.when_completed: Callable[[], object] = lambda: None
         self.look: Callable[[], object] = lambda: None
         self.silent: Callable[[float], Sequence[str]] = lambda _: ()
-        self._tasks, self._what, self._timeout = call.tasks, call.name, call.timeout
+        self._tasks, self._call_name, self._timeout = call.tasks, call.name, call.timeout
         self.unit = "function" if scheduled else "step"
         self._live, self._lost, self._workers = set(call.tasks.workers), call.lost, call.workers
         self._replacements = call.replacements
         self._assignments = Assignments(call.max_staleness, 0 if scheduled else None)
         self._writer, self._recorded, self._here = call.writer, call.recorded, call.here
-        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._drop = call.drop
         self._changed = threading.Condition()
-        self._parked: dict[int, Asked] = {}
-        self._arrived: dict[Record, Asked] = {}
+        self._parked: dict[int, Arrival] = {}
+        self._arrived: dict[Record, Arrival] = {}
         self._followed: dict[int, Answered] = {}
         self._layers: dict[str, Array] | None = None
         self._assigns = True
@@ -184,9 +207,9 @@ class Dispatcher:
         """Answer workers from now on."""
         self._thread.start()
 
-    def put(self, asked: Asked) -> None:
-        """Take a question of a worker, or its leaving."""
-        self._inbox.put(asked)
+    def put(self, arrival: Arrival) -> None:
+        """Receive a question of a worker, or the end of its questions."""
+        self._inbox.put(arrival)
 
     def keep(self, processes: Iterable[int]) -> None:
         """Expect only these processes: the others were lost before they could connect."""
@@ -195,7 +218,7 @@ class Dispatcher:
             self._servers &= set(processes)
 
     def set_layers(self, layers: Mapping[str, Array]) -> None:
-        """Set values of the layers' state; steps are assigned from the first call on."""
+        """Set values of the layers' state. Steps are assigned from the first call of this method on."""
         with self._changed:
             self._layers = {**(self._layers or {}), **layers}
             self._changed_variables |= layers.keys()
@@ -243,7 +266,7 @@ class Dispatcher:
         self._wait(lambda: bool(self._logs))
         return self._logs.popleft()
 
-    def take_check(self, step: int) -> tuple[int, bytes] | None:
+    def pop_check(self, step: int) -> tuple[int, bytes] | None:
         """Return the worker that has computed a step, and its hash of the batch, once; None before."""
         with self._changed:
             return self._checks.pop(step, None)
@@ -254,13 +277,13 @@ class Dispatcher:
             self._assigns = False
         recorded = self._recorded
         if recorded is not None:
-            # What a lost worker had in work then is not in the order.
+            # Steps that were lost with a worker then are not in the order.
             self._wait(lambda: recorded.awaited() is None)
         else:
             self._wait(lambda: not self._assignments.in_work())
 
     def begin(self) -> None:
-        """Note which workers have taken the place of a lost one since the last functions."""
+        """Record which workers have replaced lost ones since the last functions."""
         with self._changed:
             for process, worker in sorted(self._workers.items()):
                 if process in self._live and self._replacements.get(process, process) != worker:
@@ -274,35 +297,35 @@ class Dispatcher:
 
     @property
     def expected(self) -> Mapping[int, int]:
-        """The workers that have joined and not connected yet, by the processes whose place they take."""
+        """The workers that have joined and not connected yet, by the processes that they replace."""
         with self._changed:
             return dict(self._expected)
 
     def hold(self, processes: Iterable[int]) -> None:
-        """Keep what calls find from now on for workers that take the place of these processes."""
+        """Keep the results of calls from now on for workers that will replace these processes."""
         with self._changed:
             self._held = set(processes)
 
     def expect(self, joined: Mapping[int, int]) -> None:
-        """Keep it from now on for workers that have joined, and for no others.
+        """Keep results from now on for workers that have joined, instead of the processes of `hold`.
 
         Args:
-            joined: their worker ids, by the processes whose place they take.
+            joined: their worker ids, by the processes that they replace.
         """
         with self._changed:
             self._held.clear()
-            new = {process: one for process, one in joined.items() if self._worker(process) != one}
+            new = {process: worker for process, worker in joined.items() if self._worker(process) != worker}
             self._expected.update(new)
 
     def expect_no_longer(self, lost: Collection[int]) -> None:
-        """Expect workers no longer that are lost before they have connected."""
+        """Stop expecting workers that were lost before they connected."""
         with self._changed:
             for process, worker in list(self._expected.items()):
                 if worker in lost:
                     del self._expected[process]
 
     def schedule(self, call: int) -> FunctionFailure | None:
-        """Add a function, unless an earlier one has failed: then return why.
+        """Add a function. If an earlier one has failed, return its failure instead.
 
         Waits while too many functions wait.
         """
@@ -321,7 +344,7 @@ class Dispatcher:
         return None
 
     def join(self, call: int) -> FunctionFailure | None:
-        """Wait until all functions are complete; return why one has failed."""
+        """Wait until all functions are complete; return the failure of one, if one has failed."""
         if self._recorded is None:
             self._wait(lambda: self._raised is not None or not self._unfinished())
             raises = self._raised is not None
@@ -331,7 +354,7 @@ class Dispatcher:
         return self._fail(call) if raises else None
 
     def done(self, call: int) -> tuple[bool, FunctionFailure | None]:
-        """Return whether all functions are complete, and why one has failed."""
+        """Return whether all functions are complete, and the failure of one, if one has failed."""
         with self._changed:
             if self._recorded is None and self._raised is None:
                 done = not self._unfinished()
@@ -347,16 +370,16 @@ class Dispatcher:
     ) -> tuple[list[tuple[FunctionResult, list[Array]]], FunctionFailure | None]:
         """Wait for functions; return their results, or why one has failed or was dropped."""
 
-        def known() -> bool:
+        def ready() -> bool:
             return all(step in self._results or self._why(step) for step in steps)
 
         if self._recorded is None:
-            self._wait(lambda: known() or self._raised is not None)
+            self._wait(lambda: ready() or self._raised is not None)
             with self._changed:
-                fails = not known()
+                fails = not ready()
         else:
             fails = self._recorded.has(Record(RecordKind.RAISE, 0, call))
-            self._wait(lambda: fails or known())
+            self._wait(lambda: fails or ready())
         if fails:
             return [], self._fail(call)
         with self._changed:
@@ -372,11 +395,11 @@ class Dispatcher:
     def remaining(
         self, most: int
     ) -> tuple[dict[int, tuple[FunctionResult, list[Array]]], dict[int, FunctionFailure]]:
-        """Return the last results that the program may still need, and why others have none."""
+        """Return the last results that the program may still need, and the failures of other functions."""
         with self._changed:
             self._forget()
             failures = self._dropped | self._failures
-            steps, failed = (sorted(found)[-most:] for found in (self._results, failures))
+            steps, failed = (sorted(numbers)[-most:] for numbers in (self._results, failures))
             return {step: self._results[step] for step in steps}, {step: failures[step] for step in failed}
 
     def forget(self, step: int) -> None:
@@ -430,19 +453,19 @@ class Dispatcher:
         with self._changed:
             self._ended = True
 
-    def wait_until_taken(self) -> None:
+    def wait_until_learned(self) -> None:
         """Wait until all processes have learned the results of all calls."""
-        self._wait(lambda: not self._untaken(), leaving=True)
+        self._wait(lambda: not self._unlearned(), leaving=True)
 
-    def _untaken(self) -> bool:
-        return any(self._takers() - one.takers for one in self._calls.values())
+    def _unlearned(self) -> bool:
+        return any(self._learners() - result.learned_by for result in self._calls.values())
 
-    def _takers(self) -> set[int]:
-        """Return the processes that take the results of calls."""
+    def _learners(self) -> set[int]:
+        """Return the processes that need the results of calls."""
         return self._live | self._servers | self._held | self._expected.keys()
 
     def _why(self, step: int) -> FunctionFailure | None:
-        """Return why a function has no result; None if it has, or may still have one."""
+        """Return why a function has no result; None if it has one, or may still have one."""
         return self._failures.get(step) or self._dropped.get(step)
 
     def _unfinished(self) -> int:
@@ -450,13 +473,13 @@ class Dispatcher:
         return self._assignments.stop - len(self._dropped) - self._assignments.completed
 
     def _fail(self, call: int) -> FunctionFailure:
-        """End the functions in work, and drop those that wait; return what has failed."""
+        """Wait for the functions in work, and drop those that wait; return the failure."""
 
         def fail() -> FunctionFailure:
             failed = self._raised
             if failed is None:
                 raise PeerLostError(
-                    f"{self._what}: a function has failed in the recorded run, and not in this one"
+                    f"{self._call_name}: a function has failed in the recorded run, and not in this one"
                 )
             self._dropped |= dict.fromkeys(self._assignments.cancel(), failed)
             self._raised = None
@@ -467,23 +490,23 @@ class Dispatcher:
             self._wait(lambda: not self._assignments.in_work())
         return self._in_turn(Record(RecordKind.RAISE, 0, call), fail)
 
-    def _in_turn(self, record: Record, act: Callable[[], Found]) -> Found:
+    def _in_turn(self, record: Record, act: Callable[[], Result]) -> Result:
         """Return what `act` returns: at once, or at its turn in the recorded order."""
         recorded = self._recorded
         with self._changed:
             if recorded is not None:
                 self._wait(lambda: recorded.awaited() == record)
             self._writer.add(*record)
-            found = act()
+            result = act()
             if recorded is not None:
                 recorded.advance()
-            # What comes after it sees what it has done.
+            # Whatever follows in the order sees the effects of `act`.
             self._pump()
-            return found
+            return result
 
     def _wait(self, over: Callable[[], bool], *, leaving: bool = False) -> None:
         if self._here is not None:
-            # No worker has to leave.
+            # There are no workers that could leave.
             while not leaving and not over():
                 self._compute_next(self._here)
             return
@@ -506,35 +529,36 @@ class Dispatcher:
                         late = f" has ended, but {silent}{self._left()} {limit}"
                     else:
                         late = f": no {self.unit} was completed {limit}; {silent}{self._in_work()}"
-                    raise PeerStuckError(f"{self._what}{late}; {_SHOWN}, and --timeout sets the limit")
+                    raise PeerStuckError(f"{self._call_name}{late}; {_SHOWN}, and --timeout sets the limit")
                 if now - reported > _REPORT_EVERY:
                     reported = now + (now - begun)
                     late = self._left() if leaving else f"no {self.unit} completed; {self._in_work()}"
-                    note(f"{self._what}, after {now - begun:.0f} s: {late}")
+                    note(f"{self._call_name}, after {now - begun:.0f} s: {late}")
                 for process in self._lost():
                     worker = self._worker(process)
                     self._drop(worker)
                     # It may have been lost before it has connected.
-                    self._inbox.put(Asked(process, None, worker=worker))
+                    self._inbox.put(Arrival(process, None, worker=worker))
                 self.look()
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
     def _without_workers(self) -> str:
-        # The coordinator announces a moment later which server the workers have missed.
+        # Workers end when a server is lost. The coordinator announces the loss of the server a moment later.
         self._changed.wait_for(lambda: False, _LOOK_EVERY)
         tasks = self._tasks
         servers = [tasks.name(process) for process in sorted(self._lost()) if tasks.of(process)[0] == "ps"]
         lost = f"{' and '.join(servers)} ended, and " if servers else ""
         left = f"{lost}{self._silent()}no worker is left to compute gradients"
-        return f"{self._what}: {left}; their logs say why"
+        return f"{self._call_name}: {left}; their logs say why"
 
     def _silent(self) -> str:
-        """Return which servers do not answer, for an error; they may be why the chief has waited in vain."""
+        """Return a part of a message: the servers that do not answer, which may be why the chief waits."""
         names = self.silent(_ANSWERS_WITHIN)
         return f"{' and '.join(names)} do{'es' * (len(names) == 1)} not answer; " if names else ""
 
     def _left(self) -> str:
-        return f"{', '.join(f'worker {self._worker(one)}' for one in sorted(self._live))} did not leave it"
+        workers = [f"worker {self._worker(process)}" for process in sorted(self._live)]
+        return f"{', '.join(workers)} did not leave it"
 
     def _in_work(self) -> str:
         steps = [
@@ -546,75 +570,77 @@ class Dispatcher:
         return ", ".join(steps) or f"no worker has begun a {self.unit}"
 
     def _run(self) -> None:
-        while (asked := self._inbox.get()) is not None:
+        while (arrival := self._inbox.get()) is not None:
             with self._changed:
                 try:
-                    if asked.message is not None:
-                        self._admit(asked)
-                        self._handle(asked)
-                    elif asked.worker == self._worker(asked.process):
-                        self._lose(asked.process)
+                    if arrival.message is not None:
+                        self._admit(arrival)
+                        self._handle(arrival)
+                    elif arrival.worker == self._worker(arrival.process):
+                        self._lose(arrival.process)
                     self._pump()
                 except Exception as error:
                     self._failure = error
                 self._changed.notify_all()
 
-    def _handle(self, asked: Asked) -> None:
-        """Process a question of a worker, and keep it until it can be answered."""
-        process = asked.process
-        match asked.message:
+    def _handle(self, arrival: Arrival) -> None:
+        """Process a question of a worker, and park it until it can be answered."""
+        process = arrival.process
+        match arrival.message:
             case WorkDone(step=step):
                 followed = self._followed.get(process)
                 if followed is not None and followed[0].step == step:
                     del self._followed[process]
                 record = Record(RecordKind.DONE, process, step)
                 if self._recorded is None:
-                    self._take(asked)
+                    self._process_done(arrival)
                 elif self._recorded.has(record):
-                    self._arrived[record] = asked
+                    self._arrived[record] = arrival
             case AtCall(scheduled=scheduled) if scheduled > 0 and not self._is_ahead(process):
                 self._assignments.give_back(process, scheduled)
-        self._parked[process] = asked
+        self._parked[process] = arrival
 
     def _is_ahead(self, process: int) -> bool:
         """Whether a worker that follows a recorded order keeps a step of an epoch that it has not begun.
 
-        There, it was one that had replaced a lost worker, and was further. It has computed the step, or was
-        lost with it; otherwise, it has got another one later. Others may already have computed it here.
+        In the recorded run, the step belonged to a worker that had replaced a lost one and was further ahead.
+        If the next record of the worker is not another assignment, it completed the step then, or was lost
+        with it. So this worker has to keep the step. Otherwise it gives the step back, as it did then. Other
+        workers may already have computed the step here.
         """
         if self._recorded is None or process not in self._followed:
             return False
         following = self._recorded.next_of(process)
         return following is None or following.kind is not RecordKind.ASSIGN
 
-    def _take(self, asked: Asked) -> None:
+    def _process_done(self, arrival: Arrival) -> None:
         """Process a completed work."""
-        returned = asked.message
-        assert isinstance(returned, WorkDone)
-        if not self._complete(asked.process, returned.step, returned.staleness):
+        done = arrival.message
+        assert isinstance(done, WorkDone)
+        if not self._complete(arrival.process, done.step, done.staleness):
             return
         assert self._layers is not None
         # New arrays: the values of an assignment may still be on their way.
-        count = len(returned.changed)
+        count = len(done.changed)
         before, after, others = (
-            asked.arrays[:count],
-            asked.arrays[count : 2 * count],
-            asked.arrays[2 * count :],
+            arrival.arrays[:count],
+            arrival.arrays[count : 2 * count],
+            arrival.arrays[2 * count :],
         )
-        for name, start, end in zip(returned.changed, before, after, strict=True):
+        for name, start, end in zip(done.changed, before, after, strict=True):
             self._layers[name] = combined(self._layers[name], start, end)
-        self._changed_variables |= set(returned.changed)
-        if returned.failure is not None:
-            self._failures[returned.step] = returned.failure
-            self._raised = self._raised or returned.failure
+        self._changed_variables |= set(done.changed)
+        if done.failure is not None:
+            self._failures[done.step] = done.failure
+            self._raised = self._raised or done.failure
             self._assigns = False
-        elif returned.result is not None:
-            self._results[returned.step] = returned.result, others
+        elif done.result is not None:
+            self._results[done.step] = done.result, others
         else:
-            logs = dict(zip(returned.names, others, strict=True))
+            logs = dict(zip(done.names, others, strict=True))
             for name in self._layers.keys() & logs.keys():
                 self._layers[name] = self._layers[name] + logs.pop(name)
-            self._checks[returned.step] = asked.process, returned.check
+            self._checks[done.step] = arrival.process, done.check
             self._logs.append(logs)
         self._forget()
 
@@ -625,20 +651,20 @@ class Dispatcher:
             self._forgotten.remove(step)
             del self._results[step]
 
-    def _answer(self, process: int, asked: Asked) -> Answered | None:
-        """Return the answer to a kept question; None if it has to wait."""
-        at = _place(asked)
+    def _answer(self, process: int, arrival: Arrival) -> Answered | None:
+        """Return the answer to a parked question; None if it has to wait."""
+        at = _call_of(arrival)
         if self._over:
             return Passed(0, kind="close"), []
         if at.call < 0 or self._passed <= at.call:
             if process in self._servers:
                 return None
-            if isinstance(asked.message, AtCall) and at.call < 0 and self._is_ahead(process):
+            if isinstance(arrival.message, AtCall) and at.call < 0 and self._is_ahead(process):
                 return self._followed[process]
             return self._assign(process, at.scheduled)
-        found = self._calls.get(at.call)
-        if found is not None and found.passed.kind == "done" and not found.passed.done:
-            # A program that polls is always ahead of its workers.
+        result = self._calls.get(at.call)
+        if result is not None and result.passed.kind == "done" and not result.passed.done:
+            # The chief of a program that polls `done` is always a call ahead: its workers would never work.
             assigned = None if process in self._servers else self._assign(process, at.scheduled)
             if assigned is not None:
                 return assigned
@@ -649,20 +675,20 @@ class Dispatcher:
             return Passed(self._first, completed=self._assignments.completed_below), []
         later = [number for number in self._calls if number > call]
         until = min(later, default=self._passed)
-        if (found := self._calls.get(call)) is None:
+        if (result := self._calls.get(call)) is None:
             return Passed(until), []
-        found.takers.add(process)
-        for number, one in list(self._calls.items()):
-            if not self._takers() - one.takers:
+        result.learned_by.add(process)
+        for number, other in list(self._calls.items()):
+            if not self._learners() - other.learned_by:
                 del self._calls[number]
-        return msgspec.structs.replace(found.passed, until=until), list(found.arrays)
+        return msgspec.structs.replace(result.passed, until=until), list(result.arrays)
 
     def _may_assign(self, turn: Record) -> bool:
         """Whether the worker of a recorded assignment waits for it."""
-        asked = self._parked.get(turn.worker)
-        if asked is None or self._layers is None or self._over:
+        arrival = self._parked.get(turn.worker)
+        if arrival is None or self._layers is None or self._over:
             return False
-        message, at = asked.message, _place(asked)
+        message, at = arrival.message, _call_of(arrival)
         if (
             isinstance(message, WorkDone)
             and Record(RecordKind.DONE, turn.worker, message.step) in self._arrived
@@ -677,20 +703,20 @@ class Dispatcher:
         """Return the worker id of a process."""
         return self._workers.get(process, process)
 
-    def _admit(self, asked: Asked) -> None:
-        """Take in a worker that replaces a lost one."""
-        process, worker = asked.process, asked.worker
-        # Of a call that begins, a worker may connect before the worker ids of the processes are known.
+    def _admit(self, arrival: Arrival) -> None:
+        """Accept a worker that replaces a lost one."""
+        process, worker = arrival.process, arrival.worker
+        # At the beginning of a call, a worker may connect before the worker ids of the processes are known.
         if worker not in (self._worker(process), self._replacements.get(process)):
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
             self._replace(process, worker)
-            note(f"{self._what}: worker {worker} takes the place of worker {replaced}")
+            note(f"{self._call_name}: worker {worker} takes the place of worker {replaced}")
         if self._expected.get(process) == worker:
             del self._expected[process]
 
     def _replace(self, process: int, worker: int) -> None:
-        """Note that a worker has taken the place of a lost one."""
+        """Record that a worker has replaced a lost one."""
         self._replacements[process] = worker
         self._writer.add(RecordKind.JOINED, process, worker)
 
@@ -698,17 +724,17 @@ class Dispatcher:
         self._parked.pop(process, None)
         self._servers.discard(process)
         lost = self._assignments.lose(process)
-        known = process in self._live
+        was_live = process in self._live
         self._live.discard(process)
-        if known and not self._ended:
+        if was_live and not self._ended:
             numbers = ", ".join(str(step + 1) for step in lost)
             steps = f"; another worker computes {self.unit} {numbers}" if lost else ""
-            note(f"{self._what}: worker {self._worker(process)} has ended{steps}")
+            note(f"{self._call_name}: worker {self._worker(process)} has ended{steps}")
             step = self._assignments.lost_with_all(self._tasks.workers)
             if step is not None and self._live:
                 raise PeerLostError(
-                    f"{self._what}: each worker that has computed {self.unit} {step + 1} has ended with it; "
-                    "their logs say why"
+                    f"{self._call_name}: each worker that has computed {self.unit} {step + 1} has ended with "
+                    "it; their logs say why"
                 )
 
     def _complete(self, worker: int, step: int, staleness: int) -> bool:
@@ -723,10 +749,10 @@ class Dispatcher:
         """Answer everything that can be answered."""
         if self._recorded is not None and self._here is None:
             self._follow(self._recorded)
-        for process, asked in list(self._parked.items()):
-            if (answer := self._answer(process, asked)) is not None:
+        for process, arrival in list(self._parked.items()):
+            if (answer := self._answer(process, arrival)) is not None:
                 del self._parked[process]
-                asked.answer(*answer)
+                arrival.answer(*answer)
 
     def _assign(self, worker: int, below: int) -> Answered | None:
         """Assign a work below a number, if that is not -1, to a worker that waits for one."""
@@ -739,13 +765,14 @@ class Dispatcher:
         self._writer.add(RecordKind.ASSIGN, worker, step)
         incomplete = tuple(self._assignments.incomplete_below(step))
         assert self._layers is not None
-        # Workers have the other ones from the beginning. One process that repeats a run changes its own.
-        given = {k: v for k, v in self._layers.items() if self._here or k in self._changed_variables}
+        # Workers have the other variables from the beginning. A replay in one process also changes the
+        # variables that it would have from the beginning, so it needs all.
+        layers = {k: v for k, v in self._layers.items() if self._here or k in self._changed_variables}
         replacement = self._replacements.get(worker, -1)
-        return Assigned(step, incomplete, tuple(given), replacement), list(given.values())
+        return Assigned(step, incomplete, tuple(layers), replacement), list(layers.values())
 
     def _compute_next(self, here: ComputedHere) -> None:
-        """Process what has its turn in the recorded order, which this process computes.
+        """Process the next record of the recorded order, whose work this process computes.
 
         Raises:
             DisagreementError: there is no further step.
@@ -758,8 +785,8 @@ class Dispatcher:
             or turn.kind not in (RecordKind.ASSIGN, RecordKind.DONE, RecordKind.JOINED)
         ):
             raise DisagreementError(
-                f"{self._what}: the new run needs a further {self.unit}, which the recorded one has not "
-                "computed at this point: the script, its data or its libraries have changed"
+                f"{self._call_name}: the new run needs another {self.unit}, which the recorded one did not "
+                "compute at this point: the script, its data or its libraries have changed"
             )
         recorded.advance()
         with self._changed:
@@ -769,16 +796,16 @@ class Dispatcher:
                 self._assignments.follow(turn.worker, turn.step)
                 here.assign(turn.worker, *self._assigned(turn.worker, turn.step))
             else:
-                self._take(here.done(turn.worker, turn.step))
+                self._process_done(here.done(turn.worker, turn.step))
 
     def _follow(self, recorded: RecordedOrder) -> None:
-        """Process what has its turn in the recorded order."""
+        """Process the records of the recorded order that are due."""
         while (turn := recorded.awaited()) is not None:
             if turn.kind is RecordKind.DONE:
-                asked = self._arrived.pop(turn, None)
-                if asked is None:
+                arrival = self._arrived.pop(turn, None)
+                if arrival is None:
                     return
-                self._take(asked)
+                self._process_done(arrival)
             elif turn.kind is RecordKind.JOINED:
                 self._replace(turn.worker, turn.step)
             elif turn.kind is not RecordKind.ASSIGN or not self._may_assign(turn):
@@ -790,13 +817,13 @@ class Dispatcher:
             recorded.advance()
 
 
-def _place(asked: Asked) -> AtCall:
-    """Return where the process of a question waits."""
-    message = asked.message
+def _call_of(arrival: Arrival) -> AtCall:
+    """Return the call at which the process of a question waits."""
+    message = arrival.message
     assert isinstance(message, AtCall | WorkDone)
     return message.at if isinstance(message, WorkDone) else message
 
 
 def as_arrays(values: Mapping[str, Any], to_numpy: Any) -> dict[str, Array]:
-    """Return copies of values of the backend as arrays of NumPy."""
+    """Return copies of a backend's values as arrays of NumPy."""
     return {name: np.array(to_numpy(value)) for name, value in values.items()}

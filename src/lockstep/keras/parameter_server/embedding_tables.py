@@ -1,7 +1,7 @@
 """Embedding tables of which workers read only the rows that a batch looks up.
 
-A worker computes a step with the looked-up rows in place of the table, in the order of the lookups: so the
-compiled step neither knows the table nor searches in it, and its gradients are those of the rows. The ids are
+A worker computes a step with the looked-up rows in place of the table, in the order of the lookups. So the
+compiled step neither has the table nor searches in it, and its gradients are those of the rows. The ids are
 computed before the step, by the part of the model that leads from its inputs to its `Embedding` layers.
 """
 
@@ -44,7 +44,7 @@ _ADVICE = (
 )
 
 _STYLE = re.compile("\x1b\\[[0-9;]*m")
-"""What Keras highlights parts of messages with."""
+"""The codes with which Keras highlights parts of messages."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EmbeddingTable:
     """A table whose rows are read as needed.
 
     Attributes:
-        layer: that looks up rows.
+        layer: the layer that looks up rows.
         variable: the position of the table among the trainable variables.
     """
 
@@ -64,8 +64,8 @@ class EmbeddingTables:
     """The tables of a model, and which rows of them a batch looks up.
 
     Args:
-        tables: in the order of their layers.
-        model: that they belong to; None if there are none.
+        tables: the tables, in the order of their layers.
+        model: the model that they belong to; None if there are no tables.
         to_numpy: reads a tensor.
     """
 
@@ -83,7 +83,7 @@ class EmbeddingTables:
     def lookups(self, x: Any) -> list[list[Array]]:
         """Return, for each table, the positions of the rows that each call of its layer looks up.
 
-        The model is traced for each shape of its inputs, as backends do.
+        The model is traced once for each shape of its inputs, as backends do.
 
         Raises:
             DataError: an id is outside of its table.
@@ -105,9 +105,12 @@ class EmbeddingTables:
                     f"{self._model.name!r} looks up: {hindrance}; {_ADVICE}"
                 )
             self._traces[shapes] = trace
-        found = self._traces[shapes].ids(x, self._to_numpy)
+        ids_by_layer = self._traces[shapes].ids(x, self._to_numpy)
         return [
-            [positions_of(table.layer.path, table.layer.input_dim, ids) for ids in found[table.layer.path]]
+            [
+                positions_of(table.layer.path, table.layer.input_dim, ids)
+                for ids in ids_by_layer[table.layer.path]
+            ]
             for table in self.tables
         ]
 
@@ -115,18 +118,18 @@ class EmbeddingTables:
 class LookedUpRows:
     """The rows that a batch looks up, in place of the tables of a worker's model.
 
-    Within the block, the tables are not in the model. A variable has the rows in the order of the lookups; it
-    is replaced by a larger one where a batch looks up more rows. The block may be entered again.
+    Within the block, the tables are not in the model. A variable has the rows in the order of the lookups. It
+    is replaced by a larger one when a batch looks up more rows. The block may be entered again.
 
     Args:
-        tables: of the model.
-        model: built.
+        tables: the tables of the model.
+        model: the model, built.
     """
 
     def __init__(self, tables: EmbeddingTables, model: Any) -> None:
         self._tables, self._model = tables, model
         self._rows: list[Any] = []
-        self._found: list[list[Array]] = []
+        self._ids: list[list[Array]] = []
         self._distinct: list[tuple[Array, Array]] = []
         self._calls: list[list[tuple[Any, ...]]] = []
         self._stack = ExitStack()
@@ -157,10 +160,10 @@ class LookedUpRows:
         Raises:
             DataError: an id is outside of its table.
         """
-        self._found = self._tables.lookups(x()) if self._tables.tables else []
+        self._ids = self._tables.lookups(x()) if self._tables.tables else []
         self._distinct = [
             np.unique(np.concatenate([ids.ravel() for ids in calls]), return_inverse=True)
-            for calls in self._found
+            for calls in self._ids
         ]
         return {
             table.variable: rows for table, (rows, _) in zip(self._tables.tables, self._distinct, strict=True)
@@ -186,7 +189,7 @@ class LookedUpRows:
         return [rows.get(i, value) for i, value in enumerate(state[0])], *state[1:]
 
     def placed(self, weights: Sequence[Array]) -> list[Array]:
-        """Return weights, which have distinct rows of the tables, with the rows of all lookups instead."""
+        """Return weights that have distinct rows of the tables, with the rows of all lookups instead."""
         placed = list(weights)
         for room, table, (_, inverse) in zip(self._rows, self._tables.tables, self._distinct, strict=True):
             rows = placed[table.variable]
@@ -215,26 +218,28 @@ class LookedUpRows:
     def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._calls = [[] for _ in self._rows]
         outputs = call(*args, **kwargs)
-        for table, calls, found in zip(self._tables.tables, self._calls, self._found, strict=True):
-            if len(calls) != len(found):
+        for table, calls, ids in zip(self._tables.tables, self._calls, self._ids, strict=True):
+            if len(calls) != len(ids):
                 raise ModelError(
-                    f"a step calls layer {table.layer.path!r} {len(calls)} times, and not {len(found)} times "
+                    f"a step calls layer {table.layer.path!r} {len(calls)} times, and not {len(ids)} times "
                     f"as when the ids were computed; {_ADVICE}"
                 )
         return outputs
 
     def _look_up(self, number: int, ids: Any) -> Any:
-        """Take the place of an `Embedding`'s `call`."""
+        """Look up rows in place of an `Embedding`'s `call`."""
         table, calls = self._tables.tables[number], self._calls[number]
         shape = tuple(keras.ops.shape(ids))
-        found = self._found[number]
-        known = found[len(calls)].shape if len(calls) < len(found) else None
-        if known is None or (all(isinstance(size, int) for size in shape) and shape != known):
+        expected_ids = self._ids[number]
+        expected_shape = expected_ids[len(calls)].shape if len(calls) < len(expected_ids) else None
+        if expected_shape is None or (
+            all(isinstance(size, int) for size in shape) and shape != expected_shape
+        ):
             raise ModelError(
-                f"a step looks up ids of the shape {shape} in layer {table.layer.path!r}, which are not "
-                f"those that follow from the model's inputs; {_ADVICE}"
+                f"a step looks up ids of the shape {shape} in layer {table.layer.path!r}, which do not "
+                f"follow from the model's inputs; {_ADVICE}"
             )
-        first = sum(prod(one) for one in calls)
+        first = sum(prod(earlier) for earlier in calls)
         calls.append(shape)
         rows = keras.ops.convert_to_tensor(self._rows[number])[first : first + prod(shape)]
         rows = keras.ops.reshape(rows, (*shape, table.layer.output_dim))
@@ -244,7 +249,7 @@ class LookedUpRows:
 def _put_variable(layer: Any, old: Any, new: Any) -> None:
     """Put a variable of a layer in place of another one."""
     variables = own_trainable_variables(layer)
-    variables[next(i for i, one in enumerate(variables) if one is old)] = new
+    variables[next(i for i, variable in enumerate(variables) if variable is old)] = new
 
 
 def _read_in_step(path: str) -> Exception:
@@ -263,17 +268,17 @@ def _room(layer: Any, size: int) -> Any:
 def find_tables(
     model: Any, x: Callable[[], Any], to_numpy: Callable[[Any], Array]
 ) -> tuple[EmbeddingTables, dict[str, str]]:
-    """Return the tables of a model, and why workers read the whole table of its other `Embedding` layers.
+    """Return the tables of a model, and why workers read the whole tables of its other `Embedding` layers.
 
     The reasons are by the paths of the layers.
 
     Args:
-        model: built.
-        x: returns inputs of a batch, or what has their shapes and dtypes; called only if the model does not
-            know the form of its inputs.
+        model: the model, built.
+        x: returns inputs of a batch, or anything with their shapes and dtypes; called only if the model does
+            not know the form of its inputs.
         to_numpy: reads a tensor.
     """
-    positions = {id(one): i for i, one in enumerate(model.trainable_variables)}
+    positions = {id(variable): i for i, variable in enumerate(model.trainable_variables)}
     layers = [
         layer
         for layer in layers_of(model)
@@ -287,15 +292,15 @@ def find_tables(
             with graph_kept(model):
                 struct = symbolic_inputs(model)
                 trace = _traced(model, layers, x() if struct is None else struct)
-                found = {layer.path: trace.hindrance([layer]) for layer in layers}
+                hindrances = {layer.path: trace.hindrance([layer]) for layer in layers}
         except _TableRead as error:
             reasons[error.layer.path] = str(error)
             layers = [layer for layer in layers if layer is not error.layer]
             continue
         except Exception as error:
             cause = f"its ids cannot be computed before the step ({type(error).__name__}: {_line_of(error)})"
-            found = {layer.path: cause for layer in layers}
-        reasons |= {path: hindrance for path, hindrance in found.items() if hindrance}
+            hindrances = {layer.path: cause for layer in layers}
+        reasons |= {path: hindrance for path, hindrance in hindrances.items() if hindrance}
         tables = [
             EmbeddingTable(layer, positions[id(embedding_table(layer))])
             for layer in layers
@@ -306,7 +311,7 @@ def find_tables(
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the first line of a message that says something."""
+    """Return the first line of a message that says what is wrong."""
     lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith("Exception encountered when calling")]
     return next(iter(telling or lines), "")
@@ -325,7 +330,7 @@ def _hindrance(model: Any, layer: Any) -> str:
     if layer.activity_regularizer is not None:
         return "it has an activity_regularizer"
     table = embedding_table(layer)
-    owners = [one for one in layers_of(model) if any(v is table for v in own_trainable_variables(one))]
+    owners = [other for other in layers_of(model) if any(v is table for v in own_trainable_variables(other))]
     return "several layers have it" if len(owners) > 1 else ""
 
 
@@ -370,13 +375,13 @@ class _Trace:
     _functions: dict[str, Any] = field(default_factory=dict)
 
     def hindrance(self, layers: Sequence[Any]) -> str:
-        """Prepare to compute the ids of layers; return why they would perhaps be wrong, empty if not.
+        """Prepare to compute the ids of layers; return why they might be wrong, or empty if they cannot be.
 
-        To be called in the block of `graph_kept` in which the model was called.
+        Callers are in the block of `graph_kept` in which the model was called.
         """
-        given = {id(one) for one in self.inputs}
+        inputs = {id(symbolic) for symbolic in self.inputs}
         for layer in layers:
-            computed = [ids for ids in self.calls[layer.path] if id(ids) not in given]
+            computed = [ids for ids in self.calls[layer.path] if id(ids) not in inputs]
             if computed:
                 self._functions[layer.path] = function = keras.Function(self.inputs, computed)
                 if hindrance := _dependence(function):
@@ -385,22 +390,24 @@ class _Trace:
 
     def ids(self, x: Any, to_numpy: Callable[[Any], Array]) -> dict[str, list[Array]]:
         """Return the ids of each call of each layer for which `hindrance` was called, by the layer's path."""
-        leaves = {id(one): leaf for one, leaf in zip(self.inputs, keras.tree.flatten(x), strict=True)}
-        found = {}
+        leaves = {
+            id(symbolic): leaf for symbolic, leaf in zip(self.inputs, keras.tree.flatten(x), strict=True)
+        }
+        ids_by_layer = {}
         for path, calls in self.calls.items():
             results = iter(())
             if path in self._functions:
-                given = [_as_called(leaves[id(one)], one) for one in self.inputs]
-                results = iter(keras.tree.flatten(self._functions[path](given)))
-            found[path] = [
+                arguments = [_as_called(leaves[id(symbolic)], symbolic) for symbolic in self.inputs]
+                results = iter(keras.tree.flatten(self._functions[path](arguments)))
+            ids_by_layer[path] = [
                 to_numpy(_as_called(leaves[id(ids)], ids) if id(ids) in leaves else next(results))
                 for ids in calls
             ]
-        return found
+        return ids_by_layer
 
 
 def _dependence(function: Any) -> str:
-    """Return on what else than its inputs, operations and layers without state a function depends."""
+    """Return what a function depends on besides its inputs, operations and layers without state."""
     for node in nodes_of(function):
         operation = node.operation
         if operation is None or node.is_input:
@@ -423,7 +430,7 @@ def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
     """Call a model with symbolic inputs like `x`.
 
     Raises:
-        _TableRead: the model reads the table of one of the layers other than by such lookups.
+        _TableRead: the model reads the table of one of the layers other than by lookups of such ids.
     """
     calls: dict[str, list[Any]] = {layer.path: [] for layer in layers}
     tables = {id(layer) for layer in layers}
@@ -444,7 +451,9 @@ def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
             stack.enter_context(replaced(model, "symbolic_call", call))
         # Within `fit` on JAX, variables have no values. Ids do not depend on them, but shapes do.
         empty = [variable for variable in model.variables if stored_value(variable) is None]
-        stack.enter_context(with_values(empty, [keras.ops.zeros(one.shape, one.dtype) for one in empty]))
+        stack.enter_context(
+            with_values(empty, [keras.ops.zeros(variable.shape, variable.dtype) for variable in empty])
+        )
         stack.enter_context(scope)
         model(inputs, **({"training": True} if takes_training(model) else {}))
     if scope.state_mapping or not same_states(random_states(), states):
@@ -476,7 +485,7 @@ def _read_at_once(layer: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _arranged(model: Any, x: Any) -> Any:
-    """Return inputs in the structure, and with the ranks, of those of a functional model."""
+    """Return inputs in the structure, and with the ranks, of the inputs of a functional model."""
     struct = symbolic_inputs(model)
     if struct is None:
         return x
@@ -486,16 +495,19 @@ def _arranged(model: Any, x: Any) -> Any:
     if len(leaves) != len(inputs):
         return x
     pairs = zip(leaves, inputs, strict=True)
-    return keras.tree.pack_sequence_as(struct, [_with_rank(leaf, one.shape) for leaf, one in pairs])
+    return keras.tree.pack_sequence_as(struct, [_with_rank(leaf, symbolic.shape) for leaf, symbolic in pairs])
 
 
 def _named_inputs(struct: Any, x: dict[str, Any]) -> Any:
-    """Return named inputs for those of a functional model: by the keys of these, or by their names."""
+    """Return named inputs in the structure of a functional model, by its keys or by its inputs' names."""
     if isinstance(struct, dict):
         return {name: x[name] for name in struct} if struct.keys() <= x.keys() else x
     symbolic = [struct] if isinstance(struct, keras.KerasTensor) else list(struct)
-    if all(isinstance(one, keras.KerasTensor) and one.name in x for one in symbolic):
-        return [x[one.name] for one in symbolic]
+    if all(
+        isinstance(symbolic_input, keras.KerasTensor) and symbolic_input.name in x
+        for symbolic_input in symbolic
+    ):
+        return [x[symbolic_input.name] for symbolic_input in symbolic]
     return x
 
 
@@ -510,11 +522,11 @@ def _with_rank(leaf: Any, shape: Sequence[int | None]) -> Any:
 def _as_called(leaf: Any, symbolic: Any) -> Any:
     """Return a leaf of the inputs in the precision that the model's call gives it."""
     tensor = keras.ops.convert_to_tensor(leaf)
-    if all("float" in keras.backend.standardize_dtype(one.dtype) for one in (tensor, symbolic)):
+    if all("float" in keras.backend.standardize_dtype(value.dtype) for value in (tensor, symbolic)):
         return keras.ops.cast(tensor, symbolic.dtype)
     return tensor
 
 
 def unreadable(layer: Any, error: Callable[[], BaseException]) -> AbstractContextManager[None]:
-    """Within the block, the value of a layer's table is not there: each use of it raises an error."""
+    """Within the block, each use of the value of a layer's table raises an error."""
     return with_values([embedding_table(layer)], [_Unreadable(error)])

@@ -1,10 +1,10 @@
-"""A call of `fit` with parameter servers: what the chief, a worker and a server do in it.
+"""A call of `fit` with parameter servers, in the chief, a worker or a server.
 
 All processes run the same script. They enter `fit` with the same state, and leave it with the same state.
 Within it, the servers have the weights. The chief and the workers each run Keras's loop over the same
-batches: a worker computes the steps that the chief assigns to it, and the chief's step is the next completed
-one. Between the epochs no step is in work, so the chief evaluates, and calls the callbacks, with the weights
-of that moment.
+batches. A worker computes the steps that the chief assigns to it. A step of the chief's loop is the next
+completed one. Between the epochs no step is in work, so the chief evaluates, and calls the callbacks, with
+the weights of that moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,11 +58,11 @@ def fit_on_servers(
     refuse_unserved(served.model, served.shards)
     refuse_buffers(served.backend.training_state(served.model))
     task = served.task
-    given = bound.arguments
-    given.update(x=training, y=None, sample_weight=None, class_weight=None, validation_split=0.0)
+    arguments = bound.arguments
+    arguments.update(x=training, y=None, sample_weight=None, class_weight=None, validation_split=0.0)
 
     def keras_fit(callbacks: Sequence[Any]) -> Any:
-        given.update(callbacks=list(callbacks))
+        arguments.update(callbacks=list(callbacks))
         return original(*bound.args, **bound.kwargs)
 
     updated: Mapping[int, tuple[Array, list[Any]]] = {}
@@ -79,12 +79,12 @@ def fit_on_servers(
     elif task == "chief":
         process = OneProcess if served.job.settings.in_one_process else ChiefProcess
         with process(served) as chief:
-            chief.train(keras_fit, training, callbacks, given["steps_per_epoch"])
+            chief.train(keras_fit, training, callbacks, arguments["steps_per_epoch"])
             updated = chief.updated_rows()
     else:
-        given.update(validation_data=None, verbose=0)
+        arguments.update(validation_data=None, verbose=0)
         with WorkerProcess(served) as worker:
-            worker.train(keras_fit, given)
+            worker.train(keras_fit, arguments)
     return _shared(served, callbacks, updated)
 
 
@@ -108,7 +108,7 @@ def _shared(
             value, numbers = served.backend.to_numpy(variable.value), rows.get(id(variable))
             state.append((pack(name, value if numbers is None else value[numbers]), _packed_rows(numbers)))
         of_callbacks = callback_states(listeners(call.callbacks, model), call.callback_hashes)
-        # It has drawn what plain Keras draws in `fit`, such as the orders of the examples.
+        # Only the chief has drawn the random numbers that plain Keras draws in `fit`.
         kept, arrays = values.pack(
             {
                 "callbacks": of_callbacks,
@@ -118,22 +118,24 @@ def _shared(
         )
         packed = [pack(name, array) for name, array in arrays.items()]
         blob = msgspec.msgpack.encode((state, kept, packed, call.steps, bool(model.stop_training)))
-    what = f"the end of {call.name}"
-    blobs = job.exchange(lambda _, communicator: gather(job.worker, communicator, what, {}, blob))
+    label = f"the end of {call.name}"
+    blobs = job.exchange(lambda _, communicator: gather(job.worker, communicator, label, {}, blob))
     if not is_chief:
-        given = next((one for one in blobs if one), None)
-        if given is None:
-            raise PeerLostError(f"{what}: the chief was lost before it gave its state to the others")
+        chief_blob = next(filter(None, blobs), None)
+        if chief_blob is None:
+            raise PeerLostError(f"{label}: the chief was lost before it gave its state to the others")
         state, kept, packed, call.steps, model.stop_training = msgspec.msgpack.decode(
-            given, type=tuple[list[tuple[Packed, Packed | None]], Any, list[Packed], int, bool]
+            chief_blob, type=tuple[list[tuple[Packed, Packed | None]], Any, list[Packed], int, bool]
         )
-        own = step_state(model)
+        variables = step_state(model)
         # A server has not created the variables of metrics.
         arrays = {}
         for packed_array, of_rows in state:
             name, array = unpack(packed_array)
-            if name in own:
-                arrays[name] = array if of_rows is None else _with_rows(served, own[name], of_rows, array)
+            if name in variables:
+                arrays[name] = (
+                    array if of_rows is None else _with_rows(served, variables[name], of_rows, array)
+                )
         assign(model, arrays)
         model.history = keras.callbacks.History()
         model.history.set_model(model)

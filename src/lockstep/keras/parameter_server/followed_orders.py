@@ -1,8 +1,16 @@
 """The servers of a recorded call, in one process that follows their orders and computes the workers' steps.
 
-A step is complete on the chief once each server has followed its order up to the step's push. A push takes
-the gradients of its step, which take the weights that the step has pulled from all servers. What is needed
-never leads back to where it began, because the recorded run has done all this in some order of time.
+Everything is computed when it is needed. A step is complete on the chief once each server has followed its
+order up to the step's push. A push needs the gradients of its step, and these need the weights that the step
+has pulled from all servers. For each pull, its server follows its order up to the pull, which may need pushes
+of other steps, and so on: `_push_everywhere`, `_compute` and `_pulled` call each other through `_serve_next`.
+
+This recursion ends. The recorded run did everything in some order of time, and whatever a record needs came
+earlier. `Attempt.computing` detects orders that do not fit together, such as files of two runs.
+
+A lookup of rows within a function is the exception to this rule: only the function, once it runs, knows which
+rows it looks up, but by then its server may have to be further in its order. So at the turn of a lookup, the
+server takes a snapshot of its tables, and the function reads the rows from that (`FollowedOrders.rows`).
 """
 
 from collections import defaultdict, deque
@@ -23,7 +31,7 @@ from lockstep.keras.parameter_server.standby import record_of
 from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Question, Read, Write
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Arrival
 
 Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
@@ -33,21 +41,21 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 @dataclass
 class Attempt:
-    """A step that was assigned to a worker; if it was lost with the worker, another attempt follows.
+    """A step that was assigned to a worker. If it was lost with the worker, another attempt follows.
 
     Attributes:
         worker: the worker.
-        assigned: what the chief has told it.
-        layers: the layers' state that it has got.
+        assigned: the assignment of the chief.
+        layers: the layers' state that came with the assignment.
         pulled: the answers to pulls, by their parts and servers.
         tables: the numbers of the step's lookups, and the tables at that moment, by the servers.
-        gradients: the last ones, by their part.
-        pushed: the servers that have them.
+        gradients: the last gradients, by their part.
+        pushed: the servers that have these gradients.
         pulls: how often the step has pulled.
         computing: whether it is being computed.
-        staleness: the largest of all servers.
-        returned: what the worker tells the chief, without the staleness, once the step is computed.
-        batch: what the step is computed from, once that is known.
+        staleness: the largest staleness of all servers.
+        returned: the message of the worker to the chief, without the staleness, once the step is computed.
+        batch: the batch of the step, and the rows that it looks up, once it was read.
     """
 
     worker: int
@@ -72,7 +80,7 @@ class Attempt:
 
 
 class ReplayedWorkers(Protocol):
-    """Computes what workers have computed.
+    """Computes the steps of a recorded run's workers.
 
     Attributes:
         unit: names a step in messages.
@@ -83,21 +91,21 @@ class ReplayedWorkers(Protocol):
     def pull(
         self, servers: Servers, server: int, attempt: Attempt, part: int
     ) -> tuple[Question, list[Array]]:
-        """Return what a worker asks a server for, to compute a step; see `Servers.pull_of`."""
+        """Return the question of a worker to a server, to compute a step; see `Servers.pull_of`."""
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered | None, Gradients | None]:
         """Compute a step up to its end, or to the gradients that it gives the servers before it pulls again.
 
         Args:
-            attempt: at the step.
+            attempt: the attempt at the step.
             pulled: the answers of the servers to its pull.
 
         Returns:
-            What the chief gets, at the end of the step; and the gradients, if any.
+            The message to the chief, if the step has ended, and the gradients, if there are any.
         """
 
     def completed(self, step: int) -> None:
-        """Forget what belongs to a step that is complete."""
+        """Forget the data of a step that is complete."""
 
 
 class FollowedServer:
@@ -114,16 +122,16 @@ class FollowedServer:
         self, number: int, shards: ServerShards, order: RecordedOrder, orders: "FollowedOrders"
     ) -> None:
         self.number, self.shards, self.order, self._orders = number, shards, order, orders
-        self._asked: tuple[Question, Sequence[Array]] | None = None
+        self._sent: tuple[Question, Sequence[Array]] | None = None
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
         """Ask; see `AskingChannel.send`."""
-        self._asked = message, arrays
+        self._sent = message, arrays
 
     def receive(self) -> Answered:
-        """Return the answer to what was sent last, at its turn."""
-        assert self._asked is not None
-        message, arrays = self._asked
+        """Return the answer to the last question, at its turn."""
+        assert self._sent is not None
+        message, arrays = self._sent
         if isinstance(message, Read | Write):
             self._orders.follow(self, record_of(0, message))
         elif isinstance(message, EndCall):
@@ -141,12 +149,12 @@ class FollowedServer:
 
     def answer(self, process: int, message: Question, arrays: Sequence[Array]) -> Answered:
         """Return the answer to a question whose turn it is; its arrays are copies."""
-        asked = Asked(process, message, [np.array(array) for array in arrays], self.number)
+        arrival = Arrival(process, message, [np.array(array) for array in arrays], self.number)
         if isinstance(message, EndCall):
-            self.shards.end_call(asked)
+            self.shards.end_call(arrival)
         else:
-            self.shards.arrive(asked)
-        answer = asked.answered()
+            self.shards.arrive(arrival)
+        answer = arrival.answered()
         assert answer is not None
         return answer[0], [np.array(array) for array in answer[1]]
 
@@ -158,7 +166,7 @@ class FollowedOrders:
 
     Args:
         name: the name of the call, for messages.
-        servers: the shards of each, and its order.
+        servers: the shards and the order of each server.
         shards: the shards of all variables.
         workers: computes the steps.
 
@@ -174,7 +182,7 @@ class FollowedOrders:
         workers: ReplayedWorkers,
     ) -> None:
         self._name, self._workers = name, workers
-        self._followed = [FollowedServer(k, *one, self) for k, one in enumerate(servers)]
+        self._followed = [FollowedServer(k, *server, self) for k, server in enumerate(servers)]
         self.servers = Servers(self._followed, shards)
         self._attempts: dict[tuple[int, int], Attempt] = {}
 
@@ -182,8 +190,8 @@ class FollowedOrders:
         """Assign a step to a worker, with the layers' state."""
         self._attempts[worker, assigned.step] = Attempt(worker, assigned, layers)
 
-    def done(self, worker: int, step: int) -> Asked:
-        """Return what a worker has told the chief of a step that it has completed."""
+    def done(self, worker: int, step: int) -> Arrival:
+        """Compute a step; return what its worker told the chief when it had completed the step."""
         attempt = self._attempt(worker, step)
         self._compute(attempt)
         for part in attempt.gradients:
@@ -192,7 +200,7 @@ class FollowedOrders:
         self._workers.completed(step)
         assert attempt.returned is not None
         message, arrays = attempt.returned
-        return Asked(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
+        return Arrival(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
 
     def rows(self, attempt: Attempt, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table within a step; see `Servers.pull_rows`.
@@ -201,25 +209,25 @@ class FollowedOrders:
             DisagreementError: the recorded step has not looked up rows of the same server.
         """
         parts = []
-        for place in self.servers.places_of(variable, rows):
-            kept = attempt.tables[place.server]
+        for part in self.servers.rows_by_server(variable, rows):
+            kept = attempt.tables[part.server]
             number, tables = kept.popleft() if kept else (-1, {})
             if number != lookup & 0xFF:
                 raise self._differs(f"looks up other rows in {self._workers.unit} {attempt.step + 1}")
-            parts.append(tables[place.shard].rows(place.rows))
+            parts.append(tables[part.shard].rows(part.rows))
         return np.concatenate(parts)
 
     def follow(self, server: FollowedServer, until: Record | None) -> None:
-        """Process what the order of a server has before a record of the chief; None for all of it.
+        """Process the records of a server before one of the chief, or all records for None.
 
         Raises:
             DisagreementError: the record does not come next.
         """
         while (turn := server.order.awaited()) != until:
             if turn is None or turn.kind in (RecordKind.READ, RecordKind.WRITE):
-                asks, asked = (_named(one) for one in (until, turn))
+                expected, recorded = (_named(record) for record in (until, turn))
                 raise self._differs(
-                    f"{asks} on parameter server {server.number}, and the recorded one {asked}"
+                    f"{expected} on parameter server {server.number}, and the recorded one {recorded}"
                 )
             self._serve_next(server)
 
@@ -250,7 +258,7 @@ class FollowedOrders:
         """Let all servers follow their orders up to a push."""
         push = Record(RecordKind.PUSH, attempt.worker, attempt.step, part)
         for server in self._followed:
-            # One without the record has applied the step of a lost worker.
+            # A server without the record had applied this step before, for a worker that was lost.
             while server.order.has(push) and server.number not in attempt.pushed:
                 self._serve_next(server)
 
@@ -262,20 +270,20 @@ class FollowedOrders:
         return [attempt.pulled.pop(key) for key in keys]
 
     def _looks_up_next(self, server: FollowedServer, attempt: Attempt) -> bool:
-        """Whether a server has recorded a lookup of rows next of what it has of a step."""
+        """Whether the next record of a worker on a server is a lookup of rows in a step."""
         later = server.order.next_of(attempt.worker)
         return later is not None and later.kind is RecordKind.PULL_ROWS and later.step == attempt.step
 
     def _serve_next(self, server: FollowedServer) -> None:
-        """Process the next record of a server, which is of a worker."""
+        """Process the next record of a server, which has to be that of a worker."""
         turn = server.order.awaited()
         if turn is None or turn.kind in (RecordKind.READ, RecordKind.WRITE):
             raise self._differs(f"trains on, and the recorded one {_named(turn)}")
         attempt, key = self._attempt(turn.worker, turn.step), (turn.part, server.number)
         match turn.kind:
             case RecordKind.PULL:
-                asked = self._workers.pull(self.servers, server.number, attempt, turn.part)
-                attempt.pulled[key] = server.answer(turn.worker, *asked)
+                question = self._workers.pull(self.servers, server.number, attempt, turn.part)
+                attempt.pulled[key] = server.answer(turn.worker, *question)
             case RecordKind.PULL_ROWS:
                 # The step is computed later, and only then knows the rows.
                 tables = server.shards.tables()
@@ -331,7 +339,7 @@ def followed_orders(
 
 
 def _named(record: Record | None) -> str:
-    """Return what happens at a record of a server, in the present tense."""
+    """Describe a record of a server, in the present tense."""
     if record is None:
         return "ends the call"
     return {RecordKind.READ: "reads the weights", RecordKind.WRITE: "changes the weights"}.get(

@@ -1,9 +1,9 @@
 """The functions that a program schedules with a `ClusterCoordinator`, in one process of a job.
 
 All processes run the script and make the same calls: `schedule`, `join`, `done`, `fetch`. The chief makes
-each call first, and the others make it with the same result. `schedule` waits for nothing; workers run
-functions while they wait for the chief at a call. Each call but `schedule` gives all processes the variables
-as they are then, so the script computes the same everywhere.
+each call first, and the others make it with the same result. `schedule` does not wait. Workers run functions
+while they wait for the chief at a call. Each call except `schedule` gives all processes the variables as they
+are then, so the script computes the same everywhere.
 
 How a process makes a call depends on its task: see `function_chief.py`, `function_worker.py` and
 `function_server.py`.
@@ -50,18 +50,18 @@ class Scheduled:
 
     Attributes:
         function: the function.
-        own: returns its arguments in the worker that runs it.
-        fresh: returns its arguments for a trial run, which changes none of them.
+        worker_arguments: returns its arguments in the worker that runs it.
+        trial_arguments: returns its arguments for a trial run, which changes none of them.
     """
 
     function: Callable[..., Any]
-    own: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
-    fresh: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
+    worker_arguments: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
+    trial_arguments: Callable[[], tuple[Sequence[Any], Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
 class ScheduleContext:
-    """What the calls belong to.
+    """The program whose calls these are, in one process.
 
     Attributes:
         job: the job of the process.
@@ -69,7 +69,7 @@ class ScheduleContext:
         options: the options of the strategy.
         number: numbers a call of the program.
         joining: returns how workers join in the functions that were numbered last.
-        ended: takes what a call has found: its name, the number of functions so far, and the variables.
+        ended: receives the outcome of a call: its name, the number of functions so far, and the variables.
         trained: returns the number of training steps of the job before these calls.
     """
 
@@ -126,13 +126,13 @@ class FunctionCalls(ABC):
         """Schedule a function; return its number.
 
         Raises:
-            Exception: of an earlier function.
+            Exception: an earlier function raised it.
             ModelError: parameter servers do not support what the function changes.
         """
-        with self._own():
+        with self._unobserved():
             if self._runner.is_new(scheduled.function):
                 if self._opened:
-                    # A replay's functions in work may need a process that waits for others in there.
+                    # In a replay, functions in work may need this process, which waits for others below.
                     self._learn("join", *self._make("join"))
                 self._introduce(scheduled)
             step = self._scheduled
@@ -150,28 +150,28 @@ class FunctionCalls(ABC):
         """Wait until all functions are complete.
 
         Raises:
-            Exception: of one of them.
+            Exception: one of them raised it.
         """
         if self._opened:
-            with self._own():
+            with self._unobserved():
                 self._learn("join", *self._make("join"))
 
     def done(self) -> bool:
         """Whether all functions are complete."""
         if not self._opened:
             return True
-        with self._own():
+        with self._unobserved():
             return self._learn("done", *self._make("done")).done
 
     def fetch(self, steps: Sequence[int]) -> list[Any]:
         """Wait for functions; return their results, with arrays of NumPy.
 
         Raises:
-            Exception: of one of them.
+            Exception: one of them raised it.
         """
         if self._kept_results is not None:
             return [self._kept_result(step) for step in steps]
-        with self._own():
+        with self._unobserved():
             passed, arrays = self._make("fetch", steps)
             results = self._results_in(passed, arrays)
             self._learn("fetch", passed, arrays)
@@ -184,18 +184,18 @@ class FunctionCalls(ABC):
         """Wait until all functions are complete, and end the calls; return the number of functions.
 
         Raises:
-            Exception: of a function.
+            Exception: a function raised it.
         """
         self._leave()
-        # What the script has done since its last call belongs to no function.
+        # The time since the script's last call belongs to no function.
         self._job.timer.stop()
         if self._opened:
-            with self._own():
+            with self._unobserved():
                 passed, arrays = self._make("close")
             self._kept_results = dict(zip(passed.steps, self._results_in(passed, arrays), strict=True))
             self._kept_failures = dict(passed.failures)
             try:
-                with self._own():
+                with self._unobserved():
                     self._learn("close", passed, arrays)
             finally:
                 # The script may catch the exception of a function and continue.
@@ -205,8 +205,8 @@ class FunctionCalls(ABC):
         return self._scheduled
 
     @contextmanager
-    def _own(self) -> Iterator[None]:
-        """Within the block, what this process reads and assigns is not what the script does."""
+    def _unobserved(self) -> Iterator[None]:
+        """Within the block, reads and assignments do not count as those of the script."""
         with observed_by(None), self._reads.paused():
             yield
 
@@ -240,12 +240,12 @@ class FunctionCalls(ABC):
 
         Args:
             kind: the kind of the call.
-            steps: the steps of which it wants the results.
+            steps: the numbers of the functions whose results it wants.
             name: the name of the function that it schedules.
         """
 
     def _results_in(self, passed: Passed, arrays: Sequence[Array]) -> list[Any]:
-        """Return the results of functions that a call has found."""
+        """Return the results of functions in the outcome of a call."""
         served = len(self._runner.served) if passed.state else 0
         return unpack_results(passed.results, arrays[served + len(passed.variables) :])
 
@@ -268,9 +268,9 @@ class FunctionCalls(ABC):
             DisagreementError: it has made another one.
         """
         if passed.kind != kind:
-            own, of_chief = ("the end" if one == "close" else one for one in (kind, passed.kind))
+            here, there = ("the end" if name == "close" else name for name in (kind, passed.kind))
             raise DisagreementError(
-                f"call {self._calls} of the ClusterCoordinator is {own} in this process and {of_chief} in "
+                f"call {self._calls} of the ClusterCoordinator is {here} in this process and {there} in "
                 "the chief: all processes of the job make the same calls, so make none of them, such as "
                 "fetch, only if lockstep.is_chief()"
             )
@@ -280,83 +280,87 @@ class FunctionCalls(ABC):
         """Try a function out in all processes, and place the variables that it trains."""
         # The trial is not a part of any function.
         self._job.timer.stop()
-        known = len(self._runner.updates)
+        first_new = len(self._runner.updates)
         seed = seed_of(self._call.seed, "trial", self._calls)
 
         def call() -> None:
-            args, kwargs = scheduled.fresh()
+            args, kwargs = scheduled.trial_arguments()
             scheduled.function(*args, **kwargs)
 
         self._runner.try_out(scheduled.function, call, seed)
-        new = self._runner.updates[known:]
-        what = f"the first call of {name_of(scheduled.function)}"
+        new = self._runner.updates[first_new:]
+        label = f"the first call of {name_of(scheduled.function)}"
         state = {
             f"{variable.path} ({number}/{i})": variable.value
             for number, update in enumerate(new)
             for i, variable in enumerate(update.changed)
         }
-        facts = {
+        created = {
             "variables of the scope": str(len(self._program.scope.variables)),
             "variables of the optimizers": str([len(update.changed) for update in new]),
         }
-        self._compare_trial(what, facts, self._runner.shown_by(scheduled.function), state)
+        self._compare_trial(label, created, self._runner.shown_by(scheduled.function), state)
         tasks = self._job.context.tasks
         assert tasks is not None
         if not self._opened:
             self._opened = True
-            self._meet(what)
+            self._meet(label)
             self._open()
         placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
         added, self._shards = placed[len(self._shards) :], placed
-        for number, update in enumerate(new, known):
+        for number, update in enumerate(new, first_new):
             first = self._runner.first_of(number)
-            own = [one for one in added if first <= one.variable < first + len(update.variables)]
-            self._add_shards(own)
+            shards = [shard for shard in added if first <= shard.variable < first + len(update.variables)]
+            self._add_shards(shards)
             self._add(update, number)
 
-    def _meet(self, what: str) -> None:
+    def _meet(self, label: str) -> None:
         """Compare the tables that only servers have, and connect to these."""
-        tables = [t for one in self._program.scope.variables if (t := server_table(one)) is not None]
+        tables = [
+            table
+            for variable in self._program.scope.variables
+            if (table := server_table(variable)) is not None
+        ]
         self._runner.met = frozenset(tables)
         if not tables:
             return
         self._tables = self._process.tables = tables_of_job(self._job)
         self._tables.scheduling = True
         if self._joining.replays:
-            # The chief tells where the rows are; the digests are values that calls have found.
+            # The chief tells this worker where the rows are. Digests are among the values of the log's calls.
             return
-        for table, digest in zip(tables, self._tables.meet(tables, what), strict=True):
+        for table, digest in zip(tables, self._tables.meet(tables, label), strict=True):
             table.digest_variable.assign(digest.view(np.int32))
 
     def _compare_trial(
-        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+        self, label: str, created: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
     ) -> None:
         """Check that a trial run was equal in all processes.
 
         Args:
-            what: names it.
-            facts: on what it has created.
-            shown: what it has shown of the function.
-            state: the variables of the optimizers that it has applied first.
+            label: names the trial run.
+            created: how many variables it has created.
+            shown: the properties of the function that it has shown.
+            state: the variables of the optimizers that it was the first to apply.
         """
-        agree(self._job, what, {**facts, **state_facts(self._eager.to_numpy, state)})
+        agree(self._job, label, {**created, **state_facts(self._eager.to_numpy, state)})
 
     @abstractmethod
     def _add_shards(self, shards: Sequence[Shard]) -> None:
         """Use the shards of a further optimizer."""
 
     def _learn(self, kind: CallKind, passed: Passed, arrays: Sequence[Array]) -> Passed:
-        """Take over what a call has found.
+        """Apply the outcome of a call to the script's variables.
 
         Raises:
-            Exception: of a function.
+            Exception: a function raised it.
         """
         if passed.state:
             others = [self._program.scope.variables[position] for position in passed.variables]
             for variable, array in zip([*self._runner.served, *others], arrays, strict=False):
                 variable.assign(array)
-            known = [*self._runner.served, *self._runner.others().values()]
-            named = {f"{variable.path} ({i})": variable for i, variable in enumerate(known)}
+            variables = [*self._runner.served, *self._runner.others().values()]
+            named = {f"{variable.path} ({i})": variable for i, variable in enumerate(variables)}
             self._program.ended(f"{kind} {self._calls} of {self._call.name}", self._scheduled, named)
         if passed.failure is not None:
             raise_failure(passed.failure)

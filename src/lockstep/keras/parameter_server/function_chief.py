@@ -16,11 +16,11 @@ from lockstep.keras.parameter_server.function_calls import (
     ScheduleContext,
     Scheduled,
 )
-from lockstep.keras.parameter_server.function_log import FoundByCall, of_scope, of_servers
+from lockstep.keras.parameter_server.function_log import CallOutcome, of_scope, of_servers
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
-from lockstep.keras.parameter_server.servers import KnownState, Servers, same_bits
+from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import FunctionFailure, FunctionResult, Passed
 
@@ -35,7 +35,7 @@ class ChiefCalls(FunctionCalls):
         self._process = TaskProcess(self._job, self._call, "chief")
         self._dispatcher: Dispatcher | None = None
         self._servers: Servers | None = None
-        self._known = KnownState()
+        self._served_state = ServedState()
         self._others: dict[int, Array] = {}
         self._learned = True
         self._assigned = 0
@@ -61,7 +61,7 @@ class ChiefCalls(FunctionCalls):
         assert self._servers is not None
         dispatcher = self._dispatcher
         self._ending = True
-        dispatcher.wait_until_taken()
+        dispatcher.wait_until_learned()
         self._process.end(dispatcher, self._servers)
         self._process.close()
         dispatcher.close()
@@ -84,53 +84,56 @@ class ChiefCalls(FunctionCalls):
         self._dispatcher.silent = self._servers.silent
 
     def _look(self) -> None:
-        """Let workers join that take the places of lost ones, while the chief is at a call."""
+        """Let workers join that replace lost ones, while the chief is at a call."""
         assert self._dispatcher is not None
-        dispatcher, peers = self._dispatcher, self._job.peers
+        dispatcher, network = self._dispatcher, self._job.peers
         if self._process.recorded is not None:
             self._job.joiners.admit_none("a replay has the processes of its run")
             return
         if self._handed is not None:
-            view, lost, known = self._handed
-            number, workers = peers.announced()
+            view, lost, old_workers = self._handed
+            number, workers = network.announced()
             if number > view:
                 self._handed = None
-                dispatcher.expect(dict(zip(lost, sorted({*workers} - known), strict=False)))
+                dispatcher.expect(dict(zip(lost, sorted({*workers} - old_workers), strict=False)))
         if expected := dispatcher.expected:
-            dispatcher.expect_no_longer(peers.lost_workers(expected.values()))
+            dispatcher.expect_no_longer(network.lost_workers(expected.values()))
         if self._handed is not None or self._ending:
             return
         self._note_reads()
         if self._joining.log is not None:
             self._joining.log.below = dispatcher.completed_below
-        given: list[dict[str, Any]] = []
+        sent_peers: list[dict[str, Any]] = []
 
-        def servers() -> dict[str, Any]:
-            given.append(self._facts())
-            return given[-1]
+        def send_peers() -> dict[str, Any]:
+            sent_peers.append(self._peers())
+            return sent_peers[-1]
 
-        if (joined := self._joining.admit(servers)) is not None:
-            (facts,) = given
-            self._handed = joined, facts["lost"], frozenset(facts["workers"].values())
-            dispatcher.hold(facts["lost"])
+        if (joined := self._joining.admit(send_peers)) is not None:
+            (peers,) = sent_peers
+            self._handed = joined, peers["lost"], frozenset(peers["workers"].values())
+            dispatcher.hold(peers["lost"])
 
-    def _facts(self) -> dict[str, Any]:
-        """Return what a worker that joins has to know of the processes."""
+    def _peers(self) -> dict[str, Any]:
+        """Return the facts about the processes that a joiner needs."""
         assert self._dispatcher is not None
-        expected, facts = self._dispatcher.expected, self._process.mesh.facts()
-        facts["workers"] |= expected
-        facts["lost"] = [process for process in facts["lost"] if process not in expected]
-        return facts
+        expected, peers = self._dispatcher.expected, self._process.mesh.peers()
+        peers["workers"] |= expected
+        peers["lost"] = [process for process in peers["lost"] if process not in expected]
+        return peers
 
     def _on_read(self, variable: Any) -> None:
         self._read[id(variable)] = variable
 
     def _note_reads(self) -> None:
-        """Note in the log which variables the script has read since the last call."""
+        """Record in the log which variables the script has read since the last call."""
         log = self._joining.log
         if log is None or not self._read:
             return
-        scope, served = self._program.scope, {id(one): i for i, one in enumerate(self._runner.served)}
+        scope, served = (
+            self._program.scope,
+            {id(variable): i for i, variable in enumerate(self._runner.served)},
+        )
         for key, variable in self._read.items():
             if key in served:
                 log.note_read(of_servers(served[key]))
@@ -141,7 +144,7 @@ class ChiefCalls(FunctionCalls):
     def _note_call(
         self, kind: CallKind, name: str, passed: Passed | None = None, arrays: Sequence[Array] = ()
     ) -> None:
-        """Note a call in the log, with what it has found, if that is not nothing."""
+        """Record a call in the log, with its outcome, if it has one."""
         if (log := self._joining.log) is None:
             return
         label = f"schedule of {name}" if kind == "schedule" else kind
@@ -150,32 +153,35 @@ class ChiefCalls(FunctionCalls):
             return
         count = len(self._runner.served) if passed.state else 0
         values = {of_servers(i): array for i, array in enumerate(arrays[:count])}
-        values |= {of_scope(one): array for one, array in zip(passed.variables, arrays[count:], strict=False)}
-        log.add(label, FoundByCall(passed, arrays[count + len(passed.variables) :], values))
+        values |= {
+            of_scope(position): array
+            for position, array in zip(passed.variables, arrays[count:], strict=False)
+        }
+        log.add(label, CallOutcome(passed, arrays[count + len(passed.variables) :], values))
         self._joining.limit_memory()
 
     def _compare_trial(
-        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+        self, label: str, created: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
     ) -> None:
-        super()._compare_trial(what, facts, shown, state)
+        super()._compare_trial(label, created, shown, state)
         if self._joining.log is not None:
-            self._joining.log.trials.append({"call": what, **facts, **shown})
+            self._joining.log.trials.append({"call": label, **created, **shown})
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
         assert self._servers is not None
         self._servers.add(shards)
 
     def _add(self, update: Update, number: int) -> None:
-        gone = [self._program.scope.position(one) for one in update.changed]
+        gone = [self._program.scope.position(variable) for variable in update.changed]
         positions = [position for position in gone if position is not None]
         assert self._dispatcher is not None
         self._dispatcher.remove_variables(map(str, positions))
         for position in positions:
             self._others.pop(position, None)
-        # Of all optimizers that a trial has found, of which this may not be the last one.
-        self._known.slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
-        self._known.weights += map(self._array, update.variables)
-        self._known.values += map(self._array, update.optimizer.variables)
+        # The slots of all optimizers that the trial has shown. This one may not be the last of them.
+        self._served_state.slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
+        self._served_state.weights += map(self._array, update.variables)
+        self._served_state.values += map(self._array, update.optimizer.variables)
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: the chief runs no functions."""
@@ -193,7 +199,8 @@ class ChiefCalls(FunctionCalls):
             assert self._servers is not None
             self._tables.within = self._servers.channels
         number, self._calls = self._calls, self._calls + 1
-        # A change that the script makes by other means than Keras is found at the next call but `schedule`.
+        # Changes that the script makes without Keras's `assign` are found at the next call that is not
+        # `schedule`.
         if self._learned or kind != "schedule" or assignments.count() != self._assigned:
             self._write_changes(number)
             self._learned, self._assigned = False, assignments.count()
@@ -234,7 +241,7 @@ class ChiefCalls(FunctionCalls):
             failures=tuple(failures.items()),
             failure=failure,
         )
-        arrays = [*arrays, *(array for _, own in results for array in own)]
+        arrays = [*arrays, *(array for _, result_arrays in results for array in result_arrays)]
         dispatcher.publish(number, passed, arrays)
         self._note_call(kind, name, passed if shows else None, arrays)
         return passed, arrays
@@ -248,12 +255,11 @@ class ChiefCalls(FunctionCalls):
             self._job.timer.end(self._measured, trained=self._trained + self._measured)
 
     def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
-        """Return the variables as they are now: the positions of those of the chief, and the arrays of
-        all."""
+        """Return the variables as they are now: the positions of the chief's variables, and all arrays."""
         assert self._dispatcher is not None
         assert self._servers is not None
         others = {int(position): array for position, array in self._dispatcher.snapshot(number).items()}
-        self._known.read(self._servers, number)
+        self._served_state.read(self._servers, number)
         for variable, digest in self._servers.digests.items():
             table = server_table(self._runner.served[variable])
             assert table is not None
@@ -262,16 +268,15 @@ class ChiefCalls(FunctionCalls):
             others[position] = digest.view(np.int32)
         self._others |= others
         self._learned = True
-        return tuple(others), [*self._known.weights, *self._known.values, *others.values()]
+        return tuple(others), [*self._served_state.weights, *self._served_state.values, *others.values()]
 
     def _write_changes(self, number: int) -> None:
-        """Give the servers and workers what the program has changed since it has last learned the
-        variables."""
+        """Give servers and workers the variables that the program has changed since it last learned them."""
         assert self._dispatcher is not None
         assert self._servers is not None
         now = list(map(self._array, self._runner.served))
-        weights = len(self._known.weights)
-        self._known.write_changes(self._servers, number, now[:weights], now[weights:])
+        weights = len(self._served_state.weights)
+        self._served_state.write_changes(self._servers, number, now[:weights], now[weights:])
         arrays = {position: self._array(variable) for position, variable in self._runner.others().items()}
         new = {position: array for position, array in arrays.items() if position not in self._others}
         self._dispatcher.add_variables({str(position): array for position, array in new.items()})

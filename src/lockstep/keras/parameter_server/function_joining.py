@@ -6,14 +6,14 @@ from typing import Any
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.parameter_server.function_log import FunctionLog, limit
 from lockstep.keras.randomness import random_states
-from lockstep.keras.state.journal import LogOfCall
+from lockstep.keras.state.journal import CallLog
 from lockstep.keras.state.resumable_calls import Resumption
-from lockstep.keras.state.snapshots import KnownApart, Snapshots
+from lockstep.keras.state.snapshots import ApartState, Snapshots
 from lockstep.worker.job import Job
 
 
 class FunctionJoining:
-    """What the chief keeps for workers that join, and how these take part, under one name of functions.
+    """The way in which workers join in the functions of one call: the chief's log, and a joiner's use of it.
 
     Args:
         job: the job of the process.
@@ -21,7 +21,7 @@ class FunctionJoining:
         calls: the calls of the process, of which the functions were numbered last.
 
     Attributes:
-        log: the calls of the functions: on the chief those that it makes, in a worker that joins those that
+        log: the calls of the functions. On the chief, those that it makes; in a worker that joins, those that
             the chief has made; None in other processes.
         replays: whether this worker joins, and has not arrived at the present call of the chief.
     """
@@ -34,7 +34,7 @@ class FunctionJoining:
         self.replays = resumption is not None
         self.log: FunctionLog | None = None
         if resumption is not None:
-            self.log = self._given(resumption)
+            self.log = self._received_log(resumption)
             snapshots.models.load(self.log.models)
         elif job.is_chief and job.settings.order is None:
             self._logs[self._position] = self.log = FunctionLog()
@@ -55,7 +55,7 @@ class FunctionJoining:
         return self._snapshots.values_of_models()
 
     def limit_memory(self) -> None:
-        """On the chief: drop from the logs what takes too much memory."""
+        """On the chief: drop the oldest values from the logs if they take too much memory."""
         if limit([log for log in self._logs.values() if isinstance(log, FunctionLog)]):
             self.close(
                 "the results of its functions take too much memory to keep them for a worker that joins"
@@ -67,20 +67,20 @@ class FunctionJoining:
         self._logs.clear()
         self.log = None
 
-    def admit(self, servers: Callable[[], Mapping[str, Any]]) -> int | None:
+    def admit(self, peers: Callable[[], Mapping[str, Any]]) -> int | None:
         """On the chief: let workers join; see `Joiners.admit`.
 
         Args:
-            servers: returns the facts of the servers.
+            peers: returns the facts about the processes; see `Mesh.peers`.
         """
 
-        def known() -> KnownApart:
-            return KnownApart(random_states(), servers())
+        def apart_state() -> ApartState:
+            return ApartState(random_states(), peers())
 
-        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, known))
+        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, apart_state))
 
     def join(self) -> FunctionLog:
-        """Become a member of the job, if this worker is none yet; return the newest log.
+        """Become a member of the job, if this worker is not yet one; return the newest log.
 
         Raises:
             PeerLostError: the job is over.
@@ -89,19 +89,19 @@ class FunctionJoining:
             self._resumable.join_apart()
             resumption = self._resumable.resumption
             assert resumption is not None
-            self.log = self._given(resumption)
+            self.log = self._received_log(resumption)
         assert self.log is not None
         return self.log
 
     def arrive(self, call: str) -> Mapping[str, Any]:
-        """Take part from now on, at the present call of the chief; return the facts of the servers."""
+        """Take part from now on, at the present call of the chief; return the facts about the processes."""
         self.replays = False
         return self._snapshots.join_apart(call)
 
     @property
-    def _logs(self) -> dict[int, LogOfCall]:
+    def _logs(self) -> dict[int, CallLog]:
         return self._resumable.journal.logs
 
-    def _given(self, resumption: Resumption) -> FunctionLog:
-        """Return the log that the chief has given."""
+    def _received_log(self, resumption: Resumption) -> FunctionLog:
+        """Return the log that the chief has sent."""
         return FunctionLog.unpacked(resumption.journal.packed_logs[self._position])

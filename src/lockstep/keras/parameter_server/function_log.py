@@ -1,9 +1,9 @@
-"""What the calls of a `ClusterCoordinator` have found, for workers that join: they repeat the calls without
+"""The outcomes of the calls of a `ClusterCoordinator`, for workers that join: they repeat the calls without
 computing.
 
-The chief records its calls. What the script does between two calls depends on their results, and on the
-variables that it reads. So the log has all results, and of the variables those that the script has read
-before the next call that shows variables. Only of the last call that has shown variables, it has all.
+The chief records its calls. The script's path between two calls depends on their results, and on the
+variables that it reads. So the log has all results, and those variables that the script has read before the
+next call that shows variables. It has all variables only for the last call that has shown any.
 """
 
 from bisect import bisect_right
@@ -23,13 +23,13 @@ from lockstep.protocol.parameter_server import Passed
 Array = npt.NDArray[Any]
 
 MOST_BYTES = 64 << 20
-"""Bytes of variables of earlier calls that the logs of a process keep; the oldest ones are dropped first."""
+"""Bytes of variables of earlier calls that the logs of a process keep. The oldest ones are dropped first."""
 
 MOST_LASTING_BYTES = 256 << 20
-"""Bytes of results, and of variables at the end of functions, that logs keep; with more, no worker joins."""
+"""Bytes of results, and of variables at the end of functions, that logs keep. With more, no worker joins."""
 
 _CALL_BYTES = 1 << 10
-"""Bytes that a call with a result takes besides."""
+"""Bytes that a call takes in addition to its result."""
 
 _Described = tuple[str, list[int], bytes]
 """The dtype, shape and bytes of an array."""
@@ -51,11 +51,11 @@ def of_servers(index: int) -> str:
 
 
 @dataclass(frozen=True)
-class FoundByCall:
+class CallOutcome:
     """The outcome of a call.
 
     Attributes:
-        passed: what all processes have learned.
+        passed: the message that all processes have received.
         results: the arrays of its results.
         values: the values of variables that the call has shown, by key: all, or those that were read.
     """
@@ -71,19 +71,19 @@ class FoundByCall:
 
     @property
     def result_bytes(self) -> int:
-        """The memory of the results, and of what belongs to the call itself."""
-        packed = sum(len(one.packed) for one in self.passed.results)
-        return _CALL_BYTES + packed + sum(one.nbytes for one in self.results)
+        """The memory of the results, and of the call itself."""
+        packed = sum(len(result.packed) for result in self.passed.results)
+        return _CALL_BYTES + packed + sum(result.nbytes for result in self.results)
 
 
 class FunctionLog:
     """The calls from the first function that is scheduled to the end of the functions.
 
-    A program may make millions of calls: what earlier ones have found is encoded.
+    A program may make millions of calls, so the outcomes of earlier ones are encoded.
 
     Attributes:
         count: the number of calls.
-        trials: facts on the trial runs of functions.
+        trials: the properties that the trial runs of functions have shown.
         below: the functions before this one are complete.
         models: the values of compiled models at the beginning, by name.
         result_bytes: the memory of the results, and of the calls.
@@ -94,8 +94,8 @@ class FunctionLog:
         self.count = self.below = self.result_bytes = self.old_bytes = 0
         self.trials: list[Mapping[str, str]] = []
         self.models: Mapping[str, Any] = {}
-        self._found: dict[int, bytes] = {}
-        self._shown: tuple[int, FoundByCall] | None = None
+        self._outcomes: dict[int, bytes] = {}
+        self._shown: tuple[int, CallOutcome] | None = None
         self._starts: list[int] = []
         self._labels: list[str] = []
         self._read: set[str] = set()
@@ -109,48 +109,48 @@ class FunctionLog:
             models: the values of compiled models, by name.
         """
         values = {of_scope(position): value for position, value in variables.items()}
-        found = FoundByCall(Passed(0, state=True, variables=tuple(variables)), (), values)
-        self._shown, self.models = (AT_BEGIN, found), models
+        outcome = CallOutcome(Passed(0, state=True, variables=tuple(variables)), (), values)
+        self._shown, self.models = (AT_BEGIN, outcome), models
 
-    def add(self, label: str, found: FoundByCall | None = None) -> None:
+    def add(self, label: str, outcome: CallOutcome | None = None) -> None:
         """Record the next call.
 
         Args:
             label: names the call.
-            found: what it has found; None for nothing.
+            outcome: its outcome; None if it has no result and shows no variables.
         """
         number, self.count = self.count, self.count + 1
         if self._labels[-1:] != [label]:
             self._starts.append(number)
             self._labels.append(label)
-        if found is None:
+        if outcome is None:
             return
-        self.result_bytes += found.result_bytes
-        if not found.passed.state:
-            self._found[number] = _encoded(found)
+        self.result_bytes += outcome.result_bytes
+        if not outcome.passed.state:
+            self._outcomes[number] = _encoded(outcome)
             return
         if self._shown is not None:
-            before, one = self._shown
-            values = {key: value for key, value in one.values.items() if key in self._read}
-            reduced = replace(one, values=values)
-            self._found[before] = _encoded(reduced)
+            before, shown = self._shown
+            values = {key: value for key, value in shown.values.items() if key in self._read}
+            reduced = replace(shown, values=values)
+            self._outcomes[before] = _encoded(reduced)
             if values:
                 self._old.append((before, reduced.value_bytes))
                 self.old_bytes += reduced.value_bytes
         self._read.clear()
-        self._shown = number, found
+        self._shown = number, outcome
 
     def note_read(self, key: str) -> None:
-        """Note that the script has read a variable since the last call that has shown variables."""
+        """Record that the script has read a variable since the last call that has shown variables."""
         self._read.add(key)
 
     def drop_oldest(self, least: int) -> int:
-        """Drop variables of the oldest calls that take so many bytes, or all; return how many they took."""
+        """Drop variables of the oldest calls that take at least so many bytes; return their size."""
         dropped = 0
         while self._old and dropped < least:
             number, taken = self._old.popleft()
             dropped += taken
-            self._found[number] = _encoded(replace(_decoded(self._found[number]), values={}))
+            self._outcomes[number] = _encoded(replace(_decoded(self._outcomes[number]), values={}))
         self.old_bytes -= dropped
         return dropped
 
@@ -159,19 +159,19 @@ class FunctionLog:
         """The memory of the variables of the last call that has shown any."""
         return 0 if self._shown is None else self._shown[1].value_bytes
 
-    def found_by(self, number: int) -> FoundByCall | None:
-        """Return what a call has found, by its number, or what was so `AT_BEGIN`; None for nothing."""
+    def outcome_of(self, number: int) -> CallOutcome | None:
+        """Return the outcome of a call, by its number or `AT_BEGIN`; None if it has none."""
         if self._shown is not None and self._shown[0] == number:
             return self._shown[1]
-        return None if number not in self._found else _decoded(self._found[number])
+        return None if number not in self._outcomes else _decoded(self._outcomes[number])
 
     def label(self, number: int) -> str:
-        """Return what names a call."""
+        """Return the label of a call, by its number."""
         return self._labels[bisect_right(self._starts, number) - 1]
 
     def packed(self) -> dict[str, Any]:
         """Return the log as plain values and arrays."""
-        calls = msgspec.msgpack.encode((self._starts, self._labels, self.trials, self._found))
+        calls = msgspec.msgpack.encode((self._starts, self._labels, self.trials, self._outcomes))
         packed: dict[str, Any] = {
             "count": self.count,
             "below": self.below,
@@ -179,9 +179,9 @@ class FunctionLog:
             "models": dict(self.models),
         }
         if self._shown is not None:
-            number, found = self._shown
-            passed = msgspec.msgpack.encode(found.passed)
-            packed["shown"] = number, passed, list(found.results), dict(found.values)
+            number, outcome = self._shown
+            passed = msgspec.msgpack.encode(outcome.passed)
+            packed["shown"] = number, passed, list(outcome.results), dict(outcome.values)
         return packed
 
     @classmethod
@@ -189,21 +189,21 @@ class FunctionLog:
         """Restore the log from the result of `packed`."""
         log = cls()
         log.count, log.below, log.models = packed["count"], packed["below"], packed["models"]
-        log._starts, log._labels, log.trials, log._found = msgspec.msgpack.decode(
+        log._starts, log._labels, log.trials, log._outcomes = msgspec.msgpack.decode(
             packed["calls"].tobytes(),
             type=tuple[list[int], list[str], list[Mapping[str, str]], dict[int, bytes]],
         )
         if "shown" in packed:
             number, passed, results, values = packed["shown"]
             decoded = msgspec.msgpack.decode(passed, type=Passed)
-            log._shown = number, FoundByCall(decoded, results, values)
+            log._shown = number, CallOutcome(decoded, results, values)
         return log
 
 
 def limit(logs: Sequence[FunctionLog]) -> bool:
     """Drop variables of the oldest calls beyond `MOST_BYTES`; return whether the rest takes too much memory.
 
-    What the last call of each log has shown is not dropped.
+    The variables of the last call of each log are not dropped.
     """
     total = sum(log.old_bytes for log in logs)
     for log in logs:
@@ -212,14 +212,18 @@ def limit(logs: Sequence[FunctionLog]) -> bool:
     return ended + sum(log.result_bytes for log in logs) > MOST_LASTING_BYTES
 
 
-def _encoded(found: FoundByCall) -> bytes:
-    results = [_described(one) for one in found.results]
-    return _encoder.encode((found.passed, results, {k: _described(one) for k, one in found.values.items()}))
+def _encoded(outcome: CallOutcome) -> bytes:
+    results = [_described(array) for array in outcome.results]
+    return _encoder.encode(
+        (outcome.passed, results, {k: _described(array) for k, array in outcome.values.items()})
+    )
 
 
-def _decoded(encoded: bytes) -> FoundByCall:
+def _decoded(encoded: bytes) -> CallOutcome:
     passed, results, values = _decoder.decode(encoded)
-    return FoundByCall(passed, [_array(one) for one in results], {k: _array(v) for k, v in values.items()})
+    return CallOutcome(
+        passed, [_array(array) for array in results], {k: _array(v) for k, v in values.items()}
+    )
 
 
 def _described(array: Array) -> _Described:

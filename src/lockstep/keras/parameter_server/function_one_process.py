@@ -28,7 +28,7 @@ from lockstep.protocol.parameter_server import AtCall, Pull
 
 Array = npt.NDArray[Any]
 Computed = tuple[Answered | None, Gradients | None]
-"""What a function returns to the chief, once it has ended, and the gradients that it gives the servers."""
+"""The message of a function to the chief, once it has ended, and the gradients that it gives the servers."""
 
 
 class OneProcessCalls(ChiefCalls):
@@ -40,20 +40,21 @@ class OneProcessCalls(ChiefCalls):
         super().__init__(program)
         self._orders: FollowedOrders | None = None
         servers = range(self._process.tasks.servers)
-        self._variables = {server: ServedVariables(self._backend, own=True) for server in servers}
+        self._variables = {server: ServedVariables(self._backend, copies=True) for server in servers}
         self._added: Sequence[Shard] = ()
         self._pulls = FunctionPulls.of(())
         self._kept: dict[int, Scheduled] = {}
         self._threads: dict[tuple[int, int], _FunctionThread] = {}
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
-        """Return what a worker asks a server for, to run a function."""
+        """Return the question of a worker to a server, to run a function."""
         return servers.pull_with_common_of(server, attempt.step, part, self._pulls.tables)
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> Computed:
-        """Run a function as a worker does; what the script sees of the variables stays as it is.
+        """Run a function as a worker does, and restore the script's variables.
 
-        One that exchanges gradients runs in a thread, which waits for new weights while other functions run.
+        A function that exchanges gradients runs in a thread, which waits for new weights while other
+        functions run.
         """
         assert self._orders is not None
         values = self._pulls.values(*self._orders.servers.whole_with_common(pulled))
@@ -62,7 +63,9 @@ class OneProcessCalls(ChiefCalls):
             if not self._runner.exchanges(self._kept[attempt.step].function):
                 return self._run(attempt, values, None)
             if key not in self._threads:
-                self._threads[key] = _FunctionThread(lambda thread, given: self._run(attempt, given, thread))
+                self._threads[key] = _FunctionThread(
+                    lambda thread, values: self._run(attempt, values, thread)
+                )
             returned, gradients = self._threads[key].resume(values)
             if returned is not None:
                 del self._threads[key]
@@ -94,7 +97,7 @@ class OneProcessCalls(ChiefCalls):
 
         def act_as_worker() -> None:
             job.process, job.replacement = attempt.worker, replacement
-            run.take_turn()
+            run.attach()
 
         scheduled = self._kept[attempt.step]
         run = WorkerFunction(self._runner, scheduled, attempt.step, self._call.seed, pull_rows, exchange)
@@ -112,7 +115,7 @@ class OneProcessCalls(ChiefCalls):
         self._dispatcher = Dispatcher(dispatched, scheduled=True)
 
     def _end(self) -> None:
-        # Those of lost workers have not come to their ends.
+        # The functions of lost workers have not come to their ends.
         for thread in self._threads.values():
             put_back = self._runner.keep_shared()
             thread.end()
@@ -144,7 +147,7 @@ class _RunEnds(BaseException):
 
 
 class _FunctionThread:
-    """Runs a function that exchanges gradients; no other thread computes meanwhile.
+    """Runs a function that exchanges gradients. No other thread computes meanwhile.
 
     Args:
         run: runs it in the thread, given the values that it has pulled.
@@ -152,35 +155,35 @@ class _FunctionThread:
 
     def __init__(self, run: "Callable[[_FunctionThread, Sequence[Array]], Computed]") -> None:
         self._run = run
-        self._given: queue.SimpleQueue[Sequence[Array] | None] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[Computed | BaseException] = queue.SimpleQueue()
+        self._values: queue.SimpleQueue[Sequence[Array] | None] = queue.SimpleQueue()
+        self._computed: queue.SimpleQueue[Computed | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._compute, name="lockstep-function", daemon=True)
         self._thread.start()
 
     def resume(self, values: Sequence[Array]) -> Computed:
-        """Give it what it has pulled; return what it has computed when it ends, or exchanges gradients."""
-        self._given.put(values)
-        found = self._found.get()
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        """Run on with pulled values to the function's end, or to its next exchange; return the results."""
+        self._values.put(values)
+        computed = self._computed.get()
+        if isinstance(computed, BaseException):
+            raise computed
+        return computed
 
     def exchange(self, gradients: Gradients) -> Sequence[Array]:
         """In the thread, give gradients to the servers; return the new values, once they are pulled."""
-        self._found.put((None, gradients))
-        if (values := self._given.get()) is None:
+        self._computed.put((None, gradients))
+        if (values := self._values.get()) is None:
             raise _RunEnds
         return values
 
     def end(self) -> None:
         """End the thread."""
-        self._given.put(None)
+        self._values.put(None)
         self._thread.join()
 
     def _compute(self) -> None:
-        values = self._given.get()
+        values = self._values.get()
         assert values is not None
         try:
-            self._found.put(self._run(self, values))
+            self._computed.put(self._run(self, values))
         except BaseException as error:
-            self._found.put(error)
+            self._computed.put(error)

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 
 def pack_result(result: Any) -> tuple[FunctionResult, list[Array]]:
-    """Return what a function has returned as a message and its arrays.
+    """Return the result of a function as a message with arrays.
 
     Raises:
         InputError: a part of it cannot be sent.
@@ -30,22 +30,24 @@ def pack_result(result: Any) -> tuple[FunctionResult, list[Array]]:
 
 
 def unpack_results(results: Iterable[FunctionResult], arrays: Sequence[Array]) -> list[Any]:
-    """Return what functions have returned, given the arrays of all, with arrays of NumPy."""
-    found = []
+    """Return the results of functions, given the arrays of all of them."""
+    unpacked = []
     for result in results:
-        own, arrays = arrays[: len(result.names)], arrays[len(result.names) :]
+        result_arrays, arrays = arrays[: len(result.names)], arrays[len(result.names) :]
         packed = msgspec.json.decode(result.packed)
-        found.append(values.unpack(packed, dict(zip(result.names, own, strict=True))))
-    return found
+        unpacked.append(values.unpack(packed, dict(zip(result.names, result_arrays, strict=True))))
+    return unpacked
 
 
 def describe_failure(error: Exception, step: int, worker: int) -> FunctionFailure:
     """Return a message about the exception of a function."""
-    kind, arguments = type(error), b""
+    error_class, arguments = type(error), b""
     with contextlib.suppress(TypeError):
         packed, arrays = values.pack(list(error.args), "")
         arguments = b"" if arrays else msgspec.json.encode(packed)
-    return FunctionFailure(kind.__module__, kind.__qualname__, str(error), arguments, step, worker)
+    return FunctionFailure(
+        error_class.__module__, error_class.__qualname__, str(error), arguments, step, worker
+    )
 
 
 def report_failure(error: Exception, step: int, function: Any, worker: int) -> FunctionFailure:
@@ -62,16 +64,16 @@ def name_of(function: Any) -> str:
 
 def raise_failure(failure: FunctionFailure) -> NoReturn:
     """Raise the exception of a function, of its class where this process knows it."""
-    kind: Any = sys.modules.get(failure.module)
+    error_class: Any = sys.modules.get(failure.module)
     for name in failure.name.split("."):
-        kind = getattr(kind, name, None)
+        error_class = getattr(error_class, name, None)
     error: Exception | None = None
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        given = msgspec.json.decode(failure.arguments) if failure.arguments else [failure.message]
+    if isinstance(error_class, type) and issubclass(error_class, Exception):
+        packed_arguments = msgspec.json.decode(failure.arguments) if failure.arguments else [failure.message]
         # Errors of TensorFlow also have a node and an operation.
-        for arguments in (values.unpack(given, {}), (None, None, failure.message)):
+        for arguments in (values.unpack(packed_arguments, {}), (None, None, failure.message)):
             with contextlib.suppress(Exception):
-                error = kind(*arguments)
+                error = error_class(*arguments)
                 break
     if error is None:
         error = FunctionError(f"{failure.module}.{failure.name}: {failure.message}")

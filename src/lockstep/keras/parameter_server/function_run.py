@@ -1,7 +1,41 @@
-"""Runs a scheduled function in this process: what it would change is measured, and nothing is changed.
+"""Runs a scheduled function in this process: its changes are measured and undone.
 
-The gradients that the function applies are kept instead, for the servers. Other variables that it assigns get
-their values from before, and the chief combines the values from before and after with its own.
+The gradients that the function applies are kept for the servers instead. Other variables that it assigns get
+their earlier values back, and the chief combines the values from before and after the run with its own.
+
+**A trial first.** Before the first gradient, the servers need the variables that a function trains. No
+analysis of its code could tell, so all processes run it once (`FunctionRunner.try_out`), with equal variables
+and with random numbers that do not count, and undo it. The trial shows, and a `_Profile` keeps:
+
+* the optimizers that the function applies, and to which variables;
+* the other variables that it assigns, whose values before and after each run are sent to the chief;
+* whether it applies an optimizer more than once, or reads a weight after its update. Keeping the gradients
+  until the end would then compute something else. Such a function *exchanges* gradients for new weights at
+  each update, while it runs;
+* whatever parameter servers do not support, as a ModelError.
+
+A trial may raise an exception, for example because a dataset is empty. It is ignored: the function raises it
+again when a worker runs it. But the profile is then incomplete, and the next `schedule` tries the function
+again.
+
+**TensorFlow's graphs.** While TensorFlow traces a `tf.function`, Python runs once, with symbolic tensors. So
+there are two trials. The first one runs the function eagerly, and shows the reads and updates in the order in
+which they happen. The second one traces the graph, which contains all branches. In a graph, gradients are
+assigned to variables (`OptimizerGradients`), and an exchange is an operation that calls Python. Graphs
+outlive one run, so they must not refer to objects of a run: they ask the runner for the exchange and the
+lookups of the function that runs now.
+
+TensorFlow may trace a function twice, and a read before the update in the second trace must not count as a
+read of an updated weight. So `_Watcher._updated` has the graphs in which each weight was updated, and a read
+counts only if it happens in one of these graphs, or if both happen outside of all graphs. A read outside of a
+graph after an update in one is seen in the eager trial. That the two trials together see every such read is
+tested, but not proven. A function with an unseen one would compute with weights from before its update.
+
+**How variables are identified.** A function is identified by its code, the object that it is a method of, and
+the functions and Keras objects that it closes over (`_key`): programs define functions in loops, and schedule
+equal ones again and again. A variable of the program is identified by its position among the variables that
+were created in the scope of the strategy, which is equal in all processes (`ScopeVariables`). So a variable
+from outside of the scope is refused.
 """
 
 import functools
@@ -51,8 +85,8 @@ from lockstep.parameter_server.partitioners import Partitioner
 Array = npt.NDArray[Any]
 Result = TypeVar("Result")
 Exchange = Callable[[int, Mapping[int, Array]], list[Array]]
-"""Gives the gradients of an optimizer, by its number and the positions of its variables, to the servers;
-returns the values of `FunctionRunner.pulled` after that."""
+"""Gives the servers the gradients of an optimizer, by its number and the positions of its variables; returns
+the values of `FunctionRunner.pulled` after the update."""
 
 
 class ScopeVariables:
@@ -86,8 +120,8 @@ class RanFunction:
 
     Attributes:
         result: its result, with arrays of NumPy instead of tensors.
-        gradients: by the number of the variable over all optimizers.
-        rows: the rows of which the gradients of tables are, likewise.
+        gradients: the gradients by the number of the variable over all optimizers.
+        rows: the rows that the gradients of tables are for, by the same numbers.
         updates: the numbers of the optimizers that it has applied.
         changes: the values of other variables before and after it, by their positions in the scope.
     """
@@ -101,7 +135,7 @@ class RanFunction:
 
 @dataclass
 class _Profile:
-    """What earlier runs of a function have shown.
+    """The properties of a function that its trial runs have shown.
 
     Attributes:
         function: the function.
@@ -110,8 +144,8 @@ class _Profile:
             because it does so several times, or uses the new weights.
         assigned: the positions of the variables that it assigns.
         updates: the numbers of the optimizers that it applies.
-        draws: what its random operations on TensorFlow draw from.
-        raised: the exception of its last trial run that came to no end.
+        draws: the numbers that its random operations on TensorFlow draw.
+        raised: the exception of its last trial run that did not come to its end.
     """
 
     function: Any
@@ -134,15 +168,15 @@ class FunctionRunner:
 
     Attributes:
         updates: the optimizers that functions have applied in trial runs, with their variables.
-        pulled: the variables that a function reads from the servers: those that optimizers update, but for
-            tables that only servers have, and those of optimizers that belong to none of them. Set where
-            functions run.
+        pulled: the variables that a function reads from the servers: those that optimizers update, except
+            tables that only servers have, and the optimizers' variables that belong to no weight. Set only
+            in processes that run functions.
         met: the tables whose servers have begun; None before.
-        failure: the error of a lookup of this function.
+        failure: the error of a lookup in the function that runs now.
         pull_rows: reads rows of such a table, by the number of its variable over all optimizers, for the
             function that runs now.
         exchange: the exchange of the function that runs now.
-        only_on_servers: the ids of the variables of optimizers that belong to a weight, such as momentum.
+        only_on_servers: the ids of the optimizers' variables that belong to a weight, such as momentum.
         transfers: reads and assigns variables.
     """
 
@@ -181,18 +215,18 @@ class FunctionRunner:
     @property
     def shared(self) -> list[Any]:
         """The variables of Keras that functions of all workers use."""
-        known = [*self.pulled, *self._scope.variables]
+        variables = [*self.pulled, *self._scope.variables]
         if self._generator is not None:
-            known.append(self._generator.state)
-        return list({id(one): one for one in known}.values())
+            variables.append(self._generator.state)
+        return list({id(variable): variable for variable in variables}.values())
 
     def keep_shared(self) -> Callable[[], None]:
-        """Return what puts back all that runs share, as it is now, so that others can run meanwhile."""
+        """Return a function that restores everything that runs share to its present state."""
         variables = self.shared
         values, states, in_graphs = self.transfers.read(variables), random_states(), list[Any]()
         running = running_function()
-        draws = [one.draws for one in self._profiles.values() if one.draws is not None]
-        numbers = [one.number for one in draws]
+        graph_draws = [profile.draws for profile in self._profiles.values() if profile.draws is not None]
+        numbers = [graph_draw.number for graph_draw in graph_draws]
         if self._on_tensorflow:
             from lockstep.keras import tf_random_ops
 
@@ -202,15 +236,15 @@ class FunctionRunner:
             self.transfers.assign(variables, values)
             for variable, value in in_graphs:
                 variable.assign(value)
-            for one, number in zip(draws, numbers, strict=True):
-                one.number = number
+            for graph_draw, number in zip(graph_draws, numbers, strict=True):
+                graph_draw.number = number
             set_random_states(states)
             look_up_for(running)
 
         return put_back
 
     def shown_by(self, function: Callable[..., Any]) -> dict[str, str]:
-        """Return what trial runs have shown of a function, as facts."""
+        """Return the properties of a function that its trial runs have shown, to compare them."""
         profile = self._profiles[_key(function)]
         return {
             "variables that it assigns": str(sorted(profile.assigned)),
@@ -223,15 +257,16 @@ class FunctionRunner:
         """Run a function for the first time, and undo it; note the optimizers that it applies.
 
         All processes do this with equal variables, so that they create equal ones. An error of the function
-        is ignored: it occurs again where the function is scheduled.
+        is ignored, because it occurs again when a worker runs the function.
 
         Raises:
             ModelError: parameter servers do not support what the function changes.
         """
-        # The function is kept, so that no other one gets the same key.
+        # The profile keeps the function, so that no other function gets the same key.
         profile = self._profiles.setdefault(_key(function), _Profile(function))
-        # What a graph creates has no value yet when the optimizer needs it, but a graph has all branches.
-        ways, known = (True, False) if self._on_tensorflow else (False,), len(self.updates)
+        # Eagerly first: variables that a graph creates have no values yet when the optimizer needs them. Then
+        # as a graph, which contains all branches.
+        ways, first_new = (True, False) if self._on_tensorflow else (False,), len(self.updates)
         only_on_servers = set(self.only_on_servers)
         try:
             for eagerly in ways:
@@ -239,27 +274,30 @@ class FunctionRunner:
             if profile.exchanges:
                 self._refuse_bound()
                 self._refuse_tables(profile)
-                # TensorFlow traces the function again.
+                # With an exchange, TensorFlow traces the function again, so it has other operations.
                 profile.draws = None
-            self._refuse_late(known)
+            self._refuse_late(first_new)
         except ModelError:
             # The program may schedule other functions.
             del self._profiles[_key(function)]
-            for number in range(known, len(self.updates)):
+            for number in range(first_new, len(self.updates)):
                 self._graph_gradients.pop(number, None)
-            del self.updates[known:], self._iterations[known:]
+            del self.updates[first_new:], self._iterations[first_new:]
             self.only_on_servers = only_on_servers
             raise
 
     def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
         """Run a function and undo it; return whether it has come to its end."""
-        before = {id(one): (one, self._backend.saved_value(one)) for one in self._known()}
+        before = {
+            id(variable): (variable, self._backend.saved_value(variable))
+            for variable in self._state_variables()
+        }
         watcher = _Watcher(self, profile)
         for kept in self._graph_gradients.values():
             kept.reset()
         try:
             with (
-                watcher.standing_in(),
+                watcher.with_stand_ins(),
                 self._isolated(profile, seed),
                 _running_eagerly(eagerly),
                 watcher.watching(),
@@ -268,7 +306,7 @@ class FunctionRunner:
             self._refuse_updates(before)
             for position in sorted(profile.assigned):
                 variable, start = before.get(id(self._scope.variables[position]), (None, None))
-                if variable is not None and not self._has(variable, start):
+                if variable is not None and not self._has_bits(variable, start):
                     _refuse_integer(variable)
             for number in profile.updates & self._graph_gradients.keys():
                 profile.exchanges |= self._graph_gradients[number].times() > 1
@@ -298,16 +336,16 @@ class FunctionRunner:
         Args:
             function: the function that was tried out.
             call: calls it.
-            step: its number; random generators draw other numbers for each.
+            step: the number of the function. Keras's random generators draw different numbers for each.
             seed: determines all other random numbers.
-            exchange: gives gradients to the servers while the function runs; None where none does.
+            exchange: gives gradients to the servers while the function runs; None if no function needs it.
 
         Raises:
-            Exception: of the function.
+            Exception: the function raised it.
             ModelError: parameter servers do not support what the function changes.
         """
         profile = self._profiles[_key(function)]
-        seeds = [one for one in self._scope.variables if KERAS_SEED in one.name]
+        seeds = [variable for variable in self._scope.variables if KERAS_SEED in variable.name]
         assigned = sorted(profile.assigned)
         values = self.transfers.read([*seeds, *(self._scope.variables[i] for i in assigned)])
         keys = values[: len(seeds)]
@@ -318,7 +356,7 @@ class FunctionRunner:
         for number in profile.updates & self._graph_gradients.keys():
             self._graph_gradients[number].reset()
         try:
-            with watcher.standing_in(), self._isolated(profile, seed), watcher.watching():
+            with watcher.with_stand_ins(), self._isolated(profile, seed), watcher.watching():
                 result = plain(call(), self._backend)
             changes = self._collected(profile, watcher)
         finally:
@@ -327,34 +365,34 @@ class FunctionRunner:
         return RanFunction(result, watcher.gradients, watcher.rows, tuple(sorted(watcher.applied)), changes)
 
     def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, tuple[Array, Array]]:
-        """Return the changes of variables; add the gradients in graphs to those that the watcher has kept."""
+        """Return the changes of variables; pass the gradients in graphs to the watcher."""
         assigned = [self._scope.variables[position] for position in watcher.starts]
         numbers = sorted(profile.updates & self._graph_gradients.keys())
         in_graphs = [self._graph_gradients[number].state for number in numbers]
         values = self.transfers.read([*assigned, *(variable for state in in_graphs for variable in state)])
-        found = {}
+        changes = {}
         for (position, start), end in zip(watcher.starts.items(), values, strict=False):
             if end.tobytes() != start.tobytes():
                 _refuse_integer(self._scope.variables[position])
-                found[position] = start, end
+                changes[position] = start, end
         values = values[len(assigned) :]
         for number, state in zip(numbers, in_graphs, strict=True):
-            own, values = values[: len(state)], values[len(state) :]
-            for gradients in self._graph_gradients[number].kept_in(own):
+            state_values, values = values[: len(state)], values[len(state) :]
+            for gradients in self._graph_gradients[number].kept_in(state_values):
                 watcher.keep(number, gradients)
-        return found
+        return changes
 
-    def _has(self, variable: Any, value: Any) -> bool:
+    def _has_bits(self, variable: Any, value: Any) -> bool:
         """Whether a variable has the bits of a saved value."""
-        arrays = [np.asarray(self._backend.to_numpy(one)) for one in (variable.value, value)]
+        arrays = [np.asarray(self._backend.to_numpy(tensor)) for tensor in (variable.value, value)]
         return arrays[0].tobytes() == arrays[1].tobytes()
 
     def _refuse_updates(self, before: Mapping[int, tuple[Any, Any]]) -> None:
         """Raise ModelError if a trial run has updated weights after all."""
         for update, iterations_added in zip(self.updates, self._iterations, strict=True):
             iterations = iterations_of(update.optimizer)
-            known = before.get(id(iterations))
-            start = iterations_added if known is None else int(self._backend.to_numpy(known[1]))
+            saved = before.get(id(iterations))
+            start = iterations_added if saved is None else int(self._backend.to_numpy(saved[1]))
             if start != int(self._backend.to_numpy(iterations.value)):
                 raise ModelError(
                     "a scheduled function applies an optimizer in a graph that was traced before: pass the "
@@ -362,7 +400,7 @@ class FunctionRunner:
                 )
 
     def refusing_own_variables(self) -> AbstractContextManager[None]:
-        """Within the block, refuse to assign variables that are not of Keras."""
+        """Within the block, refuse assignments of variables that are not Keras's."""
         if not self._on_tensorflow:
             return nullcontext()
         from lockstep.keras.parameter_server.tf_functions import refusing_own_variables
@@ -370,7 +408,7 @@ class FunctionRunner:
         return refusing_own_variables()
 
     def exchanged(self, number: int, gradients: Mapping[int, Array]) -> list[Array]:
-        """Return what the exchange of the function that runs now returns: graphs outlive one run."""
+        """Make the exchange of the function that runs now. Graphs call this, because they outlive one run."""
         assert self.exchange is not None
         return self.exchange(number, gradients)
 
@@ -393,13 +431,13 @@ class FunctionRunner:
                     "optimizer several times, or uses the new weights: let it do so once, at its end"
                 )
 
-    def _refuse_late(self, known: int) -> None:
+    def _refuse_late(self, first_new: int) -> None:
         """Raise ModelError for a table that was built after the servers have begun.
 
         Args:
-            known: number of optimizers that earlier functions have applied.
+            first_new: the number of optimizers that earlier functions have applied.
         """
-        for update in self.updates[known:]:
+        for update in self.updates[first_new:]:
             for variable in update.variables:
                 table = server_table(variable)
                 if table is not None and self.met is not None and table not in self.met:
@@ -410,13 +448,13 @@ class FunctionRunner:
 
     @property
     def tables(self) -> list[Any]:
-        """The variables of the scope that take the places of tables that only servers have."""
-        return [one for one in self._scope.variables if server_table(one) is not None]
+        """The variables of the scope that represent tables that only servers have."""
+        return [variable for variable in self._scope.variables if server_table(variable) is not None]
 
     def tables_of(self, number: int) -> list[int]:
         """Return the positions of the tables that only servers have among the variables of an optimizer."""
         variables = self.updates[number].variables
-        return [position for position, one in enumerate(variables) if server_table(one) is not None]
+        return [position for position, variable in enumerate(variables) if server_table(variable) is not None]
 
     def numbers_of_tables(self, number: int) -> frozenset[int]:
         """Return the numbers of these tables over all optimizers."""
@@ -428,7 +466,7 @@ class FunctionRunner:
 
         Args:
             table: the table that a function looks up.
-            raised: by the trial run of the function.
+            raised: the exception of the function's last trial run; empty if it came to its end.
 
         Raises:
             ModelError: no function trains it.
@@ -453,8 +491,8 @@ class FunctionRunner:
 
     def number_of(self, optimizer: Any) -> int | None:
         """Return the number of an optimizer; None if it has not been applied in a trial run."""
-        found = (i for i, update in enumerate(self.updates) if update.optimizer is optimizer)
-        return next(found, None)
+        numbers = (i for i, update in enumerate(self.updates) if update.optimizer is optimizer)
+        return next(numbers, None)
 
     def add(self, optimizer: Any, variables: Sequence[Any]) -> int:
         """Add an optimizer that a trial run applies; return its number.
@@ -470,14 +508,14 @@ class FunctionRunner:
         if not optimizer.built:
             optimizer.build(list(variables))
         update = Update(optimizer, list(trained_by(optimizer)))
-        trained = {id(variable) for known in self.updates for variable in known.variables}
-        twice = next((one for one in update.variables if id(one) in trained), None)
+        trained = {id(variable) for earlier in self.updates for variable in earlier.variables}
+        twice = next((variable for variable in update.variables if id(variable) in trained), None)
         if twice is not None:
             raise ModelError(
                 f"scheduled functions apply two optimizers to {twice.path!r}, which parameter servers do not "
                 "support"
             )
-        tables = [table for one in update.variables if (table := server_table(one)) is not None]
+        tables = [table for variable in update.variables if (table := server_table(variable)) is not None]
         if tables and keras.backend.backend() == "jax":
             raise ModelError(
                 f"a scheduled function trains layer {tables[0].name!r}, a ServerEmbedding, {NO_ROWS_ON_JAX}"
@@ -500,7 +538,7 @@ class FunctionRunner:
         self.only_on_servers |= {id(variable) for slot, variable in slots if slot[0] >= 0}
         return len(self.updates) - 1
 
-    def refuse_outsider(self, variable: Any, what: str) -> int:
+    def refuse_outsider(self, variable: Any, verb: str) -> int:
         """Return the position of a variable in the scope.
 
         Raises:
@@ -508,24 +546,24 @@ class FunctionRunner:
         """
         if (position := self._scope.position(variable)) is None:
             raise ModelError(
-                f"{variable.path!r} {what} a scheduled function and was created outside of the scope of its "
+                f"{variable.path!r} {verb} a scheduled function and was created outside of the scope of its "
                 "ParameterServerStrategy: create models, optimizers and metrics in `with strategy.scope():`"
             )
         return position
 
     @property
     def served(self) -> list[Any]:
-        """The variables that are on the servers: those that optimizers update, and then their own."""
+        """The variables that are on the servers: those that optimizers update, then the optimizers' own."""
         trained = [variable for update in self.updates for variable in update.variables]
         return [*trained, *(variable for update in self.updates for variable in update.optimizer.variables)]
 
     def others(self) -> dict[int, Any]:
         """Return the variables of the scope that are not on the servers, by position."""
-        served = {id(one) for one in self.served}
-        return {i: one for i, one in enumerate(self._scope.variables) if id(one) not in served}
+        served = {id(variable) for variable in self.served}
+        return {i: variable for i, variable in enumerate(self._scope.variables) if id(variable) not in served}
 
     def graph_gradients(self, number: int) -> Any:
-        """Return what keeps the gradients of an optimizer in graphs of TensorFlow."""
+        """Return the gradients of an optimizer in graphs of TensorFlow."""
         from lockstep.keras.parameter_server.tf_functions import OptimizerGradients
 
         if number not in self._graph_gradients:
@@ -534,10 +572,10 @@ class FunctionRunner:
             )
         return self._graph_gradients[number]
 
-    def _known(self) -> list[Any]:
+    def _state_variables(self) -> list[Any]:
         return [
             *self._scope.variables,
-            *(one for update in self.updates for one in update.optimizer.variables),
+            *(variable for update in self.updates for variable in update.optimizer.variables),
         ]
 
     @contextmanager
@@ -562,15 +600,15 @@ class _Watcher:
     """Watches one run of a function: a `VariableObserver`, and the `Merger` of its only replica.
 
     Args:
-        runner: which runs it.
+        runner: the runner that runs the function.
         profile: the profile of the function.
         starts: the values of variables that it assigns, by position; None in a trial run.
         exchange: gives gradients to the servers at once; None to keep them until the function has run.
 
     Attributes:
         gradients: the gradients that were applied, by the number of the variable over all optimizers.
-        rows: the rows of which the gradients of tables are, likewise.
-        applied: the numbers of the optimizers.
+        rows: the rows that the gradients of tables are for, by the same numbers.
+        applied: the numbers of the optimizers that were applied.
         created: variables that a trial run has created, with their first values.
         starts: the values, before the run, of all variables that it assigns.
     """
@@ -593,7 +631,7 @@ class _Watcher:
         self._new: dict[int, Any] = {}
         self._in_graphs: set[int] = set()
         self._valued: set[int] = set()
-        self._served = {id(one) for one in runner.served}
+        self._served = {id(variable) for variable in runner.served}
         self._updated: dict[int, list[Any]] = {}
         self._stand_ins: Any = None
 
@@ -608,8 +646,8 @@ class _Watcher:
             yield
 
     @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """Within the block, tables have gradients on PyTorch, which Keras's variables of one row have not."""
+    def with_stand_ins(self) -> Iterator[None]:
+        """Within the block, on PyTorch, variables that represent tables have gradients like the tables."""
         if not self._on_torch:
             yield
             return
@@ -630,10 +668,10 @@ class _Watcher:
         self._stand_ins.add(stored_value(variable), table.name, (table.rows, table.width))
 
     def on_read(self, variable: Any) -> None:
-        """Note that the function reads a variable that it has updated, which the servers update later.
+        """Note that the function reads a variable, which it may have updated before.
 
         Raises:
-            ModelError: it reads what only the servers have.
+            ModelError: it reads values that only the servers have.
         """
         if not is_observed_by(self):
             return
@@ -644,7 +682,7 @@ class _Watcher:
             )
         table = server_table(variable)
         if table is not None and self._on_torch:
-            # The program reads the gradient there; the parameter itself refuses other reads.
+            # The program needs the variable to read its gradient. The parameter itself refuses other reads.
             return
         if table is not None:
             raise ModelError(
@@ -675,13 +713,15 @@ class _Watcher:
             raise
 
     def _note_read(self, variable: Any) -> None:
-        where = self._updated.get(id(variable))
-        if where is None:
+        updated_in = self._updated.get(id(variable))
+        if updated_in is None:
             return
         graphs = entered_graphs()
-        # TensorFlow may trace a function twice, and then reads the variable again before the update; and it
-        # reads what a graph captures before it runs the graph.
-        if (not graphs and not where) or any(graph is one for graph in graphs for one in where):
+        # TensorFlow may trace a function twice, and then reads the variable again before the update. It also
+        # reads the variables that a graph captures before it runs the graph. Neither counts.
+        if (not graphs and not updated_in) or any(
+            graph is updated_graph for graph in graphs for updated_graph in updated_in
+        ):
             self._profile.exchanges = True
 
     def on_create(self, variable: Any) -> None:
@@ -712,7 +752,7 @@ class _Watcher:
             )
         generator = global_generator()
         if generator is not None and variable is generator.state:
-            # It follows from the number of the function, and is not the program's.
+            # Its state follows from the number of the function. It is not a variable of the program.
             return
         position = self._runner.refuse_outsider(variable, "is assigned by")
         if KERAS_SEED in variable.name:
@@ -725,7 +765,7 @@ class _Watcher:
         """Keep gradients instead of applying them.
 
         Raises:
-            ModelError: parameter servers do not support the optimizer, or what it is applied to.
+            ModelError: parameter servers do not support the optimizer, or the variables that it updates.
         """
         if not gradients:
             return
@@ -737,35 +777,37 @@ class _Watcher:
                     "when the function first runs, too"
                 )
             number = self._runner.add(optimizer, trained_by(optimizer) if variables is None else variables)
-            self._served = {id(one) for one in self._runner.served}
+            self._served = {id(variable) for variable in self._runner.served}
         self._profile.updates.add(number)
-        given = self._runner.updates[number].variables
-        positions = {id(one): i for i, one in enumerate(given)}
-        chosen = given if variables is None else variables
-        if any(id(one) not in positions for one in chosen) or len(gradients) != len(chosen):
+        all_variables = self._runner.updates[number].variables
+        positions = {id(variable): i for i, variable in enumerate(all_variables)}
+        applied = all_variables if variables is None else variables
+        if any(id(variable) not in positions for variable in applied) or len(gradients) != len(applied):
             raise ModelError(
                 f"a scheduled function applies {type(optimizer).__name__} to other variables than before: "
                 "apply it to all of its variables when the function first runs"
             )
-        kept = {positions[id(v)]: g for v, g in zip(chosen, gradients, strict=True) if g is not None}
+        kept = {positions[id(v)]: g for v, g in zip(applied, gradients, strict=True) if g is not None}
         tables = self._runner.tables_of(number)
         for position in tables:
             if (gradient := kept.get(position)) is not None:
-                self._refuse_tensor(given[position], gradient)
+                self._refuse_tensor(all_variables[position], gradient)
         if self._exchange is not None:
             self._exchanged(number, kept, self._exchange)
             return
         if entered_graphs():
             self._runner.graph_gradients(number).add(kept)
         else:
-            self.keep(number, {i: self._in_numpy(one, i in tables) for i, one in kept.items()})
+            self.keep(number, {i: self._in_numpy(variable, i in tables) for i, variable in kept.items()})
         if self._tries:
-            self._updated |= {id(one): entered_graphs() for one in self._runner.updates[number].changed}
+            self._updated |= {
+                id(variable): entered_graphs() for variable in self._runner.updates[number].changed
+            }
 
     def keep(self, number: int, gradients: Mapping[int, Array | tuple[Array, Array]]) -> None:
         """Keep the gradients of an optimizer, by the positions of its variables.
 
-        Those of tables are pairs of the ids of lookups and their gradients.
+        The gradients of tables are pairs of the ids of lookups and their gradients.
         """
         if number in self.applied:
             if self._tries:
@@ -798,7 +840,7 @@ class _Watcher:
         return array
 
     def _refuse_tensor(self, variable: Any, gradient: Any) -> None:
-        """Raise ModelError for a gradient of a table that is not one of lookups."""
+        """Raise ModelError for a gradient of a table that is not a gradient of lookups."""
         table = server_table(variable)
         assert table is not None
         if self._on_torch:
@@ -826,7 +868,7 @@ class _Watcher:
             exchange_arrays = functools.partial(runner.exchanged, number)
             exchanged_in_graph(exchange_arrays, gradients, runner.pulled, runner.shared)
             return
-        arrays = {i: np.array(runner._backend.to_numpy(one)) for i, one in gradients.items()}
+        arrays = {i: np.array(runner._backend.to_numpy(gradient)) for i, gradient in gradients.items()}
         # In a replay in one process, other functions run meanwhile.
         with self._stand_ins.suspended() if self._on_torch else nullcontext():
             values = exchange(number, arrays)
@@ -899,17 +941,18 @@ def entered_graphs() -> list[Any]:
         return []
     import tensorflow as tf
 
-    found, graph = [], None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    graphs, graph = [], None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     while graph is not None and graph.building_function:
-        found.append(graph)
+        graphs.append(graph)
         graph = graph.outer_graph
-    return found
+    return graphs
 
 
 def _key(function: Any) -> Any:
     """Identify a function by its code, by the object that it is a method of, and by what it closes over.
 
-    Of the latter, only functions and objects of Keras count: others are data, such as batches.
+    Of the values that it closes over, only functions and objects of Keras count. Others are data, such as
+    batches.
     """
     while True:
         if isinstance(function, functools.partial):
@@ -921,9 +964,9 @@ def _key(function: Any) -> Any:
     plain = getattr(function, "__func__", function)
     cells = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or () if _is_full(cell)]
     within = tuple(
-        _key(one) if callable(one) and hasattr(one, "__code__") and one is not plain else id(one)
-        for one in cells
-        if callable(one) or isinstance(one, keras.Variable | keras.optimizers.Optimizer)
+        _key(value) if callable(value) and hasattr(value, "__code__") and value is not plain else id(value)
+        for value in cells
+        if callable(value) or isinstance(value, keras.Variable | keras.optimizers.Optimizer)
     )
     return getattr(plain, "__code__", plain), id(getattr(function, "__self__", None)), within
 

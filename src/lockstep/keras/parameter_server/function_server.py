@@ -27,7 +27,7 @@ class ServerCalls(FunctionCalls):
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._process = ServerProcess(
-            self._job, self._call, lambda: ServedVariables(self._backend, own=True), self._trained
+            self._job, self._call, lambda: ServedVariables(self._backend, copies=True), self._trained
         )
         self._chief: AskingChannel | None = None
         self._until = 0

@@ -10,7 +10,7 @@ from lockstep.errors import DisagreementError
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
-from lockstep.keras.parameter_server.function_log import AT_BEGIN, FoundByCall, of_scope, of_servers
+from lockstep.keras.parameter_server.function_log import AT_BEGIN, CallOutcome, of_scope, of_servers
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.servers import Gradients, Servers, same_bits
 from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
@@ -38,14 +38,14 @@ class WorkerCalls(FunctionCalls):
         self._assigned = -1
         self._trials = 0
         self._unknown: dict[int, Any] = {}
-        self._of_call = 0
+        self._shown_at = 0
         self._refusal: DisagreementError | None = None
         if self._joining.replays:
             self._reads.begin()
             assert self._joining.log is not None
-            if (found := self._joining.log.found_by(AT_BEGIN)) is not None:
-                with self._own():
-                    self._take_values(found, 0)
+            if (outcome := self._joining.log.outcome_of(AT_BEGIN)) is not None:
+                with self._unobserved():
+                    self._assign_shown(outcome, 0)
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
@@ -62,7 +62,7 @@ class WorkerCalls(FunctionCalls):
         self._servers = self._process.connect_servers(shards)
 
     def _repeated(self, label: str, number: int) -> tuple[Passed, Sequence[Array]] | None:
-        """Return what a call has found that the chief has made before this worker joins.
+        """Return the recorded outcome of a call that the chief made before this worker joins.
 
         Returns None if this worker has arrived at the present call of the chief, and takes part from now on.
 
@@ -72,10 +72,10 @@ class WorkerCalls(FunctionCalls):
         log = self._joining.log
         assert log is not None
         if number == log.count and number == (log := self._joining.join()).count:
-            facts = self._joining.arrive(f"call {number} of {self._call.name}")
+            peers = self._joining.arrive(f"call {number} of {self._call.name}")
             self._reads.end()
             self._unknown.clear()
-            self._process.mesh.take_place(self._call.number, facts)
+            self._process.mesh.replace_lost_worker(self._call.number, peers)
             self._connect(self._shards)
             return None
         if label != (recorded := log.label(number)):
@@ -83,25 +83,25 @@ class WorkerCalls(FunctionCalls):
                 f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
                 f"was {recorded} in the chief: let the script decide by what is equal in all processes"
             )
-        if (found := log.found_by(number)) is None:
+        if (outcome := log.outcome_of(number)) is None:
             return Passed(number + 1), []
-        if found.passed.state:
-            self._take_values(found, number + 1)
-        if found.passed.failure is not None:
+        if outcome.passed.state:
+            self._assign_shown(outcome, number + 1)
+        if outcome.passed.failure is not None:
             self._kept.clear()
-        return msgspec.structs.replace(found.passed, state=False, variables=()), found.results
+        return msgspec.structs.replace(outcome.passed, state=False, variables=()), outcome.results
 
-    def _take_values(self, found: FoundByCall, number: int) -> None:
-        """Take over the variables that a call has shown, and note which of them the chief has not kept.
+    def _assign_shown(self, outcome: CallOutcome, number: int) -> None:
+        """Assign the variables that a call has shown, and note those whose values the chief has not kept.
 
         Args:
-            found: what the call has found.
+            outcome: the outcome of the call.
             number: the number of the call, from 1; 0 for the beginning.
         """
         served, scope = self._runner.served, self._program.scope.variables
-        named = {of_servers(i): one for i, one in enumerate(served)}
-        named |= {of_scope(i): one for i, one in enumerate(scope)}
-        for key, value in found.values.items():
+        named = {of_servers(i): variable for i, variable in enumerate(served)}
+        named |= {of_scope(i): variable for i, variable in enumerate(scope)}
+        for key, value in outcome.values.items():
             if key not in named or tuple(named[key].shape) != value.shape:
                 self._refuse(
                     f"{self._call.name}: this worker, which joins, has created other variables in the scope "
@@ -109,39 +109,39 @@ class WorkerCalls(FunctionCalls):
                     "keras.Input"
                 )
             named[key].assign(value)
-        known = {id(named[key]) for key in found.values}
-        shown = [*served, *(named[of_scope(i)] for i in found.passed.variables if of_scope(i) in named)]
-        self._unknown = {id(one): one for one in shown if id(one) not in known}
-        self._of_call = number
+        assigned = {id(named[key]) for key in outcome.values}
+        shown = [*served, *(named[of_scope(i)] for i in outcome.passed.variables if of_scope(i) in named)]
+        self._unknown = {id(variable): variable for variable in shown if id(variable) not in assigned}
+        self._shown_at = number
 
     def _on_read(self, variable: Any) -> None:
         if id(variable) in self._unknown:
             self._refuse(
-                f"the script reads {variable.path!r} after call {self._of_call} of {self._call.name}, and "
+                f"the script reads {variable.path!r} after call {self._shown_at} of {self._call.name}, and "
                 "the chief has not kept its value for this worker, which joins"
             )
 
     def _refuse(self, why: str) -> NoReturn:
-        """Raise DisagreementError, now and at all further calls: the script may catch it."""
+        """Raise DisagreementError, now and at all further calls, because the script may catch it."""
         self._refusal = DisagreementError(why)
         raise self._refusal
 
     def _compare_trial(
-        self, what: str, facts: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
+        self, label: str, created: Mapping[str, str], shown: Mapping[str, str], state: Mapping[str, Any]
     ) -> None:
         if not self._joining.replays:
-            super()._compare_trial(what, facts, shown, state)
+            super()._compare_trial(label, created, shown, state)
             return
         number, self._trials = self._trials, self._trials + 1
         assert self._joining.log is not None
         trials = self._joining.log.trials
-        chiefs = trials[number] if number < len(trials) else {"call": "none"}
-        own = {"call": what, **facts, **shown}
-        for name in own:
-            if own[name] != chiefs.get(name):
+        chief_trial = trials[number] if number < len(trials) else {"call": "none"}
+        trial = {"call": label, **created, **shown}
+        for name in trial:
+            if trial[name] != chief_trial.get(name):
                 self._refuse(
-                    f"{what}: {name}: {own[name]} in this worker, which joins, and {chiefs.get(name)} in the "
-                    "chief"
+                    f"{label}: {name}: {trial[name]} in this worker, which joins, and "
+                    f"{chief_trial.get(name)} in the chief"
                 )
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
@@ -174,14 +174,14 @@ class WorkerCalls(FunctionCalls):
             return self._compared(kind, Passed(self._until)), []
         assert self._chief is not None
         question: Question = AtCall(number, self._scheduled)
-        given: Sequence[Array] = ()
+        question_arrays: Sequence[Array] = ()
         while True:
-            answer, arrays = self._chief.ask(question, given)
+            answer, arrays = self._chief.ask(question, question_arrays)
             self._job.timer.lap("wait")
             if isinstance(answer, Passed):
                 break
             assert isinstance(answer, Assigned)
-            question, given = self._run(answer, arrays, number)
+            question, question_arrays = self._run(answer, arrays, number)
         self._until = self._compared(kind, answer).until
         if not answer.state:
             # The script sees the variables of the last call that has shown them.
@@ -194,10 +194,10 @@ class WorkerCalls(FunctionCalls):
         return answer, arrays
 
     def _note_changes(self) -> None:
-        """Note which variables the script has changed.
+        """Note which variables the script has changed since the first call.
 
-        In a function, these have the values that the chief knows, which may not have come to this call yet:
-        those from the beginning, if it sends none.
+        The chief may not have come to this call yet. So a function must not see these changes: variables that
+        the chief does not send with it have their first values there.
         """
         others = self._runner.others()
         values = dict(zip(others, self._runner.transfers.read(list(others.values())), strict=True))
@@ -206,7 +206,7 @@ class WorkerCalls(FunctionCalls):
         self._assigned = assignments.count()
 
     def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[WorkDone, list[Array]]:
-        """Run a function; return what the chief gets."""
+        """Run a function; return the message to the chief, with its arrays."""
         assert self._servers is not None
         timer = self._job.timer
         timer.begin(self._call.name)
@@ -217,14 +217,14 @@ class WorkerCalls(FunctionCalls):
             del self._kept[k]
         scheduled = self._kept[step]
         scope = self._program.scope.variables
-        known = [int(name) for name in assigned.names]
-        unknown = sorted(self._ahead.difference(known))
-        changed = [*self._runner.pulled, *(scope[position] for position in (*known, *unknown))]
-        given = [*self._pulled(step, 0), *arrays, *(self._first[position] for position in unknown)]
+        sent = [int(name) for name in assigned.names]
+        unsent = sorted(self._ahead.difference(sent))
+        changed = [*self._runner.pulled, *(scope[position] for position in (*sent, *unsent))]
+        values = [*self._pulled(step, 0), *arrays, *(self._first[position] for position in unsent)]
         for variable in changed:
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
-        self._runner.transfers.assign(changed, given)
+        self._runner.transfers.assign(changed, values)
         timer.lap("exchange")
 
         staleness = 0
@@ -261,7 +261,7 @@ class WorkerCalls(FunctionCalls):
         return msgspec.structs.replace(returned, staleness=staleness), result
 
     def _compilations(self, function: Any) -> int:
-        """Return how many functions were compiled for a scheduled function so far, as far as that is known.
+        """Return how many functions were compiled for a scheduled function so far, as far as Lockstep knows.
 
         On TensorFlow, these are the graphs of a `tf.function`, without those of functions that it calls.
         """

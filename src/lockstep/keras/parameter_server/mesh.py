@@ -2,8 +2,8 @@
 
 The chief and the servers answer questions, at one address each. Every process has at most one connection to
 each of them, which it opens when it first asks. In a call of `fit`, or in the functions of a
-`ClusterCoordinator`, questions go to whatever does the part of their process in the call. Those about rows of
-tables may also be asked at other times.
+`ClusterCoordinator`, questions go to the object that has the role of the process in the call. Questions about
+rows of tables may also be asked at other times.
 """
 
 import contextlib
@@ -17,24 +17,24 @@ from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.parameter_server.tasks import ServerPlace
 from lockstep.protocol.parameter_server import CopyRows, ReadRows
-from lockstep.transport.array_channel import AnsweringEnd, Asked, AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, Arrival, AskingChannel
 from lockstep.worker.job import Job
 
 _ADDRESS = struct.Struct(">IH")
-"""What precedes an address and what a process tells the others: the id of the process, and the length of the
-address."""
+"""The header of a process's message to the others: its id, and the length of the address that follows. After
+the address comes other data."""
 
 
 class Mesh:
     """The connections of one process.
 
     Args:
-        job: of the process.
+        job: the job of the process.
 
     Attributes:
-        workers: the worker ids of the processes of the call, or outside of one of those that have met last;
-            another one once a lost worker is replaced.
-        addresses: those of the chief and the servers, by process.
+        workers: the worker ids of the processes of the call, or outside of a call those of the last meeting.
+            The worker id of a process changes when a lost worker is replaced.
+        addresses: the addresses of the chief and the servers, by process.
         places: where the shards of each server are in the call.
         call: the number of the call that this process is in; 0 for none.
         answer_rows: answers questions about rows at any time.
@@ -48,67 +48,70 @@ class Mesh:
         self.places: tuple[ServerPlace, ...] = ()
         self.call = 0
         self._begins = False
-        self.answer_rows: Callable[[Asked], object] = Asked.abandon
-        self._take: Callable[[Asked], object] = Asked.abandon
+        self.answer_rows: Callable[[Arrival], object] = Arrival.abandon
+        self._receive: Callable[[Arrival], object] = Arrival.abandon
         self._channels: dict[tuple[int, int], AskingChannel] = {}
         self._end: AnsweringEnd | None = None
-        # A worker that joins has no task before it takes the place of a lost one.
+        # A worker that joins has no task before it replaces a lost one.
         if not (job.settings.in_one_process or job.joins or job.process in self._tasks.workers):
             self._end = AnsweringEnd(self._put, job.peers.accept)
             if self._end.entrance:
                 job.peers.answers_at(self._end.entrance)
         job.at_exit(self.close)
 
-    def meet(self, what: str, told: bytes = b"") -> tuple[list[list[int]], dict[int, bytes]]:
+    def meet(self, label: str, data: bytes = b"") -> tuple[list[list[int]], dict[int, bytes]]:
         """Exchange addresses with the other processes, which all call this.
 
         Args:
-            what: names the exchange.
-            told: what this process tells the others besides.
+            label: names the exchange.
+            data: the data of this process for the others, besides its address.
 
         Returns:
-            The ids of the processes of each host, and what each process has told.
+            The ids of the processes of each host, and the data of each process.
 
         Raises:
             PeerLostError: the job is over.
         """
         address = b"" if self._end is None else self._end.address
-        given = _ADDRESS.pack(self._job.process, len(address)) + address + told
+        blob = _ADDRESS.pack(self._job.process, len(address)) + address + data
         hosts, gathered = self._job.exchange(
             lambda view, communicator: (
                 view.hosts,
-                dict(zip(view.workers, communicator.gather(given, what=what), strict=True)),
+                dict(zip(view.workers, communicator.gather(blob, what=label), strict=True)),
             )
         )
-        told_by, process_of = {}, {}
-        for worker, data in gathered.items():
-            process, length = _ADDRESS.unpack_from(data)
+        data_of, process_of = {}, {}
+        for worker, gathered_blob in gathered.items():
+            process, length = _ADDRESS.unpack_from(gathered_blob)
             process_of[worker] = process
-            self.addresses[process] = data[_ADDRESS.size : _ADDRESS.size + length]
-            told_by[process] = data[_ADDRESS.size + length :]
+            self.addresses[process] = gathered_blob[_ADDRESS.size : _ADDRESS.size + length]
+            data_of[process] = gathered_blob[_ADDRESS.size + length :]
         if self._begins or not self.call:
-            # Within a call, its chief notes who replaces whom.
+            # Within a call, the chief's dispatcher keeps these up to date.
             self.workers.clear()
             self.workers.update({process: worker for worker, process in process_of.items()})
             self._begins = False
-        return [[process_of[worker] for worker in host] for host in hosts], told_by
+        return [[process_of[worker] for worker in host] for host in hosts], data_of
 
-    def begin(self, call: int, take: Callable[[Asked], object] = Asked.abandon) -> None:
+    def begin(self, call: int, receive: Callable[[Arrival], object] = Arrival.abandon) -> None:
         """Begin a call, before the processes meet for it.
 
         Args:
-            call: its number.
-            take: takes the questions that other processes ask this one in it, and what tells that they have
-                left it; called in threads.
+            call: the number of the call.
+            receive: receives the questions that other processes ask this one in the call, and the ends of
+                their questions. It is called in threads.
         """
         self.workers.clear()
-        self._take, self.call, self._begins = take, call, True
+        self._receive, self.call, self._begins = receive, call, True
 
     def leave(self, call: int) -> None:
-        """Leave a call, if this process is in it: the connections remain, and those that wait end."""
+        """Leave a call, if this process is in it.
+
+        The connections remain, except those on which a question waits for an answer.
+        """
         if self.call != call:
             return
-        self.call, self._take = 0, Asked.abandon
+        self.call, self._receive = 0, Arrival.abandon
         for channel in self._channels.values():
             channel.leave()
         if self._end is not None:
@@ -117,7 +120,7 @@ class Mesh:
     def servers(
         self, places: Sequence[Sequence[int | None]], timeout: float | None = None
     ) -> list[ServerChannel]:
-        """Return what asks each server: the first of its processes that is left.
+        """Return a channel to each server, which asks the first of its processes that is left.
 
         Args:
             places: the processes of each server; None for no process.
@@ -125,7 +128,11 @@ class Mesh:
         """
         return [
             ServerChannel(
-                [partial(self.channel, one, server, timeout) for one in processes if one is not None]
+                [
+                    partial(self.channel, process, server, timeout)
+                    for process in processes
+                    if process is not None
+                ]
             )
             for server, processes in enumerate(places)
         ]
@@ -135,8 +142,8 @@ class Mesh:
 
         Args:
             process: the id of the process.
-            server: whose shards questions are about; -1 for the chief.
-            timeout: seconds after which an answer counts as missing; None for those of the job.
+            server: the server whose shards the questions are about; -1 for the chief.
+            timeout: seconds after which an answer counts as missing; None for the job's limit.
 
         Raises:
             PeerLostError: the process has ended.
@@ -144,7 +151,7 @@ class Mesh:
         timeout = self._job.policy.timeout if timeout is None else timeout
         channel = self._channels.get((process, server))
         if channel is not None and channel.is_open and channel.call != self.call:
-            # The network may have closed it since the last call; the process need not be lost.
+            # The network may have closed it since the last call. That does not mean that the process is lost.
             with contextlib.suppress(PeerLostError):
                 channel.enter(self.call, timeout)
         if channel is None or not channel.is_open:
@@ -154,9 +161,9 @@ class Mesh:
         return channel
 
     def lost(self) -> frozenset[int]:
-        """Return which of the processes of `workers` the coordinator has announced as lost.
+        """Return the processes of `workers` that the coordinator has announced as lost.
 
-        For the main thread.
+        Only the main thread may call this.
         """
         lost = self._job.peers.lost_workers(tuple(self.workers.values()))
         return frozenset(process for process, worker in self.workers.items() if worker in lost)
@@ -166,35 +173,35 @@ class Mesh:
         if self._end is not None:
             self._end.drop(worker)
 
-    def facts(self) -> dict[str, Any]:
-        """Return what a worker that joins has to know of the processes of a call; on the chief."""
+    def peers(self) -> dict[str, Any]:
+        """Return the facts about the processes of a call that a joiner needs. Called on the chief."""
         lost = self.lost()
         return {
             "addresses": dict(self.addresses),
             "workers": dict(self.workers),
-            "places": [tuple(place) for place in self.places],
+            "places": [tuple(server_place) for server_place in self.places],
             "lost": sorted(
                 process for process in self._tasks.workers if process not in self.workers or process in lost
             ),
         }
 
-    def take_place(self, call: int, facts: Mapping[str, Any]) -> None:
-        """Take the place of a lost worker in a call, in a worker that has joined.
+    def replace_lost_worker(self, call: int, peers: Mapping[str, Any]) -> None:
+        """Replace a lost worker in a call, in a worker that has joined.
 
-        All workers that have joined together take the places of the lost ones in the same order.
+        Workers that have joined together replace the lost ones in the order of their ids.
 
         Args:
-            call: its number.
-            facts: returned by `facts` of the chief.
+            call: the number of the call.
+            peers: the result of `peers` on the chief.
         """
         self.begin(call)
         self._begins = False
-        self.workers.update(facts["workers"])
-        self.addresses.update(facts["addresses"])
-        self.places = tuple(ServerPlace(*place) for place in facts["places"])
-        known = frozenset(self.workers.values())
-        new = sorted(worker for worker in self._job.joined_with if worker not in known)
-        self._job.process = facts["lost"][new.index(self._job.worker)]
+        self.workers.update(peers["workers"])
+        self.addresses.update(peers["addresses"])
+        self.places = tuple(ServerPlace(*server_place) for server_place in peers["places"])
+        old_workers = frozenset(self.workers.values())
+        joined = sorted(worker for worker in self._job.joined_with if worker not in old_workers)
+        self._job.process = peers["lost"][joined.index(self._job.worker)]
 
     def close(self) -> None:
         """Close all connections."""
@@ -203,15 +210,15 @@ class Mesh:
         if self._end is not None:
             self._end.close()
 
-    def _put(self, asked: Asked) -> None:
+    def _put(self, arrival: Arrival) -> None:
         """Pass a question on; called in the thread of its connection."""
-        message = asked.message
+        message = arrival.message
         if isinstance(message, CopyRows) or (isinstance(message, ReadRows) and not message.in_turn):
-            self.answer_rows(asked)
-        elif asked.call and asked.call == self.call:
-            self._take(asked)
+            self.answer_rows(arrival)
+        elif arrival.call and arrival.call == self.call:
+            self._receive(arrival)
         else:
-            asked.abandon()
+            arrival.abandon()
 
     def _opened(self, process: int, server: int, timeout: float) -> AskingChannel:
         peers, worker, name = self._job.peers, self.workers.get(process), self._tasks.name(process)

@@ -1,5 +1,5 @@
-"""A call of `fit` that repeats a recorded one in one process, which does what the chief, the workers and the
-servers did; see `FollowedOrders`."""
+"""A call of `fit` that repeats a recorded one in one process, in the roles of the chief, the workers and the
+servers; see `FollowedOrders`."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class OneProcess(ChiefProcess):
-    """The chief of a recorded call, which also computes what workers and servers have computed.
+    """The chief of a recorded call, which also computes the workers' steps and the servers' updates.
 
     Args:
         served: the call.
@@ -53,7 +53,7 @@ class OneProcess(ChiefProcess):
         served = self.served
         plain = served.options.max_staleness == 0
         variables = {
-            server: ServedVariables(self.backend, own=True, plain=plain)
+            server: ServedVariables(self.backend, copies=True, plain=plain)
             for server in range(self.tasks.servers)
         }
         self.add_variables(variables, served.update, served.shards, served.tables.variables)
@@ -62,7 +62,7 @@ class OneProcess(ChiefProcess):
         return Dispatcher(self.dispatched(served.options.max_staleness, self._orders))
 
     def reach_servers(self) -> Servers:
-        """Return what asks the servers of this process."""
+        """Return the connections to the servers of this process."""
         assert self._orders is not None
         return self._orders.servers
 
@@ -73,21 +73,21 @@ class OneProcess(ChiefProcess):
         super().close()
 
     def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield batches; those that steps need earlier are read before."""
+        """Yield batches. Batches that steps need earlier have been read before."""
         yield from super().one_ahead(self._ahead.through(batches), count)
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
-        """Return what a worker asks a server for: of tables, the rows that its batch looks up."""
+        """Return the question of a worker to a server, for the rows that its batch looks up in tables."""
         if attempt.batch is None and (batch := self._ahead.batch(attempt.step)) is not None:
             data = read_batch(batch)
             with self._worker.rows:
                 attempt.batch = data, self._worker.look_up(data)
-        # A lost worker that got no further than this has changed nothing: its rows do not matter.
+        # Without a batch, this is a pull of a lost worker that got no further: its rows do not matter.
         none = dict.fromkeys(self.served.tables.variables, _NO_ROWS)
         return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients]:
-        """Compute a step as a worker does; what the chief has of the model stays as it is."""
+        """Compute a step as a worker does; the chief's values of the model stay as they are."""
         assert self._orders is not None
         step, (data, rows) = attempt.step, attempt.batch
         states = random_states()
@@ -110,26 +110,26 @@ class OneProcess(ChiefProcess):
 
     @contextmanager
     def _values_kept(self) -> Iterator[None]:
-        """Give variables of the model their values back, where the state of the step is in variables."""
+        """Within the block, steps may change variables of the model, which get their values back."""
         if self._worker.state is not None:
             yield
             return
         rooms = {id(self.model.trainable_variables[table]) for table in self.served.tables.variables}
-        variables = {id(one): one for one in (*self.model.variables, *self.model.metrics_variables)}.values()
-        own = [one for one in variables if id(one) not in rooms]
-        values = self._transfers.read(own)
+        variables = (*self.model.variables, *self.model.metrics_variables)
+        kept_variables = [v for v in {id(v): v for v in variables}.values() if id(v) not in rooms]
+        values = self._transfers.read(kept_variables)
         try:
             yield
         finally:
-            self._transfers.assign(own, values)
+            self._transfers.assign(kept_variables, values)
 
-    def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def _next_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         self._worker.state = state
-        return super()._take(state, batch)
+        return super()._next_step(state, batch)
 
 
 class _BatchesAhead:
-    """The batches of Keras's loop, of which steps may need later ones earlier."""
+    """The batches of Keras's loop. Steps may need a batch before the loop gets to it."""
 
     def __init__(self) -> None:
         self._batches: Iterator[Any] = iter(())

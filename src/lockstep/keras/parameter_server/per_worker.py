@@ -1,4 +1,4 @@
-"""Values of which each worker has its own: the datasets and iterators of scheduled functions."""
+"""Values that differ between workers: the datasets and iterators of scheduled functions."""
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -20,12 +20,12 @@ class PerWorkerValues:
         (True, True)
     """
 
-    def _own(self) -> Any:
+    def _worker_value(self) -> Any:
         """Return the value of this worker."""
         raise NotImplementedError
 
-    def _fresh(self) -> Any:
-        """Return a value for a trial run, which does not change that of the worker."""
+    def _trial_value(self) -> Any:
+        """Return a value for a trial run, which leaves the worker's value unchanged."""
         raise NotImplementedError
 
 
@@ -35,7 +35,7 @@ class PerWorkerDataset(PerWorkerValues):
     Args:
         make: creates the dataset.
         seed: returns the seed of the random numbers with which this worker creates it.
-        trial: the seed of those in trial runs, equal in all processes.
+        trial: the seed of the random numbers in trial runs, equal in all processes.
         worker: returns which worker this process is now: the id of its task, and `Job.replacement`.
     """
 
@@ -54,16 +54,16 @@ class PerWorkerDataset(PerWorkerValues):
     @cached_property
     def element_spec(self) -> Any:
         """The form of the elements, which a `tf.data.Dataset` declares."""
-        return self._fresh().element_spec
+        return self._trial_value().element_spec
 
-    def _own(self) -> Any:
+    def _worker_value(self) -> Any:
         return RandomNumbers(self._seed()).make(self._make)
 
-    def _fresh(self) -> Any:
+    def _trial_value(self) -> Any:
         return RandomNumbers(self._trial).make(self._make)
 
     def _iterators(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return what creates an iterator of this worker, and one for a trial run."""
+        """Return functions that create an iterator of this worker, and one for a trial run."""
         return (
             lambda: RandomNumbers(self._seed()).make(lambda: iter(self._make())),
             lambda: RandomNumbers(self._trial).make(lambda: iter(self._make())),
@@ -74,20 +74,20 @@ class PerWorkerIterator(PerWorkerValues):
     """An iterator of a dataset of each worker."""
 
     def __init__(self, dataset: PerWorkerDataset) -> None:
-        self._create, self._create_fresh = dataset._iterators()
+        self._create, self._create_for_trial = dataset._iterators()
         self._dataset = dataset
         self._worker = dataset._worker
         self._of_task: dict[int, tuple[int, Any]] = {}
 
-    def _own(self) -> Any:
-        # In a replay, one process repeats a lost worker and the one that has taken its place, or all workers.
+    def _worker_value(self) -> Any:
+        # In a replay, one process repeats a lost worker and the one that has replaced it, or all workers.
         task, replacement = self._worker()
         if task not in self._of_task or self._of_task[task][0] != replacement:
             self._of_task[task] = replacement, self._create()
         return self._of_task[task][1]
 
-    def _fresh(self) -> Any:
-        return self._create_fresh()
+    def _trial_value(self) -> Any:
+        return self._create_for_trial()
 
     @property
     def element_spec(self) -> Any:
@@ -123,7 +123,7 @@ class DatasetFunction:
 
 
 def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
-    """Return what creates the dataset that a function returns, or the dataset itself."""
+    """Return a function that creates the dataset that `dataset_fn` returns, or the dataset that it is."""
     make = getattr(dataset_fn, "python_function", dataset_fn)
     if hasattr(make, "__next__"):
         raise InputError(

@@ -1,4 +1,4 @@
-"""What the chief, the workers and the parameter servers have in common."""
+"""The common parts of the chief, the workers and the parameter servers in a call."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_at
-from lockstep.keras.state.snapshots import KnownApart
+from lockstep.keras.state.snapshots import ApartState
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
@@ -31,7 +31,7 @@ from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
-from lockstep.transport.array_channel import Asked, AskingChannel
+from lockstep.transport.array_channel import Arrival, AskingChannel
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
@@ -56,17 +56,17 @@ class ServedCall:
     """A call of `fit`, in one process.
 
     Attributes:
-        job: of the process.
-        backend: of Keras.
+        job: the job of the process.
+        backend: the backend of Keras.
         call: the call.
-        model: built, equal in all processes.
-        options: of the strategy.
-        tables: of which workers read rows.
+        model: the model, built, equal in all processes.
+        options: the options of the strategy.
+        tables: the tables of which workers read rows.
         trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
-        take: returns the state for a worker that joins, or only the position; given the number of completed
-            steps, 1 or more, and what the chief knows of the servers.
-        joins: what the chief has known of the servers, in a worker that joins; None in others.
+        take_snapshot: returns the state for a worker that joins, or only the position, given the number of
+            completed steps, 1 or more, and the chief's `ApartState`.
+        joins: the chief's `Mesh.peers`, in a worker that joins; None in others.
     """
 
     job: Job
@@ -77,7 +77,7 @@ class ServedCall:
     tables: EmbeddingTables
     trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
-    take: Callable[[bool, int, KnownApart], Contents]
+    take_snapshot: Callable[[bool, int, ApartState], Contents]
     joins: Mapping[str, Any] | None = None
 
     @property
@@ -99,12 +99,12 @@ class ServedCall:
 
     @property
     def update(self) -> Update:
-        """What a step updates."""
+        """The optimizer of the model, with the variables that a step updates."""
         return Update(self.model.optimizer, self.model.trainable_variables)
 
 
 class UsedIterators:
-    """The iterators that a `fit` has read, each to another position in each process."""
+    """The iterators that a `fit` has read. Each process has read them to another position."""
 
     def __init__(self) -> None:
         # Kept, so that no other object gets the same id.
@@ -123,18 +123,18 @@ class UsedIterators:
 
 
 class TaskProcess:
-    """What all tasks have in common in a call: who takes part, and the orders that they write and follow.
+    """A process in a call: the processes that take part, and the orders that this one writes and follows.
 
     Args:
-        job: of the process.
+        job: the job of the process.
         call: the call of `fit`, or the calls of a `ClusterCoordinator`.
         order: the name of the order that this process writes; empty for none.
 
     Attributes:
-        tasks: of the job.
+        tasks: the tasks of the job.
         mesh: the connections of the process.
         live: the processes that compute gradients when the call begins.
-        tables: those of the job, if some of the call are on servers only.
+        tables: the tables of the job, if the call uses tables that only servers have; else None.
     """
 
     tables: ServerTables | None = None
@@ -155,14 +155,19 @@ class TaskProcess:
             file = OrderFile(RunPaths(folder).orders / name)
             writer = OrderWriter(self._publisher(name) if self.job.context.over_hosts else file.write)
         writer.add(RecordKind.CALL, 0, self.call.number)
-        # At once: a killed process leaves a trace of the call.
+        # Written at once, so that a killed process also leaves a trace of the call.
         writer.close()
         if followed is not None:
             recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
         return writer, recorded
 
     def dispatched(self, max_staleness: int | None, here: ComputedHere | None = None) -> DispatchedCall:
-        """Return the call as the chief hands out its steps, or computes them."""
+        """Return the call for the chief's dispatcher.
+
+        Args:
+            max_staleness: see `Assignments`.
+            here: computes the steps in this process; None if workers do.
+        """
         return DispatchedCall(
             tasks=self.tasks,
             name=self.call.name,
@@ -177,16 +182,16 @@ class TaskProcess:
             here=here,
         )
 
-    def meet(self, take: Callable[[Asked], object] = Asked.abandon) -> None:
+    def meet(self, receive: Callable[[Arrival], object] = Arrival.abandon) -> None:
         """Begin the call, together with the other processes.
 
         Args:
-            take: takes what other processes ask this one in the call.
+            receive: receives the questions of other processes in the call; see `Mesh.begin`.
 
         Raises:
             PeerLostError: the chief has ended, or a server without a standby.
         """
-        self.mesh.begin(self.call.number, take)
+        self.mesh.begin(self.call.number, receive)
         hosts, processes = self.mesh.meet(f"the addresses of {self.call.name}")
         servers = [self.tasks.id_of_server(index) for index in range(self.tasks.servers)]
         left = [server for server in servers if server in processes]
@@ -200,8 +205,8 @@ class TaskProcess:
         else:
             places = self.tasks.places(hosts)
         if self.job.settings.order is not None:
-            # A replay repeats a run, also one that lost a server, without a loss: nothing is kept for one.
-            places = tuple(ServerPlace(place.process, None) for place in places)
+            # A replay loses no server, even if the recorded run did. So it needs no standbys.
+            places = tuple(ServerPlace(server_place.process, None) for server_place in places)
         self.mesh.places = places
         self.live = tuple(sorted(process for process in processes if process in self.tasks.workers))
 
@@ -215,15 +220,15 @@ class TaskProcess:
         """Add the variables of a further optimizer to those of servers; see `ServedVariables.add`.
 
         Args:
-            variables: of the servers that this process is, or whose standby it is.
+            variables: the variables of the servers that this process is, or whose standby it is.
             update: the optimizer.
-            shards: of all servers, of all variables.
+            shards: the shards of all variables on all servers.
             tables: the variables of which workers read and update rows.
         """
         if self.tables is not None:
             self.tables.note_optimizer(update.optimizer)
         for server, served in variables.items():
-            served.add(update, [one for one in shards if one.server == server], tables)
+            served.add(update, [shard for shard in shards if shard.server == server], tables)
 
     def connect_servers(self, shards: Sequence[Shard]) -> Servers:
         """Connect to all servers, which have these shards."""
@@ -233,7 +238,7 @@ class TaskProcess:
         return Servers(channels, shards)
 
     def connect_chief(self) -> AskingChannel:
-        """Connect to the chief, which may take its time: it runs callbacks, or the script, meanwhile."""
+        """Connect to the chief without a time limit for answers, because it runs callbacks or the script."""
         chief = self.mesh.channel(0, timeout=self.timeout)
         chief.be_patient()
         return chief
@@ -258,7 +263,7 @@ class TaskProcess:
         self.writer.close()
 
     def _publisher(self, order: str) -> Callable[[bytes], object]:
-        """Return what publishes parts of an order: this host may not be that of the run folder."""
+        """Return a function that publishes parts of an order: the run folder may be on another host."""
         numbers, events = itertools.count(), self.job.events
         return lambda records: events.publish(OrderRecorded(name=order, number=next(numbers), data=records))
 
@@ -270,7 +275,7 @@ class TaskProcess:
 
 
 class FitProcess(TaskProcess):
-    """What the chief and the workers have in common in a call of `fit`: they compute steps."""
+    """A process that computes steps of `fit`: the chief or a worker."""
 
     def __init__(self, served: ServedCall, order: str) -> None:
         super().__init__(served.job, served.call, order)
@@ -283,7 +288,7 @@ class FitProcess(TaskProcess):
         return program  # type: ignore[no-any-return]
 
     def computed(self, program: ServedProgram, state: Any, step: int, batch: Any) -> Mapping[str, Array]:
-        """Compute the gradients and changes of a step, as arrays by their names in a partial.
+        """Compute the gradients and changes of a step; return them as arrays, by their names in a partial.
 
         Raises:
             ModelError: parameter servers do not support the step.
@@ -298,7 +303,9 @@ class FitProcess(TaskProcess):
                 "an update, which parameter servers do not support; use MultiWorkerMirroredStrategy"
             )
         trained = program.trained()
-        if [id(one) for one in trained] != [id(one) for one in self.model.trainable_variables]:
+        if [id(variable) for variable in trained] != [
+            id(variable) for variable in self.model.trainable_variables
+        ]:
             raise ModelError(
                 f"the step of model {self.model.name!r} does not update exactly its trainable variables with "
                 "self.optimizer, which parameter servers do not support; use MultiWorkerMirroredStrategy"

@@ -1,7 +1,7 @@
-"""The random states from which the chief reads the input of a `fit`: those that the workers have.
+"""The random states from which the chief reads the input of a `fit`: the same as on the workers.
 
-Workers run no callbacks and validate nothing. So what these draw on the chief must not change what it reads:
-where they have drawn from a state, the input continues from its own.
+Workers do not run callbacks or validate. So the random numbers that these draw on the chief must not change
+the batches that it reads. If they have drawn from a state, the input continues from its own copy of it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,15 +26,15 @@ class ReadingStates:
     """The states from which an input draws.
 
     Args:
-        held: by the input, see `states_held`. Only generators count, and not those in variables, from which
-            TensorFlow's pipelines draw in threads of their own.
+        held: the objects that the input holds, see `states_held`. Only generators count, and not those in
+            variables, from which TensorFlow's pipelines draw in threads of their own.
     """
 
     def __init__(self, held: Iterable[Any]) -> None:
         self._generators = [
-            one for one in held if not (isinstance(one, ChangedNumbers) or is_in_variable(one))
+            state for state in held if not (isinstance(state, ChangedNumbers) or is_in_variable(state))
         ]
-        self._begun = self._own = self._now()
+        self._begun = self._of_input = self._now()
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass; yield its batches."""
@@ -44,8 +44,8 @@ class ReadingStates:
 
     def resume(self) -> None:
         """Let the program continue from the input's states, where the input has drawn."""
-        drawn = {key: own for key, own in self._own.items() if not same_state(own, self._begun.get(key))}
-        self._set(drawn)
+        states = self._of_input.items()
+        self._set({key: state for key, state in states if not same_state(state, self._begun.get(key))})
 
     def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
         while True:
@@ -58,18 +58,18 @@ class ReadingStates:
     @contextmanager
     def _drawn(self) -> Iterator[None]:
         now = self._now()
-        others = {key: state for key, state in now.items() if not same_state(state, self._own.get(key))}
-        self._set({key: self._own[key] for key in others if key in self._own})
+        others = {key: state for key, state in now.items() if not same_state(state, self._of_input.get(key))}
+        self._set({key: self._of_input[key] for key in others if key in self._of_input})
         try:
             yield
         finally:
-            self._own = self._now()
+            self._of_input = self._now()
             self._set(others)
 
     def _now(self) -> dict[Any, Any]:
         states = current_states()
-        known = {name: states[name] for name in _DRAWN if name in states}
-        return {**known, **{i: generator_state(one) for i, one in enumerate(self._generators)}}
+        global_states = {name: states[name] for name in _DRAWN if name in states}
+        return {**global_states, **dict(enumerate(map(generator_state, self._generators)))}
 
     def _set(self, states: Mapping[Any, Any]) -> None:
         if not states:
@@ -77,6 +77,6 @@ class ReadingStates:
         named = {name: states[name] for name in _DRAWN if name in states}
         if named:
             restore_states(current_states() | named)
-        for i, one in enumerate(self._generators):
+        for i, generator in enumerate(self._generators):
             if i in states:
-                set_generator_state(one, states[i])
+                set_generator_state(generator, states[i])

@@ -78,13 +78,13 @@ class LocalCalls:
         """Run a function; return its number.
 
         Raises:
-            Exception: of an earlier function.
+            Exception: an earlier function raised it.
         """
         self._raise()
         step, self._count = self._count, self._count + 1
         try:
             with computing_as(Replica(0, SingleReplicaMerger())):
-                args, kwargs = scheduled.own()
+                args, kwargs = scheduled.worker_arguments()
                 self._results[step] = plain(scheduled.function(*args, **kwargs), self._backend)
         except Exception as error:
             self._errors[step] = self._raised = error
@@ -116,24 +116,24 @@ class LocalCalls:
 
 
 def fetched(values: Sequence[RemoteValue]) -> list[Any]:
-    """Return the results of functions, asking for those that this process does not have."""
+    """Return the results of functions. Ask for the results that this process does not have."""
     missing = list({id(value): value for value in values if not value._value}.values())
     for calls in {id(value._calls): value._calls for value in missing}.values():
-        own = [value for value in missing if value._calls is calls]
-        for value, result in zip(own, calls.fetch([value._step for value in own]), strict=True):
+        group = [value for value in missing if value._calls is calls]
+        for value, result in zip(group, calls.fetch([value._step for value in group]), strict=True):
             value._value = [result]
             value._forgotten()
     return [value._value[0] for value in values]
 
 
 def with_values(nest: Any, choose: Callable[[PerWorkerValues], Any]) -> Any:
-    """Return a nest of arguments in which this worker's own values replace those of each worker.
+    """Return a nest of arguments in which values that `choose` returns replace `PerWorkerValues`.
 
     Raises:
         InputError: a result of a function is among them.
     """
 
-    def one(leaf: Any) -> Any:
+    def replaced(leaf: Any) -> Any:
         if isinstance(leaf, RemoteValue):
             raise InputError("pass value.fetch() instead of the RemoteValue to a scheduled function")
         if hasattr(leaf, "__next__") and not isinstance(leaf, PerWorkerValues):
@@ -143,7 +143,7 @@ def with_values(nest: Any, choose: Callable[[PerWorkerValues], Any]) -> Any:
             )
         return choose(leaf) if isinstance(leaf, PerWorkerValues) else leaf
 
-    return visit(nest, one)
+    return visit(nest, replaced)
 
 
 def visit(nest: Any, act: Callable[[Any], Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Observes which variables of Keras the script reads, outside of what Lockstep itself does."""
+"""Observes which variables of Keras the script reads; Lockstep's own reads do not count."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class ScriptReads:
     counts as reading each variable that any graph has read before.
 
     Args:
-        act: takes the variable.
+        act: receives the variable.
         is_script: whether the main thread runs the script now.
     """
 
@@ -43,7 +43,7 @@ class ScriptReads:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within the block, what is read is not read by the script."""
+        """Within the block, reads do not count as reads of the script."""
         self._pauses += 1
         try:
             yield

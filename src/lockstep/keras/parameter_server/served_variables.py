@@ -1,7 +1,33 @@
 """The variables of a program on one parameter server, and the part of its optimizers that updates them.
 
-The variables that a program trains are numbered over all its optimizers. A call of `fit` has one optimizer,
-functions of a `ClusterCoordinator` may have several.
+**Numbers.** Three kinds of numbers occur here:
+
+* Variables that a program trains are numbered over all its optimizers (`Shard.variable`). A call of `fit` has
+  one optimizer. Functions of a `ClusterCoordinator` may have several, which are added one after another.
+* The shards of a server have positions, in the order in which they were added. Messages contain positions.
+* A variable of an optimizer is a `Slot`: the variable (or shard) that it belongs to, and its number among
+  those of the same variable. Adam's momentum of variable 3 is (3, 0), its velocity is (3, 1). The optimizer's
+  variables that belong to no weight, such as the iterations, have -1 minus the number of the optimizer in
+  place of the variable.
+
+**Optimizers.** A server updates its shards by a copy of the program's optimizer, built for these shards. No
+list of optimizers says which of their variables belong to which weight. `built_copy` observes it: while Keras
+builds the copy, it calls `add_variable_from_reference` with the weight. Variables that are created in any
+other way belong to no weight. If there are more of these for more weights, the optimizer is refused.
+
+**Variables and tables.** `ServedVariables` has two kinds of shards. Most are variables of Keras, which one
+compiled update changes together. A table of an embedding is a `TableShard`: arrays of NumPy of which an
+update changes some rows. It copies the rows, and the rows of their slots, into a *block*: variables of the
+size of the next power of two, with an optimizer of their own. So there are few compiled updates. The gradient
+of the padding is zero, and its results are thrown away.
+
+The blocks also get the common variables of the optimizer, with their values from before the update. That is
+why tables are updated before the other shards in `ServedVariables.update`, whose update advances the
+iterations. `lazy_hindrance` refuses optimizers that would need more than that.
+
+**Copies.** In `fit`, a server may update the program's own variable, because the value is replaced at the end
+of the call anyway. In scheduled functions, the script of the server reads its variables between calls, and in
+a replay in one process, the chief's model has the same variables. There, all shards are copies (`copies`).
 """
 
 import math
@@ -48,32 +74,34 @@ _BY_ELEMENT = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax
 def place_weights(
     updates: Sequence[Update], servers: int, partitioner: Partitioner | None = None
 ) -> tuple[Shard, ...]:
-    """Place the variables that optimizers update on servers; those of a further one follow."""
+    """Place the variables that optimizers update on servers. A further optimizer does not move others."""
     variables = [variable for update in updates for variable in update.variables]
-    tables = {i: table for i, one in enumerate(variables) if (table := server_table(one)) is not None}
+    tables = {
+        i: table for i, variable in enumerate(variables) if (table := server_table(variable)) is not None
+    }
     ranges = {i: table.ranges for i, table in tables.items()}
     return place_variables(shapes_of(variables), servers, partitioner, ranges)
 
 
 def slots_of_all(updates: Sequence[Update]) -> list[list[Slot]]:
     """Return the slots of each optimizer, in the order of its variables."""
-    found, first = [], 0
-    for number, update in enumerate(updates):
+    slots_by_optimizer, first = [], 0
+    for index, update in enumerate(updates):
         slots = slots_of(update.optimizer, update.variables)
-        found.append([(first + at if at >= 0 else -1 - number, nth) for at, nth in slots])
+        slots_by_optimizer.append([(first + k if k >= 0 else -1 - index, number) for k, number in slots])
         first += len(update.variables)
-    return found
+    return slots_by_optimizer
 
 
 @dataclass(frozen=True)
 class _ServedOptimizer:
-    """What a server has of one optimizer.
+    """The part of one optimizer that a server has.
 
     Attributes:
-        positions: of its whole shards among those of the server.
+        positions: the positions of its shards that are not tables, among the shards of the server.
         variables: these shards.
-        optimizer: a copy that updates them.
-        slots: of the copy.
+        optimizer: a copy of the optimizer, which updates them.
+        slots: the slots of the copy.
         update: updates the shards from their gradients.
         tables: the shards of which rows are updated, by their positions.
     """
@@ -94,15 +122,14 @@ class _ServedOptimizer:
 class TableShard:
     """Rows of an embedding's table, updated lazily: an update touches the rows that have a gradient.
 
-    A block of these rows, filled up to one of a few sizes, and of their slots takes the place of a variable
-    in a copy of the optimizer.
+    A copy of the optimizer has a variable for a block of rows, which is padded to one of a few sizes.
 
     Args:
         backend: makes updates.
-        optimizer: of which copies update the rows.
+        optimizer: the optimizer whose copies update the rows.
         make: returns a variable like the table, with the given rows.
-        value: the rows to begin with.
-        slots: their slots, by number.
+        value: the initial rows.
+        slots: the slots of the rows, by number.
     """
 
     def __init__(
@@ -114,7 +141,7 @@ class TableShard:
         slots: Mapping[int, Array],
     ) -> None:
         self._backend, self._make = backend, make
-        # JAX takes the values of the program's optimizer away while Keras's loop runs.
+        # While Keras's loop runs on JAX, the program's optimizer has no values.
         self._optimizer = _unbuilt_copy(optimizer)
         self._transfers = transfers_of(backend)
         self.value, self.slots = np.array(value), {nth: np.array(slot) for nth, slot in slots.items()}
@@ -126,8 +153,8 @@ class TableShard:
         """Update rows.
 
         Args:
-            numbers: of the rows, all different.
-            gradients: of the rows.
+            numbers: the numbers of the rows, all different.
+            gradients: the gradients of the rows.
             common: the optimizer's variables that belong to no weight, as they are before the update.
         """
         count = len(numbers)
@@ -164,11 +191,11 @@ class TableShard:
         self._snapshots.add(made)
         return made
 
-    def take_changed(self, *, again: bool = False) -> Array:
+    def pop_changed(self, *, again: bool = False) -> Array:
         """Return the numbers of the rows that were updated since the last call.
 
         Args:
-            again: whether to return those of the last call, too.
+            again: whether to return the rows of the last call, too.
         """
         if again:
             self._changed |= self._reported
@@ -178,11 +205,11 @@ class TableShard:
 
     @property
     def state(self) -> list[Array]:
-        """The arrays that the results of all methods depend on."""
+        """All arrays that change."""
         return [self.value, *self.slots.values(), self._changed, self._reported]
 
     def restore(self, state: Sequence[Array]) -> None:
-        """Take over the state of another table with the same rows."""
+        """Copy the state of another table with the same rows."""
         value, *slots, self._changed, self._reported = (array.copy() for array in state)
         self.value, self.slots = value, dict(zip(self.slots, slots, strict=True))
 
@@ -196,20 +223,20 @@ class TableShard:
         self._changed[numbers] = True
 
     def _block(self, size: int) -> "_Block":
-        variable = self._make(np.zeros((size, *self.value.shape[1:]), self.value.dtype))
-        optimizer, slots = built_copy(self._optimizer, [variable])
+        row_variable = self._make(np.zeros((size, *self.value.shape[1:]), self.value.dtype))
+        optimizer, slots = built_copy(self._optimizer, [row_variable])
         pairs = list(zip(slots, optimizer.variables, strict=True))
-        own = {number: one for (position, number), one in pairs if position == 0}
+        row_slots = {number: variable for (position, number), variable in pairs if position == 0}
         return _Block(
-            tuple(own),
-            [variable, *own.values()],
-            {number: one for (position, number), one in pairs if position < 0},
-            self._backend.updater(Update(optimizer, [variable])),
+            tuple(row_slots),
+            [row_variable, *row_slots.values()],
+            {number: variable for (position, number), variable in pairs if position < 0},
+            self._backend.updater(Update(optimizer, [row_variable])),
         )
 
 
 class TableSnapshot:
-    """The rows of a shard as they were at a moment; those that have changed since are kept.
+    """The rows of a shard as they were at a moment. It keeps the rows that have changed since.
 
     Args:
         table: the shard.
@@ -225,11 +252,11 @@ class TableSnapshot:
 
     def rows(self, numbers: Array) -> Array:
         """Return rows by their numbers."""
-        found: Array = self._table.value[numbers]
+        snapshot_rows: Array = self._table.value[numbers]
         for changed, rows in reversed(self._kept):
-            _, own, at = np.intersect1d(numbers, changed, return_indices=True)
-            found[own] = rows[at]
-        return found
+            _, positions, at = np.intersect1d(numbers, changed, return_indices=True)
+            snapshot_rows[positions] = rows[at]
+        return snapshot_rows
 
 
 class LastingTableShard(TableShard):
@@ -237,9 +264,9 @@ class LastingTableShard(TableShard):
 
     Args:
         backend: makes updates.
-        optimizer: of which copies update the rows.
+        optimizer: the optimizer whose copies update the rows.
         make: returns a variable like the table, with the given rows.
-        rows: the server's.
+        rows: the rows of the server.
         initial: the initial values of the slots of one row, by number.
         begun: whether the optimizer has made updates.
     """
@@ -259,7 +286,7 @@ class LastingTableShard(TableShard):
 
     @property
     def state(self) -> list[Array]:
-        """Nothing: the standby has the rows, too."""
+        """Empty, because the standby has the rows, too."""
         return []
 
     def _note(self, numbers: Array) -> None:
@@ -271,7 +298,7 @@ class LastingTableShard(TableShard):
 
 
 _SMALLEST_BLOCK = 64
-"""Rows; smaller blocks take as long."""
+"""Rows. Smaller blocks would take as long."""
 
 
 @dataclass(frozen=True)
@@ -302,16 +329,16 @@ class ServedVariables:
 
     Args:
         backend: makes updates.
-        own: whether all shards are the server's own. Otherwise a variable that is not divided is the
-            program's, and is updated there.
+        copies: whether all shards are copies. Otherwise the shard of a variable that is not divided is the
+            program's variable itself.
         plain: as in `Update`.
 
     Attributes:
         state_bytes: the size of `state`.
     """
 
-    def __init__(self, backend: Backend, *, own: bool = False, plain: bool = False) -> None:
-        self._backend, self._own, self._plain = backend, own, plain
+    def __init__(self, backend: Backend, *, copies: bool = False, plain: bool = False) -> None:
+        self._backend, self._copies, self._plain = backend, copies, plain
         self._transfers = transfers_of(backend)
         self._shards: list[Any] = []
         self._served: list[_ServedOptimizer] = []
@@ -322,33 +349,37 @@ class ServedVariables:
         """Add the variables of a further optimizer.
 
         Args:
-            update: a built optimizer, which has the values to begin with, and the variables that it updates.
-            shards: of the server, of all variables.
+            update: the optimizer, built, with its initial values, and the variables that it updates.
+            shards: the shards of all variables on the server.
             tables: the variables of which workers read and update rows.
         """
         first, weights = self._weights, update.variables
         self._weights += len(weights)
-        own = [one for one in shards if first <= one.variable < self._weights]
-        known = dict(zip(slots_of(update.optimizer, weights), update.optimizer.variables, strict=True))
+        own_shards = [shard for shard in shards if first <= shard.variable < self._weights]
+        program_slots = dict(
+            zip(slots_of(update.optimizer, weights), update.optimizer.variables, strict=True)
+        )
         before, whole, made = len(self._shards), list[Shard](), dict[int, Any]()
-        for position, shard in enumerate(own, before):
+        for position, shard in enumerate(own_shards, before):
             variable = weights[shard.variable - first]
             if shard.variable in tables:
-                made[position] = self._table(update.optimizer, variable, shard, known, shard.variable - first)
+                made[position] = self._table(
+                    update.optimizer, variable, shard, program_slots, shard.variable - first
+                )
             else:
                 made[position] = self._variable(variable, shard)
                 whole.append(shard)
-        positions = [position for position, one in made.items() if not isinstance(one, TableShard)]
+        positions = [k for k, made_shard in made.items() if not isinstance(made_shard, TableShard)]
         variables = [made[position] for position in positions]
         optimizer, slots = built_copy(update.optimizer, variables)
         for (at, nth), variable in zip(slots, optimizer.variables, strict=True):
             part = whole[at] if at >= 0 else None
             key = (-1 if part is None else part.variable - first, nth)
-            value = self._backend.to_numpy(known[key].value)
-            # A copy: updates reuse the memory of the server's own variables.
+            value = self._backend.to_numpy(program_slots[key].value)
+            # A copy, because updates reuse the memory of the server's own variables.
             variable.assign(np.array(value if part is None else part.part_of(value)))
         number = len(self._served)
-        tables_made = {position: one for position, one in made.items() if isinstance(one, TableShard)}
+        made_tables = {k: made_shard for k, made_shard in made.items() if isinstance(made_shard, TableShard)}
         self._shards += made.values()
         self._served.append(
             _ServedOptimizer(
@@ -357,39 +388,39 @@ class ServedVariables:
                 optimizer,
                 tuple((positions[at] if at >= 0 else -1 - number, nth) for at, nth in slots),
                 self._backend.updater(Update(optimizer, variables, self._plain)),
-                tables_made,
+                made_tables,
             )
         )
         changing = shapes_of([*variables, *optimizer.variables])
         self.state_bytes += sum(math.prod(shape) * size for shape, size in changing)
-        self.state_bytes += sum(array.nbytes for table in tables_made.values() for array in table.state)
+        self.state_bytes += sum(array.nbytes for table in made_tables.values() for array in table.state)
 
     def _table(
-        self, optimizer: Any, variable: Any, shard: Shard, known: Mapping[Slot, Any], number: int
+        self, optimizer: Any, variable: Any, shard: Shard, program_slots: Mapping[Slot, Any], number: int
     ) -> TableShard:
         def make(value: Array) -> Any:
             return _like(variable, value)
 
-        def part(one: Any) -> Array:
-            return shard.part_of(self._backend.to_numpy(one.value))
+        def part(source: Any) -> Array:
+            return shard.part_of(self._backend.to_numpy(source.value))
 
         if (table := server_table(variable)) is not None:
             rows = table.rows_of(shard.server)
             assert rows is not None
             first = {
                 nth: np.array(self._backend.to_numpy(slot.value))
-                for (of, nth), slot in known.items()
+                for (of, nth), slot in program_slots.items()
                 if of == number
             }
             begun = bool(self._backend.to_numpy(iterations_of(optimizer).value))
             return LastingTableShard(self._backend, optimizer, make, rows, first, begun)
-        slots = {nth: part(slot) for (of, nth), slot in known.items() if of == number}
+        slots = {nth: part(slot) for (of, nth), slot in program_slots.items() if of == number}
         return TableShard(self._backend, optimizer, make, part(variable), slots)
 
     def _variable(self, variable: Any, shard: Shard) -> Any:
         if not shard.whole:
             return _part(variable, shard, f"{variable.name}_{shard.start}")
-        if not self._own:
+        if not self._copies:
             return variable
         made = _like(variable, shard.part_of(keras.ops.convert_to_numpy(variable.value)))
         made.constraint = variable.constraint
@@ -406,22 +437,22 @@ class ServedVariables:
         )
 
     def values(self, rows: Mapping[int, Array] | None = None) -> list[Array]:
-        """Return copies of the shards, of some only these rows, by position."""
-        wanted, whole = rows or {}, [one for one in self._shards if not isinstance(one, TableShard)]
-        read = iter(self._transfers.read(whole))
+        """Return copies of the shards. Of tables in `rows`, by position, return only those rows."""
+        wanted, whole = rows or {}, [shard for shard in self._shards if not isinstance(shard, TableShard)]
+        whole_values = iter(self._transfers.read(whole))
         return [
-            (one.value[wanted[k]] if k in wanted else one.value.copy())
-            if isinstance(one, TableShard)
-            else next(read)
-            for k, one in enumerate(self._shards)
+            (shard.value[wanted[k]] if k in wanted else shard.value.copy())
+            if isinstance(shard, TableShard)
+            else next(whole_values)
+            for k, shard in enumerate(self._shards)
         ]
 
     def rows(self, position: int, numbers: Array) -> Array:
         """Return rows of a table, by the position of its shard and their numbers in it."""
         table = self._shards[position]
         assert isinstance(table, TableShard)
-        found: Array = table.value[numbers]
-        return found
+        rows: Array = table.value[numbers]
+        return rows
 
     def tables(self) -> dict[int, "TableSnapshot"]:
         """Return the tables as they are now, by the positions of their shards."""
@@ -429,29 +460,29 @@ class ServedVariables:
 
     def digests(self) -> dict[int, Array]:
         """Return the digests of the shards that only servers have, by position."""
-        return {k: one.digest() for k, one in self._tables() if isinstance(one, LastingTableShard)}
+        return {k: table.digest() for k, table in self._tables() if isinstance(table, LastingTableShard)}
 
     def common(self) -> tuple[tuple[Slot, ...], list[Array]]:
         """Return the slots that belong to no shard, such as the iterations, and copies of their values."""
-        known = [
+        common = [
             ((-1 - number, nth), variable)
             for number, served in enumerate(self._served)
             for nth, variable in served.common().items()
         ]
-        return tuple(slot for slot, _ in known), self._transfers.read([variable for _, variable in known])
+        return tuple(slot for slot, _ in common), self._transfers.read([variable for _, variable in common])
 
     def changes(self, *, again: bool = False) -> tuple[list[Array], dict[int, Array]]:
         """Return copies of the shards and then of `slots`, and the numbers of rows by position.
 
-        Of a table and its slots, only these rows are returned: those that were updated since the last call.
-        Of a table that only servers have, nothing is, and an empty array takes its place.
+        Of a table and its slots, only the rows are returned that were updated since the last call. For a
+        table that only servers have, an empty array is returned.
 
         Args:
-            again: whether to return those of the last call, too, because they did not arrive.
+            again: whether to return the rows of the last call, too, because they did not arrive.
         """
-        tables = [(k, one) for k, one in self._tables() if not isinstance(one, LastingTableShard)]
-        rows = {position: table.take_changed(again=again) for position, table in tables}
-        slots = self._transfers.read([one for served in self._served for one in served.optimizer.variables])
+        tables = [(k, table) for k, table in self._tables() if not isinstance(table, LastingTableShard)]
+        rows = {position: table.pop_changed(again=again) for position, table in tables}
+        slots = self._transfers.read([v for served in self._served for v in served.optimizer.variables])
         slots += [slot[rows[position]] for position, table in tables for slot in table.slots.values()]
         none = {position: _NO_ROWS for position, _ in self._tables() if position not in rows}
         return [*self.values({**rows, **none}), *slots], rows
@@ -464,10 +495,10 @@ class ServedVariables:
     ) -> None:
         """Update the shards once, given the gradients by the positions of their shards.
 
-        Without any, only the iterations of the optimizers advance, as on the other servers.
+        Without gradients, only the iterations of the optimizers advance, as they do on the other servers.
 
         Args:
-            gradients: by position; of a table, those of some rows.
+            gradients: the gradients by position; of a table, those of some rows.
             updates: the numbers of the optimizers that are applied.
             rows: the numbers of the rows of tables, by position.
         """
@@ -477,9 +508,9 @@ class ServedVariables:
                 if position in gradients:
                     assert rows is not None
                     table.update(rows[position], gradients[position], served.common())
-            given = [gradients.get(position) for position in served.positions]
-            if any(gradient is not None for gradient in given):
-                served.update(given)
+            shard_gradients = [gradients.get(position) for position in served.positions]
+            if any(gradient is not None for gradient in shard_gradients):
+                served.update(shard_gradients)
             else:
                 iterations = iterations_of(served.optimizer)
                 iterations.assign(iterations.value + 1)
@@ -487,18 +518,18 @@ class ServedVariables:
     def write(self, shards: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
         """Replace values of shards, and of variables of the optimizers."""
         for position, value in shards.items():
-            if not isinstance(one := self._shards[position], TableShard):
-                one.assign(value)
+            if not isinstance(shard := self._shards[position], TableShard):
+                shard.assign(value)
         for position, table in self._tables():
-            given = {nth: value for (at, nth), value in slots.items() if at == position}
-            table.write(shards.get(position), given)
+            table_slots = {nth: value for (at, nth), value in slots.items() if at == position}
+            table.write(shards.get(position), table_slots)
         for served in self._served:
             for slot, variable in zip(served.slots, served.optimizer.variables, strict=True):
                 if slot in slots:
                     variable.assign(slots[slot])
 
     def state(self) -> list[Array]:
-        """Return everything that changes, which must not change before it is used.
+        """Return all arrays that change. Some are not copies, so the caller uses them before the next update.
 
         The arrays of optimizers that are added later follow those of earlier ones.
         """
@@ -512,33 +543,36 @@ class ServedVariables:
         ]
 
     def restore(self, state: Sequence[Array]) -> None:
-        """Take over the state of the same shards elsewhere, perhaps from before the last ones were added."""
+        """Restore the state of the same shards in another process, perhaps from before some were added."""
         rest = list(state)
 
-        def taken(count: int) -> list[Array]:
+        def next_arrays(count: int) -> list[Array]:
             nonlocal rest
-            found, rest = rest[:count], rest[count:]
-            return found
+            arrays, rest = rest[:count], rest[count:]
+            return arrays
 
         for served in self._served:
             if not rest:
                 return
             variables = [*served.variables, *served.optimizer.variables]
-            self._transfers.assign(variables, taken(len(variables)))
+            self._transfers.assign(variables, next_arrays(len(variables)))
             for table in served.tables.values():
-                table.restore(taken(len(table.state)))
+                table.restore(next_arrays(len(table.state)))
 
     def _tables(self) -> list[tuple[int, TableShard]]:
-        return [(k, one) for k, one in enumerate(self._shards) if isinstance(one, TableShard)]
+        return [(k, shard) for k, shard in enumerate(self._shards) if isinstance(shard, TableShard)]
 
 
 def iterations_of(optimizer: Any) -> Any:
-    """Return the variable that counts how often an optimizer was applied, also those that only accumulate."""
+    """Return the variable that counts how often an optimizer was applied, even if it only accumulated."""
     return optimizer.variables[0]
 
 
 def built_copy(optimizer: Any, variables: Sequence[Any]) -> tuple[Any, tuple[Slot, ...]]:
-    """Return a new optimizer with the settings of another, built for other variables, and its slots."""
+    """Return a new optimizer with the settings of another, built for other variables, and its slots.
+
+    The slots are in the order of the optimizer's variables.
+    """
     copy = _unbuilt_copy(optimizer)
     positions = {id(variable): position for position, variable in enumerate(variables)}
     belongs: dict[int, int] = {}
@@ -562,7 +596,7 @@ def built_copy(optimizer: Any, variables: Sequence[Any]) -> tuple[Any, tuple[Slo
 
 
 def _unbuilt_copy(optimizer: Any) -> Any:
-    """Return a new optimizer with the settings of another, also those that its config leaves out.
+    """Return a new optimizer with the settings of another, including those that its config leaves out.
 
     Raises:
         ModelError: it cannot be made from its config.
@@ -570,7 +604,7 @@ def _unbuilt_copy(optimizer: Any) -> Any:
     schedule = given_rate(optimizer)
     is_variable = isinstance(schedule, keras.Variable)
     try:
-        # A schedule is shared and not made from its own config.
+        # A schedule is shared between the optimizers. It is not made from its config.
         with replaced(optimizer, RATE, schedule if is_variable else 0.5):
             config = optimizer.get_config()
         copy = type(optimizer).from_config(config if is_variable else {**config, "learning_rate": schedule})
@@ -604,13 +638,13 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
 
     Args:
         update: the optimizer, and the variables that it updates.
-        shards: of these variables, numbered from 0.
+        shards: the shards of these variables, which are numbered from 0.
     """
     optimizer, weights = update.optimizer, update.variables
     name = type(optimizer).__name__
     if hasattr(optimizer, "inner_optimizer"):
         raise ModelError(
-            f"{name} scales the loss by what all gradients of a step show, which parameter servers do not "
+            f"{name} scales the loss depending on all gradients of a step, which parameter servers do not "
             "have together: compile the model with its inner optimizer, and use the dtype policy "
             "mixed_bfloat16"
         )
@@ -627,7 +661,7 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
             f"{name} creates variables for a weight that parameter servers cannot assign to it; use one of "
             f"{', '.join(_BY_ELEMENT)}, or MultiWorkerMirroredStrategy"
         )
-    divided = next((one.variable for one in shards if not one.whole), None)
+    divided = next((shard.variable for shard in shards if not shard.whole), None)
     if divided is None:
         return
     path = weights[divided].path
@@ -646,8 +680,8 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
     constrained = next(
         (
             variable.path
-            for one in shards
-            if not one.whole and (variable := weights[one.variable]).constraint is not None
+            for shard in shards
+            if not shard.whole and (variable := weights[shard.variable]).constraint is not None
         ),
         None,
     )
@@ -659,7 +693,7 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
 
 
 def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
-    """Return why an optimizer cannot update some rows of a variable only; empty if it can."""
+    """Return why an optimizer cannot update only some rows of a variable; empty if it can."""
     name = type(optimizer).__name__
     if name not in _BY_ELEMENT or not type(optimizer).__module__.startswith("keras."):
         return f"{name} may not update each row on its own"
@@ -674,7 +708,8 @@ def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
 def refuse_buffers(state: TrainingState) -> None:
     """Raise ModelError for buffers of PyTorch modules, which only some of the processes would have."""
     buffer = next(
-        (name for name, one in state.lasting_variables().items() if not hasattr(one, "assign")), None
+        (name for name, variable in state.lasting_variables().items() if not hasattr(variable, "assign")),
+        None,
     )
     if buffer is not None:
         raise ModelError(
@@ -685,7 +720,7 @@ def refuse_buffers(state: TrainingState) -> None:
 
 def shapes_of(variables: Sequence[Any]) -> list[tuple[tuple[int, ...], int]]:
     """Return the shapes of variables, and the sizes of their elements in bytes."""
-    return [(tuple(one.shape), _item_bytes(keras.backend.standardize_dtype(one.dtype))) for one in variables]
+    return [(tuple(v.shape), _item_bytes(keras.backend.standardize_dtype(v.dtype))) for v in variables]
 
 
 def _item_bytes(dtype: str) -> int:

@@ -1,4 +1,4 @@
-"""A connection to a parameter server that survives it: the standby answers what the server has not."""
+"""A connection to a parameter server that survives the server: its standby answers the open question."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,18 +30,18 @@ class AsksServer(Protocol):
 
 
 class ServerChannel:
-    """An `AsksServer`; if the server is lost, it asks the one that has taken over the shards.
+    """An `AsksServer`. If the server is lost, it asks the process that has taken over the shards.
 
-    Its methods raise PeerLostError if all of them have ended.
+    Its methods raise PeerLostError if all these processes have ended.
 
     Args:
-        connects: return the connection to the process of the server, and that to its standby, if there is
-            one.
+        connects: return the connection to the process of the server, and then the one to its standby, if
+            there is a standby.
     """
 
     def __init__(self, connects: Sequence[Callable[[], AskingChannel]]) -> None:
         self._connects = list(connects)
-        self._asked: tuple[Question, Sequence[Array]] | None = None
+        self._unanswered: tuple[Question, Sequence[Array]] | None = None
         self._channel: AskingChannel | None = None
 
     def connect(self) -> AskingChannel:
@@ -57,7 +57,7 @@ class ServerChannel:
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
         """Ask; see `AskingChannel.send`."""
-        self._asked = message, arrays
+        self._unanswered = message, arrays
         channel = self.connect()
         try:
             channel.send(message, arrays)
@@ -66,8 +66,8 @@ class ServerChannel:
 
     def receive(self) -> tuple[Any, list[Array]]:
         """Wait for the answer to what was sent last; see `AskingChannel.receive`."""
-        assert self._asked is not None
-        message, _ = self._asked
+        assert self._unanswered is not None
+        message, _ = self._unanswered
         while True:
             assert self._channel is not None
             try:
@@ -75,7 +75,7 @@ class ServerChannel:
             except PeerLostError as error:
                 self._replace(error)
             else:
-                self._asked = None
+                self._unanswered = None
                 return answer
 
     def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
@@ -89,16 +89,16 @@ class ServerChannel:
         return channel.peer if channel is not None and channel.is_silent(within) else ""
 
     def _replace(self, lost: PeerLostError) -> None:
-        """Ask the standby what has no answer."""
+        """Ask the standby the question that has no answer."""
         if len(self._connects) == 1:
             raise PeerLostError(f"{lost}; no standby has its weights") from None
         assert self._channel is not None
-        assert self._asked is not None
+        assert self._unanswered is not None
         self._channel.close()
         self._channel = None
         self._connects.pop(0)
         try:
-            self.connect().send(*self._asked)
+            self.connect().send(*self._unanswered)
         except PeerLostError as error:
             raise PeerLostError(f"{lost}; no standby has its weights: {error}") from None
         note(f"{lost}; its standby continues with its weights")

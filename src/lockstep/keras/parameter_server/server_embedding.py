@@ -1,4 +1,4 @@
-"""An `Embedding` whose table is on the parameter servers only; in other jobs, an `Embedding`."""
+"""An `Embedding` whose table is on the parameter servers only. In other jobs, it is a plain `Embedding`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,8 +15,8 @@ from lockstep.keras.load_failures import show_refusals
 from lockstep.keras.parameter_server.server_tables import (
     NO_ROWS_ON_JAX,
     ServerTable,
+    represent,
     server_table,
-    stand_for,
     tables_of_job,
 )
 from lockstep.keras.parameter_server.table_rows import VALUES
@@ -108,8 +108,8 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         """Create the table, or its rows on this server."""
         if self.built:
             return
-        own, rows = job.current(), self.input_dim
-        served = own.context.tasks is not None
+        current_job, rows = job.current(), self.input_dim
+        served = current_job.context.tasks is not None
         self._embeddings = self.add_weight(
             shape=(1 if served else rows, self.output_dim),
             initializer="zeros" if served else self._created,
@@ -117,12 +117,12 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
             trainable=True,
         )
         if served:
-            # Changes with the table, so that it is in whatever compares or saves the state of a model.
+            # It changes with the table, and so represents the table in comparisons of models.
             self.digest_variable = self.add_weight(
                 shape=(4,), initializer="zeros", dtype="int32", name="digest", trainable=False
             )
             self._table = ServerTable(
-                tables_of_job(own),
+                tables_of_job(current_job),
                 self.path,
                 (rows, self.output_dim),
                 self.variable_dtype,
@@ -130,7 +130,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
                 self.standbys,
             )
             self._table.digest_variable = self.digest_variable
-            stand_for(self._embeddings, self._table)
+            represent(self._embeddings, self._table)
         self.built = True
 
     @property
@@ -161,7 +161,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         return keras.ops.cast(rows, self.compute_dtype)
 
     def _call_in_function(self, table: ServerTable, ids: Any) -> Any:
-        """Look up rows in a scheduled function, whose gradients are those of the rows."""
+        """Look up rows in a scheduled function. The gradient of the variable is that of the rows."""
         backend = keras.backend.backend()
         if backend == "tensorflow":
             from lockstep.keras.parameter_server.tf_functions import rows_looked_up
@@ -190,12 +190,12 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
                 store[_key(VALUES, block)] = values[numbers]
             return
         store[_DIGEST] = keras.ops.convert_to_numpy(self.digest_variable)
-        for kind in (VALUES, *self._table.slots()):
+        for slot in (VALUES, *self._table.slots()):
             for block, numbers in enumerate(_blocks(self.input_dim)):
-                store[_key(kind, block)] = self._table.read(numbers, kind)
+                store[_key(slot, block)] = self._table.read(numbers, slot)
 
     def load_own_variables(self, store: Any) -> None:
-        """Load what `save_own_variables` has saved; each server loads its rows."""
+        """Load the rows that `save_own_variables` has saved. Each server loads its own."""
         if not self.built:
             return
         show_refusals()
@@ -209,14 +209,14 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if self._table is None:
             self._embeddings.assign(np.concatenate([store[_key(VALUES, k)] for k in range(len(blocks))]))
             return
-        # Exact from the next call on; until then, another one than before.
+        # It is exact from the next call on. Until then, it only has to differ from the earlier digest.
         self.digest_variable.assign(store[_DIGEST] if _DIGEST in saved else [0, 0, 0, self._table.loads + 1])
-        kinds = [VALUES]
-        while _key(len(kinds) - 1, 0) in saved:
-            kinds.append(len(kinds) - 1)
+        slots = [VALUES]
+        while _key(len(slots) - 1, 0) in saved:
+            slots.append(len(slots) - 1)
         self._table.load(
-            (kind, numbers, partial(_stored, store, _key(kind, block)))
-            for kind in kinds
+            (slot, numbers, partial(_stored, store, _key(slot, block)))
+            for slot in slots
             for block, numbers in enumerate(blocks)
         )
 
@@ -256,16 +256,26 @@ def server_layers(model: Any) -> list[Any]:
     return [layer for layer in layers_of(model) if server_table(embedding_table(layer)) is not None]
 
 
-def only_chief_reads(own: job.Job, model: Any) -> bool:
-    """Whether functions are scheduled that change a model's rows: only the chief knows when none runs."""
-    return own.context.tasks is not None and bool(server_layers(model)) and tables_of_job(own).scheduling
+def only_chief_reads(current_job: job.Job, model: Any) -> bool:
+    """Whether functions are scheduled that may change a model's rows. Only the chief knows when none runs."""
+    return (
+        current_job.context.tasks is not None
+        and bool(server_layers(model))
+        and tables_of_job(current_job).scheduling
+    )
 
 
-def refuse_apart(own: job.Job, model: Any, what: str) -> None:
-    """Raise ModelError if each process on its own would read rows that functions may change."""
-    if only_chief_reads(own, model):
+def refuse_apart(current_job: job.Job, model: Any, action: str) -> None:
+    """Raise ModelError if each process by itself would read rows that functions may change.
+
+    Args:
+        current_job: the job of the process.
+        model: the model.
+        action: the action that would read rows, such as `evaluate`.
+    """
+    if only_chief_reads(current_job, model):
         raise ModelError(
-            f"{what} of model {model.name!r}, which has a ServerEmbedding, while functions are scheduled: "
+            f"{action} of model {model.name!r}, which has a ServerEmbedding, while functions are scheduled: "
             "compile the model in `with strategy.scope():`, so that all processes make this call together"
         )
 
@@ -279,15 +289,15 @@ def with_zero_rows(model: Any) -> Iterator[None]:
         yield
 
 
-def meet_servers(own: job.Job, model: Any, what: str) -> None:
-    """Connect to the servers that have tables of a model; give its layers the digests of these.
+def meet_servers(current_job: job.Job, model: Any, label: str) -> None:
+    """Connect to the servers that have tables of a model; give its layers the digests of the tables.
 
-    All processes call this at the beginning of a call; see `ServerTables.meet`.
+    All processes do this at the beginning of a call; see `ServerTables.meet`.
     """
     layers = server_layers(model)
     tables = [table for layer in layers if (table := server_table(embedding_table(layer))) is not None]
     if tables:
-        for layer, digest in zip(layers, tables_of_job(own).meet(tables, what), strict=True):
+        for layer, digest in zip(layers, tables_of_job(current_job).meet(tables, label), strict=True):
             layer.digest_variable.assign(digest.view(np.int32))
 
 
@@ -308,9 +318,9 @@ def _blocks(rows: int) -> list[Array]:
     return [np.arange(first, min(first + _BLOCK, rows)) for first in range(0, rows, _BLOCK)]
 
 
-def _key(kind: int, block: int) -> str:
+def _key(slot: int, block: int) -> str:
     """Return the name of a block of rows, or of one of their slots, in a saved layer."""
-    return f"rows-{block}" if kind == VALUES else f"slot{kind}-{block}"
+    return f"rows-{block}" if slot == VALUES else f"slot{slot}-{block}"
 
 
 def _stored(store: Any, key: str) -> Array:

@@ -1,8 +1,13 @@
 """A parameter server: has shards, and updates them as gradients arrive.
 
-It also keeps what another server processes, and takes over the shards of that one if it is lost. A process
-may so have the shards of several servers, each with its own order of arrivals: what a server is does not
-depend on the process that has its shards, and a replay needs no loss.
+It is also the standby of another server: it keeps the messages of that one, and takes over the shards if it
+is lost. So a process may have the shards of several servers, each with its own order of arrivals. The state
+of a server does not depend on the process that has its shards, so a replay needs no loss.
+
+The threads of connections only put arrivals into a queue, and keep messages of the other server (`_put`). The
+main thread does everything else, one message at a time. For each message it sends the message to the standby,
+processes it meanwhile, waits until the standby has it, and only then answers. So whatever another process may
+have seen of the shards, the standby can repeat.
 """
 
 import queue
@@ -45,28 +50,28 @@ from lockstep.protocol.parameter_server import (
 )
 from lockstep.system.notes import note
 from lockstep.system.prose import count
-from lockstep.transport.array_channel import Asked
+from lockstep.transport.array_channel import Arrival
 from lockstep.worker.job import GRACE_FOR_AGENT, Job
 
 Array = npt.NDArray[Any]
 
 _LOOK_AGAIN = 0.01
-"""Seconds between two looks whether a standby is lost whose connection has ended."""
+"""Seconds between two checks whether a standby is lost whose connection has ended."""
 
 _SOONER = GRACE_FOR_AGENT / 2
-"""Seconds by which a server waits less for its standby than others wait for the server: the first error names
-the process that does not answer."""
+"""A server waits for its standby so many seconds less than others wait for the server. So the first error
+names the process that does not answer."""
 
 _LOOK_EVERY = 1.0
-"""Seconds between two looks whether processes are lost."""
+"""Seconds between two checks for lost processes."""
 
 
 class ServerShards:
     """The shards of one server, which processes one message at a time.
 
     Args:
-        variables: its shards.
-        writer: of the order of arrivals.
+        variables: the variables with its shards.
+        writer: writes the order of arrivals.
         recorded: the order to follow; None for the order of arrival.
         standby: keeps each message before it is answered; None if no other server is left.
         answer_rows: answers questions about rows of tables that only servers have; None if there are none.
@@ -74,7 +79,7 @@ class ServerShards:
     Attributes:
         ended: whether the chief has ended the call.
         closed: whether the chief has also received the answer.
-        pushed: the steps of the updates that are not measured yet.
+        pushed: the steps of the updates that have not been measured.
     """
 
     def __init__(
@@ -87,7 +92,7 @@ class ServerShards:
     ) -> None:
         self._variables, self._writer, self._standby = variables, writer, standby
         self._answer_rows = answer_rows
-        self._arrivals = OrderedArrivals[tuple[Asked, bool]](writer, recorded)
+        self._arrivals = OrderedArrivals[tuple[Arrival, bool]](writer, recorded)
         self.ended = self.closed = False
         self.pushed: list[int] = []
         self._version = 0
@@ -96,7 +101,7 @@ class ServerShards:
         self._unanswered: dict[int, Record] = {}
 
     def resume(self, kept: KeptServer) -> None:
-        """Continue where a lost server has ended."""
+        """Continue from the last message that a lost server sent to this standby."""
         if kept.state is not None:
             self._variables.restore(kept.state)
         while kept.messages:
@@ -114,11 +119,11 @@ class ServerShards:
         self._writer.add(RecordKind.TAKEN, 0, 0)
 
     def repeat(self, kept: KeptServer) -> None:
-        """Repeat the next message that is kept, if there is one: another server has processed it."""
+        """Repeat the next message that is kept, if there is one. Another server has processed it before."""
         if kept.messages:
             self._process(*kept.messages.popleft())
 
-    def arrive(self, asked: Asked) -> None:
+    def arrive(self, arrival: Arrival) -> None:
         """Process a message, at its turn.
 
         Raises:
@@ -126,62 +131,62 @@ class ServerShards:
             PeerStuckError: the standby has not answered in time.
             TakenOverError: the standby has taken over the shards.
         """
-        message: Any = asked.message
+        message: Any = arrival.message
         if isinstance(message, ReadRows | WriteRows):
-            # In no order: the chief asks only while no step is in work.
-            self._answer(asked)
+            # These are not in the order: the chief asks only while no step is in work.
+            self._answer(arrival)
             return
-        record = record_of(asked.process, message)
-        again = self._unanswered.pop(asked.process, None) == record
+        record = record_of(arrival.process, message)
+        again = self._unanswered.pop(arrival.process, None) == record
         if isinstance(message, Push) and (message.step, message.part) in self._applied:
             # The step of a lost worker was computed again, or a lost server applied it without an answer.
-            asked.answer(Applied(-1))
+            arrival.answer(Applied(-1))
             return
         if isinstance(message, Write) and again:
-            asked.answer(Applied())
+            arrival.answer(Applied())
             return
         if isinstance(message, Push) and not self._arrivals.expects(record):
-            # In the run that this one repeats, it was lost with a worker.
-            asked.answer(Applied(-1))
+            # In the recorded run, this push was lost with its worker.
+            arrival.answer(Applied(-1))
             return
-        for due, is_repeated in self._arrivals.arrive(record, (asked, again)):
+        for due, is_repeated in self._arrivals.arrive(record, (arrival, again)):
             self._answer(due, again=is_repeated)
 
     def tables(self) -> dict[int, TableSnapshot]:
         """Return the tables as they are now, by the positions of their shards."""
         return self._variables.tables()
 
-    def end_call(self, asked: Asked) -> None:
+    def end_call(self, arrival: Arrival) -> None:
         """End the call: the order is complete."""
         self._writer.end()
         self._writer.close()
         self.ended = True
-        asked.answer(Applied())
+        arrival.answer(Applied())
 
     def forget(self, process: int) -> None:
-        """Forget what a process has pulled that has closed its connection."""
+        """Forget the last pull of a process that has closed its connection."""
         self._pulled.pop(process, None)
 
     def awaited(self) -> Record | None:
-        """Return what others wait for, if an order is followed and something waits."""
+        """Return the record that arrivals wait for, if an order is followed and some wait."""
         return self._arrivals.awaited()
 
     def close(self) -> None:
         """Write the rest of the order."""
         self._writer.close()
 
-    def _answer(self, asked: Asked, *, again: bool = False) -> None:
+    def _answer(self, arrival: Arrival, *, again: bool = False) -> None:
         """Process a message, while the standby receives it, and answer."""
-        message: Any = asked.message
+        message: Any = arrival.message
         if self._standby is None or isinstance(message, ReadRows):
-            asked.answer(*self._process(asked.process, message, asked.arrays, again))
+            arrival.answer(*self._process(arrival.process, message, arrival.arrays, again))
             return
         standby, lost = self._standby, None
         try:
-            standby.send(asked.process, message, asked.arrays)
+            standby.send(arrival.process, message, arrival.arrays)
         except PeerLostError as error:
             lost = error
-        answer = self._process(asked.process, message, asked.arrays, again)
+        answer = self._process(arrival.process, message, arrival.arrays, again)
         try:
             if lost is None:
                 standby.confirm()
@@ -196,7 +201,7 @@ class ServerShards:
         if lost is not None:
             standby.lose(lost)
             self._standby = None
-        asked.answer(*answer)
+        arrival.answer(*answer)
 
     def _process(
         self, process: int, message: Processed | ReadRows, arrays: list[Array], again: bool = False
@@ -225,11 +230,13 @@ class ServerShards:
                 changed, of_tables = self._variables.changes(again=again)
                 digests = self._variables.digests()
                 values = ServedValues(self._variables.slots, tuple(of_tables), tuple(digests))
-                return values, [digests.get(k, one) for k, one in enumerate(changed)] + [*of_tables.values()]
+                return values, [digests.get(k, array) for k, array in enumerate(changed)] + [
+                    *of_tables.values()
+                ]
             case Write():
                 shards = dict(zip(message.shards, arrays, strict=False))
-                slots_given = dict(zip(message.slots, arrays[len(message.shards) :], strict=True))
-                self._variables.write(shards, slots_given)
+                written_slots = dict(zip(message.slots, arrays[len(message.shards) :], strict=True))
+                self._variables.write(shards, written_slots)
                 return Applied(), []
 
 
@@ -237,7 +244,7 @@ class ServerProcess(TaskProcess):
     """A process of a parameter server.
 
     Args:
-        job: of the process.
+        job: the job of the process.
         call: the call of `fit`, or the calls of a `ClusterCoordinator`.
         make: returns variables for the shards of one server.
         trained: number of training steps of the job before the call.
@@ -249,7 +256,7 @@ class ServerProcess(TaskProcess):
         super().__init__(job, call, "")
         self._make, self._trained = make, trained
         self._updates = 0
-        self._inbox: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._variables: dict[int, ServedVariables] = {}
         self._served: dict[int, ServerShards] = {}
         self._repeating: dict[int, ServerShards] = {}
@@ -269,9 +276,9 @@ class ServerProcess(TaskProcess):
             if self.job.process == process:
                 writer, recorded = self.order(f"ps-{server}")
                 link = None if standby is None else self._link(standby, server)
-                self._served[server] = self._made(server, writer, recorded, link)
+                self._served[server] = self._new_shards(server, writer, recorded, link)
             elif self.tables is not None:
-                self._repeating[server] = self._made(server, OrderWriter(None))
+                self._repeating[server] = self._new_shards(server, OrderWriter(None))
 
     def add(self, update: Update, shards: Sequence[Shard], tables: frozenset[int] = frozenset()) -> None:
         """Add the variables of a further optimizer; see `TaskProcess.add_variables`."""
@@ -286,36 +293,36 @@ class ServerProcess(TaskProcess):
 
         Raises:
             PeerLostError: the chief has ended before, or another server has taken over the shards.
-            PeerStuckError: what comes next in the recorded order has not arrived in time, or the standby has
-                not answered.
+            PeerStuckError: the next message of the recorded order has not arrived in time, or the standby has
+                not answered in time.
         """
         timer = self.job.timer
         timer.lap("other")
         timer.begin(f"updates within {self.call.name}")
         # A standby serves until the chief has ended the call on all servers: one may be lost meanwhile.
         while not all(shards.closed for shards in self._served.values()):
-            asked = self._next()
+            arrival = self._next()
             timer.lap("wait")
-            if asked is None:
+            if arrival is None:
                 break
-            match asked.message:
+            match arrival.message:
                 case None:
-                    self._closed(asked)
+                    self._closed(arrival)
                 case EndCall():
-                    self._shards(asked).end_call(asked)
+                    self._shards(arrival).end_call(arrival)
                 case Keep():
-                    # One for one, so that the questions to this server wait for few.
-                    self._repeat(asked.server)
+                    # It repeats one message for each that arrives, so questions to this server wait briefly.
+                    self._repeat(arrival.server)
                 case _:
-                    self._answer(self._shards(asked), asked)
-        # Other processes may read what this standby has until it serves again.
+                    self._answer(self._shards(arrival), arrival)
+        # Other processes may read the rows of this standby before it serves again.
         for server, kept in list(self._kept.items()):
             while kept.messages and server in self._repeating:
                 self._repeat(server)
 
     def close(self) -> None:
         """Leave the call."""
-        # First the orders: once this process does not answer, the standbys continue them in the same files.
+        # Write the orders first: once this process does not answer, standbys continue them in the same files.
         for shards in self._served.values():
             shards.close()
         super().close()
@@ -325,7 +332,7 @@ class ServerProcess(TaskProcess):
         name = self.tasks.name(standby)
 
         def confirm(error: PeerLostError) -> None:
-            # A standby that is not lost would take over what it has kept: old weights.
+            # A standby that is not lost could take over with old weights: those of its last message.
             begun = time.monotonic()
             while standby not in self.mesh.lost():
                 if time.monotonic() - begun > self.timeout:
@@ -340,7 +347,7 @@ class ServerProcess(TaskProcess):
             return None
         return StandbyLink(channel, name, confirm, repeats=self.tables is not None)
 
-    def _made(
+    def _new_shards(
         self,
         server: int,
         writer: OrderWriter,
@@ -350,54 +357,54 @@ class ServerProcess(TaskProcess):
         answer_rows = None if self.tables is None else self.tables.answers_of(server)
         return ServerShards(self._variables[server], writer, recorded, link, answer_rows)
 
-    def _answer(self, shards: ServerShards, asked: Asked) -> None:
-        shards.arrive(asked)
+    def _answer(self, shards: ServerShards, arrival: Arrival) -> None:
+        shards.arrive(arrival)
         self.job.timer.lap("update" if shards.pushed else "exchange")
         for step in shards.pushed:
             self._updates += 1
             self.job.timer.end(self._updates, trained=self._trained + step + 1)
         shards.pushed.clear()
 
-    def _put(self, asked: Asked) -> None:
-        if isinstance(asked.message, Keep | KeepState):
-            self._kept.setdefault(asked.server, KeptServer()).take(asked)
+    def _put(self, arrival: Arrival) -> None:
+        if isinstance(arrival.message, Keep | KeepState):
+            self._kept.setdefault(arrival.server, KeptServer()).receive(arrival)
             if self.tables is None:
                 return
-        self._inbox.put(asked)
+        self._inbox.put(arrival)
 
     def _repeat(self, server: int) -> None:
         """Repeat a message of the server whose standby this one is, unless it was taken over."""
         if server in self._repeating:
             self._repeating[server].repeat(self._kept[server])
 
-    def _closed(self, asked: Asked) -> None:
+    def _closed(self, arrival: Arrival) -> None:
         """Note that a process has closed its connection."""
-        shards = self._served.get(asked.server)
+        shards = self._served.get(arrival.server)
         if shards is None:
             return
-        shards.forget(asked.process)
-        if asked.process == 0:
+        shards.forget(arrival.process)
+        if arrival.process == 0:
             if not shards.ended:
                 raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
             shards.closed = True
 
-    def _shards(self, asked: Asked) -> ServerShards:
-        """Return the shards that a question is about, after taking them over if they are a lost server's."""
-        if asked.server not in self._served:
-            kept = self._kept.setdefault(asked.server, KeptServer())
+    def _shards(self, arrival: Arrival) -> ServerShards:
+        """Return the shards that a question is about. Take them over if their server is lost."""
+        if arrival.server not in self._served:
+            kept = self._kept.setdefault(arrival.server, KeptServer())
             kept.take_over()
-            writer, _ = self.order(f"ps-{asked.server}")
-            shards = self._made(asked.server, writer)
+            writer, _ = self.order(f"ps-{arrival.server}")
+            shards = self._new_shards(arrival.server, writer)
             shards.resume(kept)
-            self._repeating.pop(asked.server, None)
-            self._served[asked.server] = shards
+            self._repeating.pop(arrival.server, None)
+            self._served[arrival.server] = shards
             note(
-                f"parameter server {asked.server} is lost; this process continues with its weights after "
+                f"parameter server {arrival.server} is lost; this process continues with its weights after "
                 f"{count(kept.updates, 'update')}"
             )
-        return self._served[asked.server]
+        return self._served[arrival.server]
 
-    def _next(self) -> Asked | None:
+    def _next(self) -> Arrival | None:
         begun = time.monotonic()
         while True:
             try:

@@ -1,9 +1,37 @@
 """Embedding tables whose rows are on the parameter servers only.
 
-No process has a whole table, also between the calls of `fit`: each server creates and keeps a range of rows,
-and so does its standby, which makes the same changes. In `fit`, workers read rows as of any table. Outside of
-it, a thread of each server answers reads of rows. A digest of all rows is a variable of the layer, so
-whatever compares the states of models compares the tables, too.
+No process has a whole table, even between the calls of `fit`. Each server creates and keeps a range of rows,
+and so does its standby, which makes the same changes. In `fit`, workers read rows as they do with any table.
+Outside of it, a thread of each server answers reads of rows. A digest of all rows is a variable of the layer,
+so whatever compares the states of models compares the tables, too.
+
+**Objects.** `ServerTables` is the part of a process in all tables of the job. `ServerTable` is one table in
+one process. It belongs to a layer, and numbers identify it in messages: every script builds the layers in the
+same order. `TableRows` has the rows of one server, both in that server and in its standby.
+
+**Where the rows are.** At first, the holders of a server's rows are the server and its standby, which is the
+next server, if possible on another host. At the beginning of each call, all processes announce whose rows
+they have (`ServerTables.meet`). From that follow, equally in all processes, the holders (`_note_holders`),
+the processes that have the shards in the call (`places`), and the new standbys, which copy the rows
+(`_add_standbys`). It is not enough to know which processes are alive: a server that took over shards without
+having their rows would begin with initial values. If no process has some rows, the job ends with a message.
+
+**Who may read when.** Rows have one value at a time, so a reader must know that nothing changes them:
+
+* While steps or functions may be in work, nobody reads on the chief. `closed` says why.
+* Otherwise, within `fit` and between functions, the chief reads in turn with the other messages of the call,
+  over `within`.
+* Once functions are scheduled, no other process reads, unless all processes evaluate together (`_together`).
+* At all other times, any process reads over `_servers`. A thread of the server answers at once.
+
+A process may be ahead of another one in its script. It may ask for a table that the server's script has not
+built yet, or whose weights it has not loaded yet. So a question has the number of the table and of the loads,
+and the thread waits until the server's script has come so far (`_put`). If the server's script is further
+ahead, the rows are not those that the process asks for: the answer is empty, and the process raises an error.
+
+**Lookups in graphs.** A graph of TensorFlow outlives the function in which it was traced, so it asks for the
+function that runs now (`running_function`). In a replay in one process, several functions are suspended at
+the same time; whoever continues one calls `look_up_for`.
 """
 
 import threading
@@ -17,6 +45,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.collectives.contract import Communicator
 from lockstep.errors import (
     DisagreementError,
     LockstepError,
@@ -37,7 +66,8 @@ from lockstep.protocol.parameter_server import (
     WriteRows,
 )
 from lockstep.system.notes import note
-from lockstep.transport.array_channel import Asked
+from lockstep.topology import View
+from lockstep.transport.array_channel import Arrival
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
@@ -50,10 +80,10 @@ NO_ROWS_ON_JAX = (
 """Why functions on JAX train no tables that only servers have, and what to do."""
 
 _BLOCK = 1 << 16
-"""Rows that a new standby copies at a time."""
+"""Number of rows that a new standby copies at a time."""
 
-_Told = tuple[list[int], list[dict[int, bytes]], list[tuple[int, int]]]
-"""What a process tells the others in `ServerTables.meet`: the servers whose rows it has, the digests of these
+_Announced = tuple[list[int], list[dict[int, bytes]], list[tuple[int, int]]]
+"""The announcement of a process in `ServerTables.meet`: the servers whose rows it has, the digests of these
 rows for each table, and the numbers of the tables with their loads."""
 
 
@@ -64,7 +94,7 @@ class LooksUp(Protocol):
         """Note that the function, or the graph that it traces, looks up rows.
 
         Args:
-            variable: that takes the place of the table.
+            variable: the variable that represents the table.
         """
 
     def look_up(self, table: "ServerTable", ids: Array) -> Array:
@@ -75,23 +105,23 @@ class ServerTable:
     """A table, in one process.
 
     Args:
-        tables: of the job.
+        tables: the tables of the job.
         name: the path of its layer.
         shape: number of rows, and of columns.
-        dtype: of the rows.
+        dtype: the dtype of the rows.
         create: returns the initial values of a range of rows, given the first one and the one after the last.
         standbys: whether the standby of each server has its rows, too.
 
     Attributes:
-        number: of the table, in the order in which the script builds them.
-        name: likewise.
-        rows: their number.
-        width: likewise of columns.
-        dtype: likewise.
+        number: the number of the table, in the order in which the script builds them.
+        name: the path of its layer.
+        rows: the number of rows.
+        width: the number of columns.
+        dtype: the dtype of the rows.
         ranges: the first row of each server, and the row after its last one.
         loads: how often the script has loaded weights.
-        digest_variable: of its layer.
-        standbys: likewise.
+        digest_variable: the variable of the layer that has the digest of all rows.
+        standbys: whether the standby of each server has its rows, too.
     """
 
     digest_variable: Any
@@ -113,27 +143,28 @@ class ServerTable:
         self.loads = 0
 
     def copy_rows(self, server: int, ask: Callable[[CopyRows, Array], tuple[Any, list[Array]]]) -> None:
-        """Copy the rows of a server, given what asks a process that has them."""
+        """Copy the rows of a server, by asking a process that has them."""
         if not self.standbys or server >= len(self.ranges):
             return
         start, stop = self.ranges[server]
-        made = TableRows(start, np.zeros((stop - start, self.width), self.dtype))
+        rows = TableRows(start, np.zeros((stop - start, self.width), self.dtype))
         for first in range(start, stop, _BLOCK):
             numbers = np.arange(first, min(first + _BLOCK, stop))
             answer, arrays = ask(CopyRows(self.number, self.loads), numbers)
             if not isinstance(answer, CopiedRows):
                 # The script has dropped the layer.
                 return
-            made.paste(numbers, answer, arrays, self._tables.optimizers)
-        self._rows[server] = made
+            rows.paste(numbers, answer, arrays, self._tables.optimizers)
+        self._rows[server] = rows
 
     def rows_of(self, server: int) -> TableRows | None:
-        """Return the rows of a server, if this process has them, and if there are any.
+        """Return the rows of a server; None if this process does not have them, or if there are none.
 
-        It creates them when they are first needed: a layer may be built while a backend traces a function.
+        Rows are created when they are first needed, because a layer may be built while a backend traces a
+        function.
         """
-        held = self._tables.held if self.standbys else self._tables.own
-        if server not in held or server >= len(self.ranges):
+        available = self._tables.held_servers if self.standbys else self._tables.own_servers
+        if server not in available or server >= len(self.ranges):
             return None
         if server not in self._rows:
             start, stop = self.ranges[server]
@@ -141,10 +172,10 @@ class ServerTable:
         return self._rows[server]
 
     @property
-    def held(self) -> dict[int, TableRows]:
+    def held_rows(self) -> dict[int, TableRows]:
         """All rows that this process has, by their servers."""
-        found = {server: self.rows_of(server) for server in self._tables.held}
-        return {server: rows for server, rows in found.items() if rows is not None}
+        rows_by_server = {server: self.rows_of(server) for server in self._tables.held_servers}
+        return {server: rows for server, rows in rows_by_server.items() if rows is not None}
 
     def look_up(self, ids: Array) -> Array:
         """Return the rows of ids of any shape; negative ones count from the end.
@@ -160,10 +191,10 @@ class ServerTable:
             raise
 
     def look_up_in_function(self, ids: Array) -> Array:
-        """Return the rows of ids in the scheduled function that runs now: its graph outlives one run.
+        """Return the rows of ids in the scheduled function that runs now. Graphs call this.
 
         Raises:
-            ModelError: none runs, so this is a function of another kind.
+            ModelError: no scheduled function runs.
         """
         return _running(self.name).look_up(self, ids)
 
@@ -171,12 +202,12 @@ class ServerTable:
         """Note that a scheduled function looks up rows.
 
         Args:
-            variable: that takes the place of the table.
+            variable: the variable that represents the table.
         """
         _running(self.name).note_lookup(variable)
 
     def arranged(self, ids: Array, read: Callable[[Array], Array]) -> Array:
-        """Return the rows of ids, given what reads distinct rows by their numbers, in ascending order."""
+        """Return the rows of ids; `read` returns distinct rows by their numbers, in ascending order."""
         numbers, inverse = np.unique(positions_of(self.name, self.rows, ids).ravel(), return_inverse=True)
         return np.take(read(numbers), inverse.reshape(-1), axis=0).reshape(*ids.shape, self.width)
 
@@ -187,26 +218,27 @@ class ServerTable:
     def load(self, blocks: Iterable[tuple[int, Array, Callable[[], Array]]]) -> None:
         """Replace rows and their slots.
 
-        In `fit`, the chief does it for all servers. Otherwise all processes call this, and a server loads the
-        rows that it has.
+        In `fit`, the chief replaces those of all servers. Otherwise all processes call this, and a server
+        replaces the rows that it has.
 
         Args:
-            blocks: for each the number of a slot or `VALUES`, the numbers of the rows, and what reads them.
+            blocks: for each block the number of a slot or `VALUES`, the numbers of the rows, and a function
+                that reads them.
 
         Raises:
             ModelError: functions are scheduled; or in `fit`, the optimizer has no such slot.
         """
         self._tables.refuse_load(self)
-        known = (VALUES, *self.slots()) if self._tables.is_within else None
+        readable_slots = (VALUES, *self.slots()) if self._tables.is_within else None
         for slot, numbers, read in blocks:
-            if known is not None and slot not in known:
+            if readable_slots is not None and slot not in readable_slots:
                 raise ModelError(
                     f"the saved weights of layer {self.name!r} have variables of another optimizer than that "
                     "of this fit: load them before fit"
                 )
             self._tables.write(self, slot, numbers, read)
         if not self._tables.is_within:
-            for rows in self.held.values():
+            for rows in self.held_rows.values():
                 rows.note_load()
             self._tables.note_load(self)
 
@@ -219,14 +251,15 @@ class ServerTables:
     """The tables of a job, in one process.
 
     Args:
-        job: of the process.
+        job: the job of the process.
 
     Attributes:
         servers: the number of servers.
-        own: those that this process is: itself, if it is one; all, if it has all tasks.
-        held: those whose rows this process has: its own, and then those whose standby it is.
-        optimizers: those that have trained tables, with their numbers, which are the same on all servers.
-        within: asks the servers in the present call of `fit`, or in functions, on the chief; None elsewhere.
+        own_servers: the servers that this process is: itself, if it is one; all, if it has all tasks.
+        held_servers: the servers whose rows this process has: its own, and then those whose standby it is.
+        optimizers: the optimizers that have trained tables, with their numbers, equal on all servers.
+        within: the connections to the servers in the present call of `fit` or in functions, on the chief;
+            None elsewhere.
         closed: why rows cannot be read now; empty if they can.
         failure: the error of a lookup.
         scheduling: whether functions are scheduled, which may run at any time.
@@ -236,7 +269,7 @@ class ServerTables:
         assert job.context.tasks is not None
         self._job, self._tasks = job, job.context.tasks
         # A table lasts as long as its layer.
-        self._known: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
+        self._tables_by_number: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
         self._count = 0
         self._lock = threading.Lock()
         self._progress = threading.Condition()
@@ -253,22 +286,22 @@ class ServerTables:
         self._trained_by = 0
         task, index = self._tasks.of(job.process)
         self.servers = self._tasks.servers
-        self.own: tuple[int, ...] = ()
-        self.held: tuple[int, ...] = ()
+        self.own_servers: tuple[int, ...] = ()
+        self.held_servers: tuple[int, ...] = ()
         if job.settings.in_one_process:
-            self.own = self.held = tuple(range(self.servers))
-        # A worker that joins has no task before it takes the place of a lost one.
+            self.own_servers = self.held_servers = tuple(range(self.servers))
+        # A worker that joins has no task before it replaces a lost one.
         elif task == "ps" and not job.joins:
-            self.own = (index,)
-            self.held = index, *self._kept_for(job, index)
-        # Others may read rows, for example to save a model, until their scripts end.
-        job.at_completion(lambda: job.exchange(lambda _, one: one.barrier(what="the end of the script")))
+            self.own_servers = (index,)
+            self.held_servers = index, *self._standby_of(job, index)
+        # Other processes may read rows, for example to save a model, until their scripts end.
+        job.at_completion(lambda: job.exchange(_wait_for_all_scripts))
 
     def add(self, table: ServerTable) -> int:
         """Add a table; return its number."""
         with self._progress:
             self._count += 1
-            self._known[self._count] = table
+            self._tables_by_number[self._count] = table
             self._progress.notify_all()
         return self._count
 
@@ -284,12 +317,12 @@ class ServerTables:
             self.optimizers[optimizer] = self._trained_by
             self._trained_by += 1
 
-    def meet(self, tables: Sequence[ServerTable], what: str) -> list[Array]:
+    def meet(self, tables: Sequence[ServerTable], label: str) -> list[Array]:
         """Compare tables with the other processes, which all call this; return their digests.
 
         Args:
-            tables: of a model.
-            what: names the call.
+            tables: the tables of a model.
+            label: names the call.
 
         Raises:
             PeerLostError: a server has ended.
@@ -298,73 +331,78 @@ class ServerTables:
             ModelError: only some of the tables have standbys.
         """
         standbys = tables[0].standbys
-        if any(one.standbys != standbys for one in tables):
+        if any(table.standbys != standbys for table in tables):
             raise ModelError(
-                f"{what}: only some ServerEmbedding layers of the model have standbys: give all of them the "
+                f"{label}: only some ServerEmbedding layers of the model have standbys: give all of them the "
                 "same argument standbys"
             )
-        digests = [{k: rows.digest().tobytes() for k, rows in one.held.items()} for one in tables]
-        told = msgspec.msgpack.encode((self.held, digests, [(one.number, one.loads) for one in tables]))
-        hosts, gathered = self._mesh.meet(f"the tables of {what}", told)
-        found = {process: msgspec.msgpack.decode(one, type=_Told) for process, one in gathered.items()}
+        digests = [{k: rows.digest().tobytes() for k, rows in table.held_rows.items()} for table in tables]
+        numbers_and_loads = [(table.number, table.loads) for table in tables]
+        announcement = msgspec.msgpack.encode((self.held_servers, digests, numbers_and_loads))
+        hosts, gathered = self._mesh.meet(f"the tables of {label}", announcement)
+        announcements = {
+            process: msgspec.msgpack.decode(data, type=_Announced) for process, data in gathered.items()
+        }
         for position, table in enumerate(tables):
-            if len({known[position][0] for *_, known in found.values()}) > 1:
+            if len({numbers[position][0] for *_, numbers in announcements.values()}) > 1:
                 raise DisagreementError(
-                    f"{what}: some processes have built more ServerEmbedding layers before layer "
+                    f"{label}: some processes have built more ServerEmbedding layers before layer "
                     f"{table.name!r} than others: build and load models in all processes"
                 )
-            loads = {known[position][1]: process for process, (*_, known) in found.items()}
+            loads = {numbers[position][1]: process for process, (*_, numbers) in announcements.items()}
             if len(loads) > 1:
-                least, most = (self._tasks.name(loads[one]) for one in (min(loads), max(loads)))
+                least, most = (self._tasks.name(loads[count]) for count in (min(loads), max(loads)))
                 raise DisagreementError(
-                    f"{what}: {most} has loaded the weights of layer {table.name!r} more often than {least}: "
-                    "load them in all processes"
+                    f"{label}: {most} has loaded the weights of layer {table.name!r} more often than "
+                    f"{least}: load them in all processes"
                 )
         before = self._holders
         if not self._job.settings.in_one_process:
-            self._place({process: held for process, (held, *_) in found.items()}, standbys, what)
+            self._note_holders(
+                {process: servers for process, (servers, *_) in announcements.items()}, standbys, label
+            )
         if self._servers is None or self._holders != before:
             self._servers = self._mesh.servers(self._holders)
-        # Functions that are scheduled update the rows of the standbys that were there at first.
+        # Scheduled functions update only the rows of the standbys that were there when they began.
         completes = standbys and self._job.settings.order is None and not self.scheduling
-        if completes and self._complete(hosts):
+        if completes and self._add_standbys(hosts):
             self._servers = self._mesh.servers(self._holders)
         return [
-            self._digest(table, [digests[k] for _, digests, _ in found.values()], what)
+            self._digest(table, [digests[k] for _, digests, _ in announcements.values()], label)
             for k, table in enumerate(tables)
         ]
 
-    def places(self, left: Collection[int], what: str) -> tuple[ServerPlace, ...]:
+    def places(self, left: Collection[int], label: str) -> tuple[ServerPlace, ...]:
         """Return where the shards of each server are in a call: where the rows of the tables are.
 
         Args:
             left: the ids of the processes that are left since `meet`.
-            what: names the call.
+            label: names the call.
 
         Raises:
             PeerLostError: rows are lost.
         """
-        found = []
+        places = []
         for server, holders in enumerate(self._holders):
-            process, standby, *_ = *(one for one in holders if one in left), None, None
+            process, standby, *_ = *(process for process in holders if process in left), None, None
             if process is None:
-                raise self._lost(server, what)
-            found.append(ServerPlace(process, standby))
-        return tuple(found)
+                raise self._lost(server, label)
+            places.append(ServerPlace(process, standby))
+        return tuple(places)
 
-    def _complete(self, hosts: Sequence[Collection[int]]) -> bool:
-        """Give servers new standbys in place of lost ones; return whether there are any.
+    def _add_standbys(self, hosts: Sequence[Collection[int]]) -> bool:
+        """Replace lost standbys by new ones; return whether there are any.
 
         Args:
             hosts: the ids of the processes of each host.
         """
         new = False
-        for server, place in enumerate(self._tasks.places(hosts, self._holders)):
-            if place.standby is None or place.standby in self._holders[server]:
+        for server, server_place in enumerate(self._tasks.places(hosts, self._holders)):
+            if server_place.standby is None or server_place.standby in self._holders[server]:
                 continue
-            if place.standby == self._job.process:
-                self._copy(server, place.process)
-            self._holders[server] = [*self._holders[server], place.standby]
+            if server_place.standby == self._job.process:
+                self._copy(server, server_place.process)
+            self._holders[server] = [*self._holders[server], server_place.standby]
             new = True
         return new
 
@@ -376,9 +414,9 @@ class ServerTables:
         )
         assert self._servers is not None
         channel = self._servers[server]
-        for table in list(self._known.values()):
+        for table in list(self._tables_by_number.values()):
             table.copy_rows(server, lambda message, numbers: channel.ask(message, [numbers]))
-        self.held = *self.held, server
+        self.held_servers = *self.held_servers, server
 
     @property
     def is_within(self) -> bool:
@@ -397,36 +435,36 @@ class ServerTables:
                 f"the rows of layer {table.name!r} cannot be read now, because the chief may have scheduled "
                 "further functions, which change them: read them on the chief only, or evaluate or predict"
             )
-        asked = []
+        needed = []
         with self._lock:
-            servers, in_turn = self._asks(table)
+            servers, in_turn = self._connections(table)
             for server, (start, stop) in enumerate(table.ranges):
                 first, last = np.searchsorted(numbers, (start, stop))
                 if last > first:
-                    asked.append((server, numbers[first:last]))
+                    needed.append((server, numbers[first:last]))
             parts = []
-            for server, some in asked:
-                if (own := table.rows_of(server)) is not None:
-                    parts.append(own.read(slot, some))
+            for server, part_numbers in needed:
+                if (rows := table.rows_of(server)) is not None:
+                    parts.append(rows.read(slot, part_numbers))
                 else:
                     question = ReadRows(table.number, slot, table.loads, in_turn)
-                    (found,) = servers[server].ask(question, [some])[1]
-                    if len(found) != len(some) and not table.standbys:
+                    (answer,) = servers[server].ask(question, [part_numbers])[1]
+                    if len(answer) != len(part_numbers) and not table.standbys:
                         raise self._lost(server, f"a read of layer {table.name!r}")
-                    if len(found) != len(some):
+                    if len(answer) != len(part_numbers):
                         raise DisagreementError(
                             f"parameter server {server} no longer has the rows of layer {table.name!r} that "
                             "this process reads: build, load and call models in all processes"
                         )
-                    parts.append(found)
+                    parts.append(answer)
         return np.concatenate(parts) if parts else np.zeros((0, table.width), table.dtype)
 
     def write(self, table: ServerTable, slot: int, numbers: Array, read: Callable[[], Array]) -> None:
         """Replace rows; see `ServerTable.load`."""
         for server, (start, stop) in enumerate(table.ranges):
             first, last = np.searchsorted(numbers, (start, stop))
-            if last > first and (own := table.rows_of(server)) is not None:
-                own.write(slot, numbers[first:last], read()[first:last])
+            if last > first and (rows := table.rows_of(server)) is not None:
+                rows.write(slot, numbers[first:last], read()[first:last])
             elif last > first and self.within is not None:
                 message = WriteRows(table.number, slot)
                 self.within[server].ask(message, [numbers[first:last], read()[first:last]])
@@ -441,23 +479,23 @@ class ServerTables:
 
     def slots(self, table: ServerTable) -> tuple[int, ...]:
         """Return the numbers of the slots of a table."""
-        if (own := table.rows_of(0)) is not None:
-            return own.slots
+        if (rows := table.rows_of(0)) is not None:
+            return rows.slots
         with self._lock:
-            servers, in_turn = self._asks(table)
+            servers, in_turn = self._connections(table)
             question = ReadRows(table.number, VALUES, table.loads, in_turn)
             values, _ = servers[0].ask(question, [np.zeros(0, np.int64)])
         return tuple(nth for _, nth in values.slots)
 
     def answers_of(self, server: int) -> AnswerRows:
-        """Return what answers questions about the rows of a server."""
+        """Return a function that answers questions about the rows of a server."""
         return partial(self.answer, server)
 
     def answer(
         self, server: int, message: ReadRows | WriteRows | CopyRows, arrays: Sequence[Array]
     ) -> tuple[Answer, Sequence[Array]]:
         """Read or write rows of a server; return the answer."""
-        table = self._known.get(message.table)
+        table = self._tables_by_number.get(message.table)
         rows = None if table is None else table.rows_of(server)
         if rows is None:
             return ServedValues(), [np.zeros(0)]
@@ -469,39 +507,43 @@ class ServerTables:
         slots = tuple((message.table, nth) for nth in rows.slots)
         return ServedValues(slots), [rows.read(message.slot, *arrays)]
 
-    def _put(self, asked: Asked) -> None:
-        message: Any = asked.message
+    def _put(self, arrival: Arrival) -> None:
+        message: Any = arrival.message
 
         def has_arrived() -> bool:
-            table = self._known.get(message.table)
+            table = self._tables_by_number.get(message.table)
             return message.table <= self._count and (table is None or table.loads >= message.loads)
 
         with self._progress:
-            # The script of this process may be behind that of the other one.
+            # The script of this process may be behind that of the process that asks.
             self._progress.wait_for(has_arrived, self._job.policy.timeout)
-            table = self._known.get(message.table)
+            table = self._tables_by_number.get(message.table)
             is_same = table is not None and table.loads == message.loads
         if is_same:
-            asked.answer(*self.answer(asked.server, message, asked.arrays))
+            arrival.answer(*self.answer(arrival.server, message, arrival.arrays))
         else:
-            asked.answer(ServedValues(), [np.zeros(0)])
+            arrival.answer(ServedValues(), [np.zeros(0)])
 
-    def _kept_for(self, job: Job, index: int) -> list[int]:
-        """Return the servers whose standby a server is, as long as the job lasts."""
+    def _standby_of(self, job: Job, index: int) -> list[int]:
+        """Return the servers whose standby a server is at the beginning of the job."""
         if job.settings.order is not None:
             # A replay loses no server.
             return []
-        own = self._tasks.id_of_server(index)
+        process = self._tasks.id_of_server(index)
         places = self._tasks.places(job.view.hosts)
-        return [server for server, place in enumerate(places) if own in place and server != index]
+        return [
+            server
+            for server, server_place in enumerate(places)
+            if process in server_place and server != index
+        ]
 
-    def _place(self, held: Mapping[int, Collection[int]], standbys: bool, what: str) -> None:
-        """Note which processes have the rows of each server: its own first, if it is left.
+    def _note_holders(self, servers_of: Mapping[int, Collection[int]], standbys: bool, label: str) -> None:
+        """Note which processes have the rows of each server: its own process first, if it is left.
 
         Args:
-            held: the servers whose rows each process has.
-            standbys: whether the tables have standbys: of others, only the servers themselves have rows.
-            what: names the call.
+            servers_of: the servers whose rows each process has.
+            standbys: whether the tables have standbys. Otherwise only the servers themselves have rows.
+            label: names the call.
 
         Raises:
             PeerLostError: rows are lost.
@@ -509,37 +551,37 @@ class ServerTables:
         self._holders = []
         for server in range(self.servers):
             circle = [self._tasks.id_of_server((server + k) % self.servers) for k in range(self.servers)]
-            some = circle if standbys else circle[:1]
-            # More than two have them only if servers were lost while the others created the tables.
-            holders = [process for process in some if server in held.get(process, ())][:2]
+            candidates = circle if standbys else circle[:1]
+            # More than two processes have them only if servers were lost while the others created tables.
+            holders = [process for process in candidates if server in servers_of.get(process, ())][:2]
             if not holders:
-                raise self._lost(server, what)
+                raise self._lost(server, label)
             self._holders.append(holders)
-            if standbys and server in self.held and self._job.process not in holders:
-                self.held = tuple(one for one in self.held if one != server)
+            if standbys and server in self.held_servers and self._job.process not in holders:
+                self.held_servers = tuple(other for other in self.held_servers if other != server)
 
-    def _digest(self, table: ServerTable, found: Sequence[Mapping[int, bytes]], what: str) -> Array:
-        """Return the digest of a table, given those of its ranges, by servers, that processes have."""
+    def _digest(self, table: ServerTable, digest_maps: Sequence[Mapping[int, bytes]], label: str) -> Array:
+        """Return the digest of a table, given the digests of its servers' rows in each process."""
         total = np.zeros(2, np.uint64)
         for server in range(len(table.ranges)):
-            digests = {one[server] for one in found if server in one}
-            if len(digests) > 1:
+            of_server = {digests[server] for digests in digest_maps if server in digests}
+            if len(of_server) > 1:
                 raise DisagreementError(
-                    f"{what}: parameter server {server} and its standby have different rows of layer "
+                    f"{label}: parameter server {server} and its standby have different rows of layer "
                     f"{table.name!r}: build and load models with the same seeds and files in all processes"
                 )
-            total += np.frombuffer(digests.pop(), np.uint64)
+            total += np.frombuffer(of_server.pop(), np.uint64)
         return total
 
-    def _lost(self, server: int, what: str) -> PeerLostError:
+    def _lost(self, server: int, label: str) -> PeerLostError:
         return PeerLostError(
-            f"{what}: parameter server {server} has ended, and no other process has its rows of embedding "
+            f"{label}: parameter server {server} has ended, and no other process has its rows of embedding "
             "tables: start the job again from saved weights"
         )
 
-    def _asks(self, table: ServerTable) -> tuple[Sequence[AsksServer], bool]:
-        """Return what asks the servers, and whether they answer in turn with the questions of a call."""
-        # The servers are in the same call, and do not serve, when all processes evaluate between functions.
+    def _connections(self, table: ServerTable) -> tuple[Sequence[AsksServer], bool]:
+        """Return connections to the servers, and whether they answer in turn with the questions of a call."""
+        # When all processes evaluate between functions, the servers evaluate as well, and do not serve.
         if self.within is not None and not (self.scheduling and self._together):
             return self.within, True
         if self._servers is None:
@@ -550,11 +592,15 @@ class ServerTables:
         return self._servers, False
 
 
+def _wait_for_all_scripts(_: View, communicator: Communicator) -> None:
+    communicator.barrier(what="the end of the script")
+
+
 @contextmanager
 def rows_read_together(job: Job) -> Iterator[None]:
-    """Within the block, which the chief does not leave before the others have read them, all can read rows.
+    """Within the block, all processes can read rows: the chief leaves it after the others have read.
 
-    The error of a lookup is raised by the block itself, where a backend raises another one instead.
+    If a backend raises another error in place of that of a lookup, the block raises the lookup's error.
     """
     tables = _of_jobs.get(job)
     if tables is None:
@@ -587,7 +633,7 @@ def looking_up_for(function: LooksUp) -> Iterator[None]:
 
 
 def look_up_for(function: LooksUp | None) -> None:
-    """Let this process run a scheduled function from now on, or none."""
+    """Let lookups be those of a scheduled function from now on; None if none runs."""
     _Process.function = function
 
 
@@ -616,19 +662,19 @@ def tables_of_job(job: Job) -> ServerTables:
 
 
 def server_table(variable: Any) -> ServerTable | None:
-    """Return the table whose place a variable takes in a model; None for other variables."""
+    """Return the table that a variable represents in a model; None for other variables."""
     table: ServerTable | None = getattr(variable, _TABLE, None)
     return table
 
 
-def stand_for(variable: Any, table: ServerTable) -> None:
-    """Let a variable with one row take the place of a table."""
+def represent(variable: Any, table: ServerTable) -> None:
+    """Let a variable with one row represent a table in a model."""
     setattr(variable, _TABLE, table)
     variable.numpy = lambda: _refuse_reading(table)
 
 
 _TABLE = "lockstep_table"
-"""The attribute of a variable that takes the place of a table."""
+"""The attribute of a variable that represents a table."""
 
 
 def _refuse_reading(table: ServerTable) -> Any:

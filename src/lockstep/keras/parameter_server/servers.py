@@ -1,6 +1,6 @@
 """The parameter servers as the chief and the workers use them: with whole variables and slots.
 
-Each server has some rows of them.
+Each server has some rows of the variables and slots.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,9 +24,9 @@ class RowsOfServer(NamedTuple):
     """Rows of a table that one server has.
 
     Attributes:
-        server: its number.
-        shard: the position of the table's shard.
-        rows: their numbers in the shard.
+        server: the number of the server.
+        shard: the position of the table's shard among those of the server.
+        rows: the numbers of the rows in the shard.
     """
 
     server: int
@@ -36,11 +36,11 @@ class RowsOfServer(NamedTuple):
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a worker gives the servers at once.
+    """The gradients that a worker gives all servers at the same time.
 
     Attributes:
-        of: the gradients by the number of the variable; of a table, those of some rows.
-        rows: the distinct rows, in order, of which the gradients of tables are, by their variables.
+        of: the gradients, by the numbers of their variables; of a table, the gradients of some rows.
+        rows: the distinct rows, in order, that the gradients of tables are for, by their variables.
         updates: the numbers of the optimizers that are applied.
         part: how often the step has applied an optimizer before.
     """
@@ -57,7 +57,7 @@ class Servers:
     Variables are numbered over all optimizers, and so are slots, in the order of the optimizers' variables.
 
     Args:
-        channels: to each server.
+        channels: the connection to each server.
         shards: the shards of all variables.
 
     Attributes:
@@ -81,7 +81,7 @@ class Servers:
         """Return the variables, to compute a step with them.
 
         Args:
-            step: which is computed.
+            step: the step to compute.
             rows: the distinct rows, in order, that are needed of tables, by their variables.
 
         Raises:
@@ -94,9 +94,9 @@ class Servers:
         return self.whole([arrays for _, arrays in answers])
 
     def pull_of(self, server: int, step: int, rows: Mapping[int, Array]) -> tuple[Pull, list[Array]]:
-        """Return what `pull` asks one server, with the arrays of the message."""
+        """Return the message that `pull` sends to one server, with its arrays."""
         shards = enumerate(self._shards[server])
-        needed = {k: _rows_in(one, rows[one.variable]) for k, one in shards if one.variable in rows}
+        needed = {k: _rows_in(shard, rows[shard.variable]) for k, shard in shards if shard.variable in rows}
         return Pull(step, tables=tuple(needed)), list(needed.values())
 
     def pull_with_common(
@@ -106,7 +106,7 @@ class Servers:
 
         Args:
             step: the number of the function.
-            part: how often it has applied an optimizer before.
+            part: how often the function has applied an optimizer before.
             tables: the variables of which no rows are needed.
         """
         for server, channel in enumerate(self._channels):
@@ -116,14 +116,14 @@ class Servers:
     def pull_with_common_of(
         self, server: int, step: int, part: int, tables: frozenset[int]
     ) -> tuple[Pull, list[Array]]:
-        """Return what `pull_with_common` asks one server, with the arrays of the message."""
-        own = tuple(k for k, one in enumerate(self._shards[server]) if one.variable in tables)
-        return Pull(step, common=True, part=part, tables=own), [_NO_ROWS] * len(own)
+        """Return the message that `pull_with_common` sends to one server, with its arrays."""
+        positions = tuple(k for k, shard in enumerate(self._shards[server]) if shard.variable in tables)
+        return Pull(step, common=True, part=part, tables=positions), [_NO_ROWS] * len(positions)
 
     def whole_with_common(
         self, answers: Sequence[tuple[Any, Sequence[Array]]]
     ) -> tuple[list[Array], dict[Slot, Array]]:
-        """Return what `pull_with_common` returns, given the answers of all servers."""
+        """Return the result of `pull_with_common`, given the answers of all servers."""
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
         return self.whole([arrays for _, arrays in answers]), common
@@ -137,20 +137,20 @@ class Servers:
             rows: the numbers of the rows, distinct and in order.
             lookup: the number of the lookup in the function.
         """
-        places = self.places_of(variable, rows)
-        for place in places:
-            self._channels[place.server].send(PullRows(step, place.shard, lookup), [place.rows])
-        return np.concatenate([self._channels[place.server].receive()[1][0] for place in places])
+        parts = self.rows_by_server(variable, rows)
+        for part in parts:
+            self._channels[part.server].send(PullRows(step, part.shard, lookup), [part.rows])
+        return np.concatenate([self._channels[part.server].receive()[1][0] for part in parts])
 
-    def places_of(self, variable: int, rows: Array) -> list["RowsOfServer"]:
-        """Return where rows of a table are, in the order of the rows, which are distinct and in order."""
-        found = [
+    def rows_by_server(self, variable: int, rows: Array) -> list["RowsOfServer"]:
+        """Return rows of a table by their servers, in order; the rows are distinct and sorted."""
+        parts = [
             (shard.start, RowsOfServer(server, k, of_shard))
             for server, shards in enumerate(self._shards)
             for k, shard in enumerate(shards)
             if shard.variable == variable and len(of_shard := _rows_in(shard, rows))
         ]
-        return [place for _, place in sorted(found, key=lambda one: one[0])]
+        return [part for _, part in sorted(parts, key=lambda part: part[0])]
 
     def push(self, step: int, gradients: Gradients) -> int:
         """Let the servers update variables; return the largest staleness.
@@ -166,36 +166,39 @@ class Servers:
         return max([0, *(int(answer.staleness) for answer in answers)])
 
     def push_of(self, server: int, step: int, gradients: Gradients) -> tuple[Push, list[Array]]:
-        """Return what `push` gives one server, with the arrays of the message."""
+        """Return the message that `push` sends to one server, with its arrays."""
         of, rows = gradients.of, gradients.rows
-        own = {k: one for k, one in enumerate(self._shards[server]) if one.variable in of}
-        found = {k: _rows_in(one, rows[one.variable]) for k, one in own.items() if one.variable in rows}
-        given = [
-            _part_of(of[one.variable], one, rows[one.variable])
-            if k in found
-            else one.part_of(of[one.variable])
-            for k, one in own.items()
+        updated = {k: shard for k, shard in enumerate(self._shards[server]) if shard.variable in of}
+        numbers = {
+            k: _rows_in(shard, rows[shard.variable]) for k, shard in updated.items() if shard.variable in rows
+        }
+        parts = [
+            _part_of(of[shard.variable], shard, rows[shard.variable])
+            if k in numbers
+            else shard.part_of(of[shard.variable])
+            for k, shard in updated.items()
         ]
-        push = Push(step, tuple(own), gradients.updates, gradients.part, tuple(found))
-        return push, [*given, *found.values()]
+        push = Push(step, tuple(updated), gradients.updates, gradients.part, tuple(numbers))
+        return push, [*parts, *numbers.values()]
 
     def read(
         self,
         step: int,
         slots: Sequence[Slot],
-        known: tuple[Sequence[Array], Sequence[Array]] | None = None,
+        last: tuple[Sequence[Array], Sequence[Array]] | None = None,
     ) -> tuple[list[Array], list[Array]]:
         """Return the variables and the slots, after a number of steps.
 
         Args:
-            step: the number.
-            slots: which to return.
-            known: the variables and the slots at the last read or write, or at the beginning: tables and
-                their slots are these but for the rows that were updated since; of tables that only servers
-                have, these are returned. None if there are no tables.
+            step: the number of steps.
+            slots: the slots to return.
+            last: the variables and the slots at the last read or write, or at the beginning. Of tables and
+                their slots, the servers send only the rows that were updated since then; of tables that only
+                servers have, they send nothing. The rest is returned as it is here. None if there are no
+                tables.
         """
         answers = self._ask_all(Read(step))
-        found: dict[Slot, list[tuple[Shard | None, Array, Array | None]]] = {}
+        pieces: dict[Slot, list[tuple[Shard | None, Array, Array | None]]] = {}
         self.digests = {}
         for shards, (values, arrays) in zip(self._shards, answers, strict=True):
             count = len(shards) + len(values.slots)
@@ -207,23 +210,23 @@ class Servers:
                     self.digests[shard.variable] = self.digests.get(shard.variable, 0) + array
                     continue
                 key = (position if shard is None else shard.variable, number)
-                found.setdefault(key, []).append((shard, array, rows.get(position)))
+                pieces.setdefault(key, []).append((shard, array, rows.get(position)))
                 if number == -1 and shard is not None and position in rows:
                     before = self.updated_rows.get(shard.variable, rows[position][:0])
                     self.updated_rows[shard.variable] = np.union1d(before, shard.start + rows[position])
-        weights: Sequence[Array | None] = [None] * sum(number == -1 for _, number in found)
+        weights: Sequence[Array | None] = [None] * sum(number == -1 for _, number in pieces)
         others: Sequence[Array | None] = [None] * len(slots)
-        if known is not None:
-            weights, others = known
-        return [_joined(found.get((i, -1), ()), one) for i, one in enumerate(weights)], [
-            _joined(found.get(slot, ()), one) for slot, one in zip(slots, others, strict=True)
+        if last is not None:
+            weights, others = last
+        return [_joined(pieces.get((i, -1), ()), weight) for i, weight in enumerate(weights)], [
+            _joined(pieces.get(slot, ()), weight) for slot, weight in zip(slots, others, strict=True)
         ]
 
     def write(self, step: int, variables: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
         """Replace values of variables and slots, after a number of steps."""
         for channel, shards in zip(self._channels, self._shards, strict=True):
-            own = [(k, one) for k, one in enumerate(shards) if one.variable in variables]
-            arrays = [shard.part_of(variables[shard.variable]) for _, shard in own]
+            written = [(k, shard) for k, shard in enumerate(shards) if shard.variable in variables]
+            arrays = [shard.part_of(variables[shard.variable]) for _, shard in written]
             keys: list[Slot] = []
             for (variable, number), value in slots.items():
                 if variable < 0:
@@ -233,7 +236,7 @@ class Servers:
                     if shard.variable == variable:
                         keys.append((k, number))
                         arrays.append(shard.part_of(value))
-            channel.ask(Write(step, tuple(k for k, _ in own), tuple(keys)), arrays)
+            channel.ask(Write(step, tuple(k for k, _ in written), tuple(keys)), arrays)
 
     @property
     def channels(self) -> Sequence[AsksServer]:
@@ -265,13 +268,13 @@ class Servers:
         return [_joined(parts[variable], None) for variable in range(len(parts))]
 
 
-class KnownState:
-    """The variables and slots that the servers have, as the chief has last read or written them.
+class ServedState:
+    """The variables and slots that the servers have, as the chief last read or wrote them.
 
     Attributes:
-        slots: for each variable of the optimizers, which slot it is.
+        slots: the slot that each variable of the optimizers is.
         weights: the values of the variables.
-        values: those of the slots.
+        values: the values of the slots.
     """
 
     def __init__(self) -> None:
@@ -280,13 +283,13 @@ class KnownState:
         self.values: list[Array] = []
 
     def read(self, servers: Servers, step: int) -> None:
-        """Read them, after a number of steps."""
+        """Read the values, after a number of steps."""
         self.weights, self.values = servers.read(step, self.slots, (self.weights, self.values))
 
     def write_changes(
         self, servers: Servers, step: int, weights: list[Array], values: list[Array]
     ) -> tuple[list[int], list[Slot]]:
-        """Replace what differs from present values, after a number of steps; return what does."""
+        """Write the values that have changed, after a number of steps; return which have changed."""
         changed = _changed(self.weights, weights)
         slots = {self.slots[i]: values[i] for i in _changed(self.values, values)}
         if changed or slots:
@@ -295,26 +298,26 @@ class KnownState:
         return changed, list(slots)
 
 
-def same_bits(one: Array, other: Array) -> bool:
+def same_bits(left: Array, right: Array) -> bool:
     """Whether two arrays have the same shape and bits."""
-    if one is other:
+    if left is right:
         return True
-    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    return one.shape == other.shape and np.array_equal(first, second)
+    first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (left, right))
+    return left.shape == right.shape and np.array_equal(first, second)
 
 
 def _changed(before: Sequence[Array], now: Sequence[Array]) -> list[int]:
     return [i for i, pair in enumerate(zip(before, now, strict=True)) if not same_bits(*pair)]
 
 
-def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], known: Array | None) -> Array:
-    """Return a variable or slot, given its pieces, or what has changed of them, and its last known value."""
+def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], last: Array | None) -> Array:
+    """Return a variable or slot, given its pieces or its changed rows, and its last value."""
     if not pieces:
-        assert known is not None
-        return known
+        assert last is not None
+        return last
     if any(rows is not None for _, _, rows in pieces):
-        assert known is not None
-        joined = known.copy()
+        assert last is not None
+        joined = last.copy()
         for shard, array, rows in pieces:
             assert shard is not None
             assert rows is not None
@@ -327,7 +330,7 @@ def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], known: A
 
 
 def _rows_in(shard: Shard, rows: Array) -> Array:
-    """Return which of some rows a shard has, as their numbers in it."""
+    """Return the rows that a shard has, as their numbers in the shard."""
     first, last = np.searchsorted(rows, (shard.start, shard.stop))
     return rows[first:last] - shard.start
 

@@ -1,12 +1,13 @@
-"""How the shards of a parameter server survive it: another server keeps what it processes.
+"""How the shards of a parameter server survive it: another server keeps the messages that it processes.
 
 A server sends each message that it processes to its standby, another server of the job, and answers only
 when the standby has it. So the standby can repeat all updates whose results another process has seen, and
-continue the recorded order of arrivals. It keeps the messages as they are: it updates nothing before it takes
-over. When they need more memory than the shards, the server sends the state of the shards instead.
+continue the recorded order of arrivals. It keeps the messages as they are, and updates nothing before it
+takes over. When the messages need more memory than the shards, the server sends the state of the shards
+instead.
 
-Rows of tables that only servers have are too many to be sent: of a model with such tables, the standby has
-all rows of the server, too, and repeats each message soon after it has arrived.
+Rows of tables that only servers have are too many to be sent. In a model with such tables, the standby also
+has all rows of the server, and repeats each message soon after it has arrived.
 """
 
 import threading
@@ -30,21 +31,21 @@ from lockstep.protocol.parameter_server import (
     Write,
     WriteRows,
 )
-from lockstep.transport.array_channel import Asked, AskingChannel
+from lockstep.transport.array_channel import Arrival, AskingChannel
 
 Array = npt.NDArray[Any]
 Ordered = Pull | PullRows | Push | Read | Write
 Processed = Ordered | WriteRows
 
 KEPT_BYTES = 16 << 20
-"""A standby keeps messages of as many bytes, or of as many as the state has, if that is more."""
+"""The size of the messages that a standby keeps: this, or the size of the state, if that is more."""
 
 LEAST_BYTES = 64 << 10
-"""A message counts as many bytes at least: it takes time to repeat it."""
+"""The least size at which a message counts, because repeating it takes time."""
 
 
 def record_of(process: int, question: Ordered) -> Record:
-    """Return what the order of arrivals says about a message of a process."""
+    """Return the record of a message of a process in the order of arrivals."""
     match question:
         case Pull():
             return Record(RecordKind.PULL, process, question.step, question.part & 0xFF)
@@ -62,10 +63,10 @@ class StandbyLink:
     """A server's connection to its standby.
 
     Args:
-        channel: to the standby.
+        channel: the connection to the standby.
         name: the name of the standby, for messages.
-        confirm_loss: waits until the standby is known to be lost, given the error of the connection; raises
-            that otherwise.
+        confirm_loss: waits until the coordinator has announced that the standby is lost; raises the error of
+            the connection, which it is given, if that does not happen.
         repeats: whether the standby repeats each message, and needs no state.
     """
 
@@ -88,11 +89,11 @@ class StandbyLink:
             PeerLostError: the standby has ended.
             PeerStuckError: it does not read.
         """
-        given = () if isinstance(question, Pull | PullRows) else arrays
+        sent = () if isinstance(question, Pull | PullRows) else arrays
         if not isinstance(question, Pull | PullRows):
-            self._kept += max(LEAST_BYTES, sum(array.nbytes for array in given))
-        self._asked: Keep | KeepState = Keep(process, question)
-        self._channel.send(self._asked, given)
+            self._kept += max(LEAST_BYTES, sum(array.nbytes for array in sent))
+        self._question: Keep | KeepState = Keep(process, question)
+        self._channel.send(self._question, sent)
 
     def confirm(self) -> None:
         """Wait until the standby has what was sent last.
@@ -102,12 +103,12 @@ class StandbyLink:
             PeerStuckError: it has not answered in time.
             TakenOverError: it has taken over the shards.
         """
-        answer, _ = self._channel.receive(self._asked)
+        answer, _ = self._channel.receive(self._question)
         if isinstance(answer, Applied) and answer.staleness < 0:
             raise TakenOverError(f"{self._name} has taken over the shards of this server")
 
     def is_due(self, state_bytes: int) -> bool:
-        """Whether the standby keeps so much that the state takes less memory.
+        """Whether the kept messages take more memory than the state.
 
         Args:
             state_bytes: the size of the state.
@@ -117,15 +118,15 @@ class StandbyLink:
     def send_state(self, state: Sequence[Array]) -> None:
         """Send the state, and wait until the standby has it; raises the errors of `send` and `confirm`."""
         self._kept = 0
-        self._asked = KeepState()
-        self._channel.send(self._asked, state)
+        self._question = KeepState()
+        self._channel.send(self._question, state)
         self.confirm()
 
     def lose(self, error: PeerLostError) -> None:
         """Close the connection, whose other end is lost.
 
         Raises:
-            PeerLostError: the standby has not ended: it would take over what it has kept until now.
+            PeerLostError: the standby has not ended, and could take over with the weights of now.
         """
         self._channel.close()
         self._confirm_loss(error)
@@ -136,15 +137,15 @@ class TakenOverError(PeerLostError):
 
 
 class KeptServer:
-    """What the standby of a server keeps.
+    """The data that the standby of a server keeps.
 
     Attributes:
-        state: the state that was sent last; None for that at the beginning of the call.
-        messages: those after it that change the state, each with the process that sent it and its arrays;
-            without those that this process has repeated.
+        state: the state that was sent last; None for the state at the beginning of the call.
+        messages: the later messages that change the state, each with the process that sent it and its arrays.
+            Messages that this process has repeated are not among them.
         records: the order of all messages of the call.
         pushed: the steps of all updates, with their parts.
-        updates: their number.
+        updates: the number of updates.
     """
 
     def __init__(self) -> None:
@@ -153,33 +154,33 @@ class KeptServer:
         self.records = RecordList()
         self.pushed = StepSet()
         self.updates = 0
-        self._taken = False
+        self._is_taken_over = False
         self._lock = threading.Lock()
 
-    def take(self, asked: Asked) -> None:
+    def receive(self, arrival: Arrival) -> None:
         """Keep a `Keep` or `KeepState`, and answer; called in the thread of its connection."""
         with self._lock:
-            taken = self._taken
-            if not taken:
-                self._keep(asked)
-        asked.answer(Applied(-1 if taken else 0))
+            is_taken_over = self._is_taken_over
+            if not is_taken_over:
+                self._keep(arrival)
+        arrival.answer(Applied(-1 if is_taken_over else 0))
 
     def take_over(self) -> None:
-        """Keep nothing more: what is kept does not change afterwards, and the server is told."""
+        """Keep no more messages. A server that still sends one learns that its shards were taken over."""
         with self._lock:
-            self._taken = True
+            self._is_taken_over = True
 
-    def _keep(self, asked: Asked) -> None:
-        if isinstance(asked.message, KeepState):
-            self.state = asked.arrays
+    def _keep(self, arrival: Arrival) -> None:
+        if isinstance(arrival.message, KeepState):
+            self.state = arrival.arrays
             self.messages.clear()
             return
-        assert isinstance(asked.message, Keep)
-        process, question = asked.message.process, asked.message.question
+        assert isinstance(arrival.message, Keep)
+        process, question = arrival.message.process, arrival.message.question
         if not isinstance(question, WriteRows):
             self.records.append(record_of(process, question))
         if isinstance(question, Push):
             self.pushed.add(question.step, question.part)
             self.updates += 1
         if not isinstance(question, Pull | PullRows):
-            self.messages.append((process, question, asked.arrays))
+            self.messages.append((process, question, arrival.arrays))

@@ -1,7 +1,7 @@
-"""The rows of an embedding table that one server has, and of a lookup in a table.
+"""The rows of an embedding table that one server has, and the rows of a lookup in a table.
 
-An optimizer that trains the table has variables for each row, its slots. A digest follows the changes of
-rows and slots.
+An optimizer that trains the table has variables for each row, the slots. A digest follows the changes of rows
+and slots.
 """
 
 import weakref
@@ -19,10 +19,10 @@ from lockstep.topology import split_evenly
 Array = npt.NDArray[Any]
 
 VALUES = -1
-"""In place of the number of a slot: the rows themselves."""
+"""The rows themselves, in place of the number of a slot."""
 
 _BLOCK = 1 << 16
-"""Rows of which a digest is computed at a time."""
+"""Number of rows whose digest is computed at a time."""
 
 
 class TableRows:
@@ -33,15 +33,15 @@ class TableRows:
         values: the rows.
 
     Attributes:
-        start: likewise.
-        values: likewise; changes in place.
+        start: the number of the first row.
+        values: the rows, which change in place.
     """
 
     def __init__(self, start: int, values: Array) -> None:
         self.start, self.values = start, values
         self._optimizer: weakref.ref[Any] | None = None
         self._slots: dict[int, Array] = {}
-        self._of_others = weakref.WeakKeyDictionary[Any, dict[int, Array]]()
+        self._slots_of_others = weakref.WeakKeyDictionary[Any, dict[int, Array]]()
         self._loaded = False
         self._all = range(len(values))
         self._sums = self._digest(self._all, {VALUES: values})
@@ -50,52 +50,56 @@ class TableRows:
     def slots_of(self, optimizer: Any, initial: Mapping[int, Array], *, begun: bool) -> dict[int, Array]:
         """Return the slots of an optimizer by their numbers, which change in place.
 
-        They are those that it has had here before, or that were loaded; otherwise all rows begin with the
-        same values.
+        If the optimizer had slots here before, or if slots were loaded for it, these are its slots. Otherwise
+        all rows begin with the same values.
 
         Args:
             optimizer: the optimizer of the model.
-            initial: the values of one row.
-            begun: whether the optimizer has made updates, perhaps before it was saved: one that has not does
-                not take over what was loaded.
+            initial: the initial slots of one row.
+            begun: whether the optimizer has made updates, perhaps before it was saved. Loaded slots are only
+                for such an optimizer.
         """
         self.digest()
         last = None if self._optimizer is None else self._optimizer()
-        found = self._of_others.pop(optimizer, None)
-        if self._loaded and found is None:
-            found = self._slots if begun else None
+        slots = self._slots_of_others.pop(optimizer, None)
+        if self._loaded and slots is None:
+            slots = self._slots if begun else None
         elif last is optimizer:
-            found = self._slots
+            slots = self._slots
         if last is not None and last is not optimizer:
-            self._of_others[last] = self._slots
-        if found is None or found.keys() != initial.keys():
-            found = {nth: self._filled(row) for nth, row in initial.items()}
-        if found is not self._slots:
-            self._sums += self._digest(self._all, found) - self._digest(self._all, self._slots)
-        self._slots, self._optimizer, self._loaded = found, weakref.ref(optimizer), False
+            self._slots_of_others[last] = self._slots
+        if slots is None or slots.keys() != initial.keys():
+            slots = {nth: self._filled(row) for nth, row in initial.items()}
+        if slots is not self._slots:
+            self._sums += self._digest(self._all, slots) - self._digest(self._all, self._slots)
+        self._slots, self._optimizer, self._loaded = slots, weakref.ref(optimizer), False
         return self._slots
 
     def copied(self, numbers: Array, number_of: Mapping[Any, int]) -> tuple[CopiedRows, list[Array]]:
-        """Return rows with all their slots, given the numbers of the optimizers; see `paste`."""
-        kept = {-1: self._slots} | {number_of[one]: slots for one, slots in self._of_others.items()}
+        """Return rows with all their slots, to be passed to `paste` in another process."""
+        kept = {-1: self._slots} | {
+            number_of[optimizer]: slots for optimizer, slots in self._slots_of_others.items()
+        }
         last = None if self._optimizer is None else self._optimizer()
         positions = numbers - self.start
-        found = {(of, nth): slot[positions] for of, slots in kept.items() for nth, slot in slots.items()}
-        answer = CopiedRows(tuple(found), -1 if last is None else number_of[last], self._loaded)
-        return answer, [self.values[positions], *found.values()]
+        copied_slots = {
+            (of, nth): slot[positions] for of, slots in kept.items() for nth, slot in slots.items()
+        }
+        answer = CopiedRows(tuple(copied_slots), -1 if last is None else number_of[last], self._loaded)
+        return answer, [self.values[positions], *copied_slots.values()]
 
     def paste(
-        self, numbers: Array, given: CopiedRows, arrays: Sequence[Array], number_of: Mapping[Any, int]
+        self, numbers: Array, copied: CopiedRows, arrays: Sequence[Array], number_of: Mapping[Any, int]
     ) -> None:
-        """Take over rows, with all their slots, from another process that has them."""
-        optimizers = {number: one for one, number in number_of.items()}
-        last = optimizers.get(given.optimizer)
-        self._optimizer, self._loaded = None if last is None else weakref.ref(last), given.loaded
+        """Copy rows, with all their slots, from another process that has them."""
+        optimizers = {number: optimizer for optimizer, number in number_of.items()}
+        last = optimizers.get(copied.optimizer)
+        self._optimizer, self._loaded = None if last is None else weakref.ref(last), copied.loaded
         self.write(VALUES, numbers, arrays[0])
-        for (of, nth), rows in zip(given.slots, arrays[1:], strict=True):
+        for (of, nth), rows in zip(copied.slots, arrays[1:], strict=True):
             if of != -1 and of not in optimizers:
                 continue
-            slots = self._slots if of == -1 else self._of_others.setdefault(optimizers[of], {})
+            slots = self._slots if of == -1 else self._slots_of_others.setdefault(optimizers[of], {})
             # Zeros take no memory before they change.
             is_zero = nth in slots and not rows.view(np.uint8).any()
             if of == -1 and not is_zero:
@@ -106,7 +110,7 @@ class TableRows:
                 slots[nth][numbers - self.start] = rows
 
     def note_load(self) -> None:
-        """Note that rows were loaded, perhaps with slots: of the optimizer of the next call of `fit`."""
+        """Note that rows were loaded, perhaps with slots, which belong to the optimizer of the next `fit`."""
         self._loaded = True
 
     def touch(self, positions: Array) -> None:
@@ -147,12 +151,12 @@ class TableRows:
         return self._sums.copy()
 
     def _digest(self, positions: Array | range, arrays: Mapping[int, Array]) -> Array:
-        """Return the digest of some rows of arrays, given by their slots."""
+        """Return the digest of rows of the arrays of slots."""
         total = np.zeros(2, np.uint64)
         for first in range(0, len(positions), _BLOCK):
-            some = np.asarray(positions[first : first + _BLOCK])
+            block = np.asarray(positions[first : first + _BLOCK])
             for slot, array in arrays.items():
-                total += digest_of_rows(self.start + some, array[some], slot - VALUES)
+                total += digest_of_rows(self.start + block, array[block], slot - VALUES)
         return total
 
     @property
@@ -160,7 +164,7 @@ class TableRows:
         return {VALUES: self.values, **self._slots}
 
     def _filled(self, row: Array) -> Array:
-        """Return the same row for all rows; zeros take no memory before they change."""
+        """Return an array with equal rows. Zeros take no memory before they change."""
         shape = (len(self.values), *row.shape[1:])
         return np.zeros(shape, row.dtype) if not row.any() else np.repeat(row, len(self.values), axis=0)
 
@@ -186,12 +190,12 @@ def summed_by_row(gradients: Array, inverse: Array, count: int) -> Array:
         return gradients[:0]
     order = np.argsort(inverse, kind="stable")
     starts = np.searchsorted(inverse[order], np.arange(count))
-    found: Array = np.add.reduceat(gradients[order], starts, axis=0)
-    return found
+    sums: Array = np.add.reduceat(gradients[order], starts, axis=0)
+    return sums
 
 
 def positions_of(name: str, rows: int, ids: Array) -> Array:
-    """Return ids as positions of rows; negative ones count from the end, as in Keras.
+    """Return ids as positions of rows. Negative ids count from the end, as in Keras.
 
     Raises:
         DataError: an id is outside of the table.

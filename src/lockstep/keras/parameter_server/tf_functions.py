@@ -1,7 +1,7 @@
-"""What parameter servers need on TensorFlow: quick access to variables, and the gradients of graphs.
+"""Parameter servers on TensorFlow: quick access to variables, and the gradients of graphs.
 
-A `tf.function` returns only what the program lets it return, so its graph assigns the gradients to variables,
-which Python reads afterwards.
+A `tf.function` returns only the values that the program returns in it. So its graph assigns the gradients to
+variables, which Python reads afterwards.
 """
 
 import functools
@@ -27,12 +27,12 @@ class VariableTransfers:
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
         """Return copies of the values of variables."""
-        return [np.array(read(own).numpy()) for own in natives(variables)]
+        return [np.array(read(native).numpy()) for native in natives(variables)]
 
     def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
         """Assign values to variables."""
-        for own, array in zip(natives(variables), arrays, strict=True):
-            assign(own, array)
+        for native, array in zip(natives(variables), arrays, strict=True):
+            assign(native, array)
 
 
 @contextmanager
@@ -105,18 +105,18 @@ def exchanged_in_graph(
         variables: the variables that get the new values.
         shared: all variables that other functions, which may run meanwhile, change too.
     """
-    own = natives(variables)
+    targets = natives(variables)
 
     def exchanged(*tensors: Any) -> list[Any]:
         arrays = [np.array(tensor.numpy()) for tensor in tensors[: len(gradients)]]
         return list(exchange(dict(zip(gradients, arrays, strict=True))))
 
-    dense = [tf.convert_to_tensor(one) for one in gradients.values()]
-    # With the handles, it counts as an assignment: what uses the variables runs before it or after it, as in
-    # the program, and not while the function waits.
-    handles = {id(one): one.handle for one in [*natives(shared), *own_variables()]}
-    values = call_python(exchanged, [*dense, *handles.values()], [variable.dtype for variable in own])
-    for variable, value in zip(own, values, strict=True):
+    dense = [tf.convert_to_tensor(gradient) for gradient in gradients.values()]
+    # Because the call gets the handles, TensorFlow counts it as an assignment of these variables. Operations
+    # on them run before or after it, in the program's order, and not while the function waits.
+    handles = {id(native): native.handle for native in [*natives(shared), *own_variables()]}
+    values = call_python(exchanged, [*dense, *handles.values()], [variable.dtype for variable in targets])
+    for variable, value in zip(targets, values, strict=True):
         value.set_shape(variable.shape)
         tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
@@ -126,7 +126,7 @@ class OptimizerGradients:
 
     Args:
         variables: the variables of the optimizer.
-        tables: the positions of those that take the place of tables, whose gradients are those of lookups.
+        tables: the positions of the variables that represent tables, whose gradients are those of lookups.
 
     Attributes:
         state: variables of TensorFlow: how often the optimizer was applied, and each variable had a gradient;
@@ -135,10 +135,10 @@ class OptimizerGradients:
 
     def __init__(self, variables: Sequence[Any], tables: Sequence[int]) -> None:
         self._kept = [
-            tf.Variable(tf.zeros_like(one.value), trainable=False, shape=[None, *one.shape[1:]])
+            tf.Variable(tf.zeros_like(variable.value), trainable=False, shape=[None, *variable.shape[1:]])
             if position in tables
-            else tf.Variable(tf.zeros_like(one.value), trainable=False)
-            for position, one in enumerate(variables)
+            else tf.Variable(tf.zeros_like(variable.value), trainable=False)
+            for position, variable in enumerate(variables)
         ]
         self._ids = {
             position: tf.Variable(tf.zeros(1, tf.int64), trainable=False, shape=[None]) for position in tables
@@ -152,9 +152,9 @@ class OptimizerGradients:
         for position, gradient in gradients.items():
             kept = self._kept[position]
             if position in self._ids:
-                own = self._ids[position]
-                ids, gradient = tf.cast(gradient.indices, own.dtype), gradient.values
-                tf.raw_ops.AssignVariableOp(resource=own.handle, value=ids)
+                ids_variable = self._ids[position]
+                ids, gradient = tf.cast(gradient.indices, ids_variable.dtype), gradient.values
+                tf.raw_ops.AssignVariableOp(resource=ids_variable.handle, value=ids)
             value = tf.cast(tf.convert_to_tensor(gradient), kept.dtype)
             tf.raw_ops.AssignVariableOp(resource=kept.handle, value=value)
         present = [1, *(int(position in gradients) for position in range(len(self._kept)))]
@@ -175,11 +175,11 @@ class OptimizerGradients:
         """
         counts, *arrays = state
         times, *present = counts.tolist()
-        found: dict[int, Array | tuple[Array, Array]] = {i: arrays[i] for i, n in enumerate(present) if n}
+        gradients: dict[int, Array | tuple[Array, Array]] = {i: arrays[i] for i, n in enumerate(present) if n}
         for (position, _), ids in zip(self._ids.items(), arrays[len(present) :], strict=True):
             if present[position]:
-                found[position] = ids, arrays[position]
-        return [found] * times
+                gradients[position] = ids, arrays[position]
+        return [gradients] * times
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""What functions that look up rows of parameter servers need on PyTorch: parameters with sparse gradients.
+"""Functions that look up rows of parameter servers on PyTorch: parameters with sparse gradients.
 
 While a function runs, the parameter of a table has the shape of the table and holds no values. So its
-gradient is a sparse tensor of the rows, as that of `torch.nn.Embedding(sparse=True)`, and passes through the
-program's own code like any gradient.
+gradient is a sparse tensor of the rows, like that of `torch.nn.Embedding(sparse=True)`, and passes through
+the program's own code like any gradient.
 """
 
 import functools
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 _READABLE = frozenset(
     ("grad", "requires_grad", "shape", "ndim", "dtype", "device", "layout", "grad_fn", "retains_grad")
 )
-"""The attributes of a parameter that tell nothing of its values; so do those that begin with `is_`."""
+"""The attributes of a parameter that do not depend on its values, besides those that begin with `is_`."""
 
 _CALLABLE = frozenset(
     (
@@ -32,7 +32,7 @@ _CALLABLE = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "grad", "backward"),
     )
 )
-"""Likewise methods, and functions of `torch.autograd`."""
+"""The methods, and functions of `torch.autograd`, that do not depend on its values."""
 
 
 class TableParameter(torch.nn.Parameter):  # type: ignore[misc]
@@ -70,7 +70,7 @@ class StandIns:
         self._added: list[tuple[Any, str, tuple[int, int]]] = []
 
     def add(self, parameter: Any, layer: str, shape: tuple[int, int]) -> None:
-        """Give a parameter another shape, unless it has it.
+        """Give a parameter the shape of its table, unless it has it.
 
         Args:
             parameter: the parameter of one row.
@@ -81,15 +81,15 @@ class StandIns:
             return
         self._before[id(parameter)] = parameter, type(parameter), parameter.data, parameter.grad
         self._added.append((parameter, layer, shape))
-        # Takes no memory; a value that is read after all shows.
+        # This takes no memory. If code reads a value nevertheless, NaNs show it.
         values = parameter.data.new_full((1, 1), torch.nan).expand(shape)
         _reshape(parameter, values)
-        parameter.__class__ = _kind_of(layer)
+        parameter.__class__ = _class_for(layer)
 
     def end(self) -> None:
         """Give all parameters their shapes, values and gradients from before."""
-        for parameter, kind, values, gradient in self._before.values():
-            parameter.__class__ = kind
+        for parameter, original_class, values, gradient in self._before.values():
+            parameter.__class__ = original_class
             _reshape(parameter, values)
             parameter.grad = gradient
         self._before.clear()
@@ -103,12 +103,12 @@ class StandIns:
         try:
             yield
         finally:
-            for one in added:
-                self.add(*one)
+            for arguments in added:
+                self.add(*arguments)
 
 
 @functools.cache
-def _kind_of(layer: str) -> type:
+def _class_for(layer: str) -> type:
     return type(TableParameter.__name__, (TableParameter,), {"layer": layer})
 
 
@@ -131,7 +131,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         ids, rows = ctx.ids.reshape(1, -1), upstream.reshape(-1, ctx.shape[1])
         with warnings.catch_warnings():
-            # PyTorch 2.11 warns that nothing is checked, also where that is asked for.
+            # PyTorch 2.11 warns that it checks nothing, even if the caller asks for that.
             warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
             gradient = torch.sparse_coo_tensor(ids, rows, ctx.shape, check_invariants=False)
         return gradient, None, None, None
@@ -150,7 +150,7 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
         # Keras asks for shapes only.
         return torch.empty((*ids.shape, shape[1]), dtype=variable.dtype, device="meta")
     rows = borrowed(look_up(to_numpy(ids)), variable.device)
-    # Positions in the table, also where a trial looks up nothing, so checks no ids.
+    # Positions in the table: in a trial, nothing is looked up, so the ids have not been checked.
     positions = ids.to(variable.device, torch.int64).remainder(shape[0])
     return _Lookup.apply(variable, positions, rows, shape)
 

@@ -1,4 +1,4 @@
-"""What a worker computes of a scheduled function; `worker_step.py` has the same of a step of `fit`."""
+"""A worker's run of a scheduled function. `worker_step.py` has the same for a step of `fit`."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +22,13 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class FunctionPulls:
-    """What functions read from the servers.
+    """The variables that functions read from the servers.
 
     Attributes:
         whole: the numbers of the variables over all optimizers, without `tables`.
         tables: the tables that only servers have.
         common: the slots that belong to no variable.
-        variables: the variables, and those of the optimizers for `common`.
+        variables: the variables of `whole`, and then those of the optimizers for `common`.
     """
 
     whole: tuple[int, ...]
@@ -38,17 +38,17 @@ class FunctionPulls:
 
     @classmethod
     def of(cls, updates: Sequence[Update]) -> "FunctionPulls":
-        """Return what functions read that apply these optimizers."""
-        slots = [slot for one in slots_of_all(updates) for slot in one]
-        variables = [one for each in updates for one in each.optimizer.variables]
-        common = {slot: one for slot, one in zip(slots, variables, strict=True) if slot[0] < 0}
-        trained = [variable for each in updates for variable in each.variables]
-        whole = {i: one for i, one in enumerate(trained) if server_table(one) is None}
+        """Return the variables that functions with these optimizers read."""
+        slots = [slot for slots_of_optimizer in slots_of_all(updates) for slot in slots_of_optimizer]
+        slot_variables = [variable for update in updates for variable in update.optimizer.variables]
+        common = {slot: v for slot, v in zip(slots, slot_variables, strict=True) if slot[0] < 0}
+        trained = [variable for update in updates for variable in update.variables]
+        whole = {i: variable for i, variable in enumerate(trained) if server_table(variable) is None}
         tables = frozenset(range(len(trained))) - whole.keys()
         return cls(tuple(whole), tables, tuple(common), [*whole.values(), *common.values()])
 
     def values(self, weights: Sequence[Array], common: Mapping[Slot, Array]) -> list[Array]:
-        """Return the values of `variables`, given what `Servers.pull_with_common` returns."""
+        """Return the values of `variables`, given the results of `Servers.pull_with_common`."""
         return [*(weights[i] for i in self.whole), *(common[slot] for slot in self.common)]
 
 
@@ -59,9 +59,9 @@ class WorkerFunction:
         runner: runs it.
         scheduled: the function.
         step: its number.
-        seed: of all functions of the calls.
-        pull_rows: reads rows of a table that only servers have, given the number of its variable, those of
-            the rows, and that of the lookup in the function.
+        seed: the seed of all functions of the calls.
+        pull_rows: reads rows of a table that only servers have, given the number of its variable, the numbers
+            of the rows, and the number of the lookup in the function.
         exchange: gives gradients to the servers while the function runs; returns the values of
             `FunctionRunner.pulled` after that.
     """
@@ -76,43 +76,43 @@ class WorkerFunction:
         exchange: Callable[[Gradients], Sequence[Array]],
     ) -> None:
         self._runner, self._scheduled, self._step, self._seed = runner, scheduled, step, seed
-        self._pull, self._give = pull_rows, exchange
+        self._pull, self._give_gradients = pull_rows, exchange
         self._lookups, self._parts = itertools.count(), itertools.count()
         self._errors: list[BaseException] = []
 
-    def take_turn(self) -> None:
-        """Let what runs now look up rows, and exchange gradients, for this function."""
+    def attach(self) -> None:
+        """Let the runner look up rows, and exchange gradients, for this function from now on."""
         self._runner.pull_rows, self._runner.exchange = self._pull_rows, self._exchange
 
     def run(self, at: AtCall, worker: int) -> tuple[WorkDone, list[Array], Gradients | None]:
-        """Run it; return what the chief gets, with its arrays, and what the servers get.
+        """Run it; return the message to the chief, with its arrays, and the gradients for the servers.
 
         Args:
-            at: where the worker waits afterwards.
+            at: the call at which the worker waits afterwards.
             worker: the worker, for messages.
 
         Raises:
-            LockstepError: by `pull_rows` or `exchange`.
+            LockstepError: `pull_rows` or `exchange` raised it.
         """
         function, step = self._scheduled.function, self._step
 
         def call() -> Any:
-            args, kwargs = self._scheduled.own()
+            args, kwargs = self._scheduled.worker_arguments()
             return function(*args, **kwargs)
 
-        self.take_turn()
+        self.attach()
         seed = seed_of(self._seed, "function", step)
         try:
             ran = self._runner.run(function, call, step, seed, self._exchange)
-            result, own = pack_result(ran.result)
+            result, result_arrays = pack_result(ran.result)
         except Exception as raised:
-            # TensorFlow raises another error for one of ours.
+            # If one of our errors passes through a graph, TensorFlow raises another error instead.
             if self._errors:
                 raise self._errors[0] from None
             failure = report_failure(self._runner.failure or raised, step, function, worker)
             return WorkDone(at, step, failure=failure), [], None
         changes = ran.changes.values()
-        arrays = [*(start for start, _ in changes), *(end for _, end in changes), *own]
+        arrays = [*(start for start, _ in changes), *(end for _, end in changes), *result_arrays]
         gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
         return WorkDone(at, step, tuple(map(str, ran.changes)), result=result), arrays, gradients
 
@@ -127,7 +127,7 @@ class WorkerFunction:
         first = self._runner.first_of(number)
         whole = {first + position: gradient for position, gradient in gradients.items()}
         try:
-            return list(self._give(Gradients(whole, {}, (number,), next(self._parts))))
+            return list(self._give_gradients(Gradients(whole, {}, (number,), next(self._parts))))
         except BaseException as error:
             self._errors.append(error)
             raise

@@ -1,4 +1,10 @@
-"""A worker in a call of `fit`: runs Keras's loop, and computes the steps that the chief assigns to it."""
+"""A worker in a call of `fit`: runs Keras's loop, and computes the steps that the chief assigns to it.
+
+Each step of the loop only visits a batch: the worker keeps it, and asks the chief for work. Then it computes
+the steps that it is assigned, as long as it has visited their batches. If the next assigned step is a later
+one, it lets the loop go on. At the end of an epoch it waits, and computes steps that other workers leave
+undone when they are lost. So it keeps a batch until its step is complete, on whichever worker.
+"""
 
 import contextlib
 import time
@@ -19,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 _ASK_EVERY = 1.0
-"""Seconds between two questions whether the training has ended, while a worker skips batches."""
+"""While a worker skips batches, it asks once in so many seconds whether the training has ended."""
 
 
 _BEGINNING = AtCall(0, 0)
@@ -43,7 +49,7 @@ class WorkerProcess(FitProcess):
         self._layers: dict[str, Array] = {}
         self._kept: dict[int, Any] = {}
 
-    def train(self, keras_fit: Callable[[Sequence[Any]], Any], given: dict[str, Any]) -> None:
+    def train(self, keras_fit: Callable[[Sequence[Any]], Any], arguments: dict[str, Any]) -> None:
         """Run Keras's loop until the chief ends the training.
 
         Raises:
@@ -53,7 +59,7 @@ class WorkerProcess(FitProcess):
         if joins is None:
             self.meet()
         else:
-            self.mesh.take_place(self.call.number, joins)
+            self.mesh.replace_lost_worker(self.call.number, joins)
         with self.job.apart():
             try:
                 self._servers = self.connect_servers(self.served.shards)
@@ -62,18 +68,18 @@ class WorkerProcess(FitProcess):
             except PeerLostError:
                 if joins is None:
                     raise
-                # The call has ended meanwhile: its end tells, also whether the chief is lost.
+                # The call has ended meanwhile. The exchange at its end shows whether the chief is lost.
                 return
             assert isinstance(begun, Passed)
             if begun.kind == "close":
                 return
-            given.update(initial_epoch=begun.until - 1)
+            arguments.update(initial_epoch=begun.until - 1)
             self._skipped = begun.completed
-            self.served.install(self._take)
+            self.served.install(self._visit)
             with self._step.rows, contextlib.suppress(_TrainingEnded):
                 keras_fit([_EpochEnd(self._end_epoch)])
 
-    def _take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def _visit(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Compute the step of a batch, or keep the batch while another worker computes it."""
         step, self._steps = self._steps, self._steps + 1
         self._step.state = state
@@ -91,7 +97,7 @@ class WorkerProcess(FitProcess):
         return {}, self._step.state
 
     def _skip(self) -> None:
-        """Skip a batch whose step was completed before this worker has joined."""
+        """Skip a batch whose step was completed before this worker joined."""
         now = time.monotonic()
         if now - self._asked_at >= _ASK_EVERY:
             self._asked_at = now
@@ -148,7 +154,7 @@ class WorkerProcess(FitProcess):
             del self._kept[step]
 
     def _end_epoch(self, epoch: int) -> None:
-        """Wait until the next epoch begins; compute steps that lost workers have left."""
+        """Wait until the next epoch begins; compute steps that lost workers have left undone."""
         while True:
             answer, values = self._chief.ask(AtCall(epoch + 1, self._steps))
             # Workers wait while the chief evaluates: that time belongs to no step.

@@ -1,4 +1,4 @@
-"""What a worker computes of a step of `fit`: its gradients, given the weights and the layers' state."""
+"""A worker's computation of a step of `fit`: its gradients, given the weights and the layers' state."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ class ComputedStep:
     """The results of a worker for a step.
 
     Attributes:
-        gradients: by the position of the variable; of a table, those of the distinct rows.
-        found: changes of the layers' state, metrics and logged values, by name.
+        gradients: the gradients by the position of the variable; of a table, those of the distinct rows.
+        others: changes of the layers' state, metrics and logged values, by name.
     """
 
     gradients: Mapping[int, Array]
-    found: Mapping[str, Array]
+    others: Mapping[str, Array]
 
     def returned(self, step: int, data: Batch, staleness: int = 0) -> tuple[WorkDone, list[Array]]:
-        """Return what the chief gets; the worker then waits for another step."""
-        message = WorkDone(ANY_STEP, step, names=tuple(self.found), staleness=staleness, check=data.check())
-        return message, list(self.found.values())
+        """Return the message to the chief, with its arrays; the worker then waits for another step."""
+        message = WorkDone(ANY_STEP, step, names=tuple(self.others), staleness=staleness, check=data.check())
+        return message, list(self.others.values())
 
 
 class WorkerStep:
@@ -47,8 +47,8 @@ class WorkerStep:
         process: the process of the call.
 
     Attributes:
-        rows: takes the place of the tables.
-        state: what Keras threads through its steps, or None.
+        rows: the looked-up rows, which replace the tables in the model.
+        state: the state that Keras threads through its steps, or None.
     """
 
     def __init__(self, process: FitProcess) -> None:
@@ -88,28 +88,31 @@ class WorkerStep:
         """Compute a step.
 
         Args:
-            step: its number in the call.
+            step: the number of the step in the call.
             data: its batch.
-            weights: the weights of tables, the distinct rows that `look_up` has returned.
-            layers: the layers' state; random generators draw what they draw in this step.
+            weights: the weights; of tables, the distinct rows that `look_up` has returned.
+            layers: the layers' state. The states of random generators are replaced by those of this step.
 
         Raises:
             ModelError: parameter servers do not support the step.
         """
         assert self._program is not None
-        given = {**layers, **{name: key_of_replica(seed, step) for name, seed in self._seeds.items()}}
-        self.state = self._program.put(self.state, self.rows.placed(weights), given)
-        found = dict(self._process.computed(self._program, self.state, step, data))
-        found.pop("density", None)
-        present = found.pop("present", None)
+        layers_of_step = {
+            **layers,
+            **{name: key_of_replica(seed, step) for name, seed in self._seeds.items()},
+        }
+        self.state = self._program.put(self.state, self.rows.placed(weights), layers_of_step)
+        results = dict(self._process.computed(self._program, self.state, step, data))
+        results.pop("density", None)
+        present = results.pop("present", None)
         gradients = {
-            i: found.pop(f"gradient/{i}")
+            i: results.pop(f"gradient/{i}")
             for i in range(len(self._process.model.trainable_variables))
-            if f"gradient/{i}" in found
+            if f"gradient/{i}" in results
         }
         if present is not None:
             gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
-        return ComputedStep(self.rows.collected(gradients), found)
+        return ComputedStep(self.rows.collected(gradients), results)
 
 
 def _inputs(data: Batch) -> Any:

@@ -1,8 +1,8 @@
 """The state of callbacks as plain values, so that callbacks in another process can continue with it.
 
 It excludes settings and paths, which come from the script. Of Keras's callbacks, it has the attributes listed
-here; of others, the attributes that have changed since the call began, if they are numbers, arrays, or lists
-and dicts of them.
+here. Of others, it has the attributes that have changed since the call began, if they are numbers, arrays, or
+lists and dicts of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,14 +30,14 @@ AttributeHashes = Mapping[int, Mapping[str, bytes]]
 
 
 def listed(callbacks: Any) -> Sequence[Any]:
-    """Return the callbacks of a `fit`, also from a `CallbackList` of Keras."""
-    given: Sequence[Any] = getattr(callbacks, "callbacks", callbacks)
-    return given
+    """Return the callbacks of a `fit` as a sequence, even if they are a `CallbackList` of Keras."""
+    flat: Sequence[Any] = getattr(callbacks, "callbacks", callbacks)
+    return flat
 
 
 def lasting(callbacks: Sequence[Any]) -> list[Any]:
     """Return the callbacks without those that only show progress, which are optional."""
-    return [one for one in callbacks if not isinstance(one, keras.callbacks.ProgbarLogger)]
+    return [callback for callback in callbacks if not isinstance(callback, keras.callbacks.ProgbarLogger)]
 
 
 def listeners(callbacks: Any, model: Any) -> list[Any]:
@@ -47,23 +47,23 @@ def listeners(callbacks: Any, model: Any) -> list[Any]:
     """
     if model is None:
         return []
-    found = [*listed(callbacks), model.history]
-    return list({id(callback): callback for callback in found}.values())
+    listening = [*listed(callbacks), model.history]
+    return list({id(callback): callback for callback in listening}.values())
 
 
 def attribute_hashes(callbacks: Any) -> AttributeHashes:
     """Return hashes that later show which attributes of the callbacks of a `fit` have changed."""
-    found = {}
+    hashes = {}
     for callback in filter(_is_users, listed(callbacks)):
         packed = ((name, _packed(value)) for name, value in vars(callback).items())
-        found[id(callback)] = {name: digest for name, digest in packed if digest is not None}
-    return found
+        hashes[id(callback)] = {name: digest for name, digest in packed if digest is not None}
+    return hashes
 
 
 def callback_states(
     callbacks: Sequence[Any], before: Sequence[AttributeHashes]
 ) -> list[tuple[str, dict[str, Any], list[str]]]:
-    """Return for each callback its kind, its state by name, and the changed attributes that cannot be saved.
+    """Return for each callback its class, its state by name, and the changed attributes that cannot be saved.
 
     Args:
         callbacks: the callbacks of a `fit`.
@@ -76,34 +76,34 @@ def callback_states(
 def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
     """Restore the result of `callback_states` from another process; print a note on missing attributes.
 
-    States of earlier versions have all attributes; of these, settings of Keras's own callbacks and text are
-    ignored.
+    States of earlier versions have all attributes. Settings of Keras's own callbacks, and text, are ignored.
 
     Raises:
         CheckpointError: the callbacks do not match.
     """
-    found = lasting(callbacks)
-    names = [type(callback).__name__ for callback in found]
-    if names != [kind for kind, *_ in states]:
+    stateful = lasting(callbacks)
+    names = [type(callback).__name__ for callback in stateful]
+    if names != [class_name for class_name, *_ in states]:
         raise CheckpointError(
             f"the script gives `fit` the callbacks {names}, but the checkpoint has "
-            f"{[kind for kind, *_ in states]}: give the same ones in order, or start over in another folder"
+            f"{[class_name for class_name, *_ in states]}: give the same ones in order, or start over in "
+            "another folder"
         )
-    for callback, (kind, state, *missing) in zip(found, states, strict=True):
+    for callback, (class_name, state, *missing) in zip(stateful, states, strict=True):
         for name, value in state.items():
             if _is_kept(callback, name) and not _has_text(value):
                 vars(callback)[name] = value
         for name in missing[0] if missing else ():
             note(
-                f"{kind}.{name} changed during training, but text in attributes of callbacks is not saved: "
-                "it starts with the value that the script sets; store a number instead"
+                f"{class_name}.{name} changed during training, but text in attributes of callbacks is not "
+                "saved: it starts with the value that the script sets; store a number instead"
             )
 
 
 def _is_users(callback: Any) -> bool:
-    """Whether a callback is of the program's own class."""
-    known = type(callback).__module__.startswith(("keras.", "lockstep."))
-    return not known or type(callback) is keras.callbacks.LambdaCallback
+    """Whether the class of a callback is the program's own."""
+    of_library = type(callback).__module__.startswith(("keras.", "lockstep."))
+    return not of_library or type(callback) is keras.callbacks.LambdaCallback
 
 
 def _is_kept(callback: Any, name: str) -> bool:
@@ -113,7 +113,9 @@ def _is_kept(callback: Any, name: str) -> bool:
 
 
 def _is_of(table: Mapping[type, tuple[str, ...]], callback: Any, name: str) -> bool:
-    return any(name in names for kind, names in table.items() if isinstance(callback, kind))
+    return any(
+        name in names for callback_class, names in table.items() if isinstance(callback, callback_class)
+    )
 
 
 def _state(callback: Any, before: Sequence[AttributeHashes]) -> tuple[dict[str, Any], list[str]]:
@@ -141,7 +143,7 @@ def _packed(value: Any) -> bytes | None:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether a value contains text; the keys of a dict do not count."""
+    """Whether a value contains text. The keys of a dict do not count."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
     if isinstance(value, list | tuple):

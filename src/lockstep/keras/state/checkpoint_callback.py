@@ -1,4 +1,4 @@
-"""The callback with which a script saves checkpoints, and what starts saving them."""
+"""The callback with which a script saves checkpoints, and the beginning of saving them."""
 
 import atexit
 import os
@@ -51,7 +51,7 @@ _LAST_SECONDS = 60.0
 _PART = 1 << 20
 """Bytes of a checkpoint that hosts hand over at once."""
 _END = b"\xff"
-"""What follows the last part."""
+"""The message after the last part."""
 _MEET_EVERY = 1.0
 """Seconds between two exchanges while a worker completes its copy."""
 _SAY_EVERY = 10.0
@@ -119,15 +119,15 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _HostFinding(msgspec.Struct, frozen=True):
-    """What one worker of a host has found in the folder.
+    """The newest checkpoint that one worker of a host has found in the folder.
 
     Attributes:
-        worker: its id.
+        worker: the id of the worker.
         host: the name of its host; empty if the view has one host.
         refusal: why the job cannot save checkpoints there; empty if it can.
         path: the path of the newest complete checkpoint.
-        held: what it is; None if there is none.
-        notes: for the user.
+        held: the description of this checkpoint; None if there is none.
+        notes: notes for the user.
     """
 
     worker: int
@@ -153,7 +153,7 @@ class ScriptCheckpoints:
         self._folder: Path | None = None
         self._keep_copies = 1
 
-    def begin(self, asked: Checkpoint) -> None:
+    def begin(self, callback: Checkpoint) -> None:
         """Save checkpoints from the current call on, and resume from the newest one, if there is one.
 
         All workers call this at the beginning of the same call.
@@ -164,13 +164,13 @@ class ScriptCheckpoints:
             CheckpointError: the job of the checkpoint requested checkpoints in another call; raised on every
                 worker.
         """
-        folder = _folder(asked.folder)
+        folder = _folder(callback.folder)
         if folder == self._folder:
             return
         if self._folder is not None or self._job.checkpoints.scheduler is not None:
-            where = f"in {self._folder}" if self._folder else "where --checkpoint says"
+            earlier = f"in {self._folder}" if self._folder else "where --checkpoint says"
             raise ConfigError(
-                f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {where}; "
+                f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {earlier}; "
                 "configure checkpoints in one place"
             )
         if len(self._calls.stack) > 2:
@@ -178,8 +178,8 @@ class ScriptCheckpoints:
                 f"lockstep.callbacks.Checkpoint is passed to {self._calls.current.name}: pass it to the call "
                 "that is not inside another"
             )
-        every, keep = _every(asked.every), _keep(asked.keep)
-        if asked.accept_changes:
+        every, keep = _every(callback.every), _keep(callback.keep)
+        if callback.accept_changes:
             self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
@@ -187,9 +187,9 @@ class ScriptCheckpoints:
         self._resumable.request_checkpoints()
         try:
             if not self._resumable.catches_up:
-                named = os.fspath(asked.folder)
-                facts = {"checkpoints": f"in {named}, every {asked.every}, keep {keep}"}
-                agree(self._job, self._calls.current.name, facts)
+                folder_name = os.fspath(callback.folder)
+                settings = {"checkpoints": f"in {folder_name}, every {callback.every}, keep {keep}"}
+                agree(self._job, self._calls.current.name, settings)
                 self._resume(folder, every, claim)
         except LockstepError:
             self._resumable.withdraw_request()
@@ -202,66 +202,67 @@ class ScriptCheckpoints:
         self._save_at_exit(scheduler)
 
     def _resume(self, folder: Path, every: Every, claim: FolderLock) -> None:
-        """Resume from the newest checkpoint of all hosts; hosts that lack it get it first."""
-        what = f"the beginning of {self._calls.current.name}"
+        """Resume from the newest checkpoint of all hosts. Hosts that lack it get it first."""
+        label = f"the beginning of {self._calls.current.name}"
         while True:
-            own: list[tuple[Path, Contents]] = []
-            found = self._look(what, folder, claim, own)
-            for one in found if self._job.is_chief else ():
-                for text in one.notes:
-                    note(f"{one.host}: {text}" if one.host else text)
-            if refusal := next((one.refusal for one in found if one.refusal), ""):
+            loaded: list[tuple[Path, Contents]] = []
+            findings = self._look(label, folder, claim, loaded)
+            for finding in findings if self._job.is_chief else ():
+                for text in finding.notes:
+                    note(f"{finding.host}: {text}" if finding.host else text)
+            if refusal := next((finding.refusal for finding in findings if finding.refusal), ""):
                 raise ConfigError(refusal)
-            chosen = choose_newest([one.host for one in found], [one.held for one in found])
+            hosts = [finding.host for finding in findings]
+            chosen = choose_newest(hosts, [finding.held for finding in findings])
             if chosen is None:
                 if self._job.is_chief:
                     note(f"new training with checkpoints in {folder}, {interval(every.steps, every.seconds)}")
                 return
-            best = found[chosen]
+            best = findings[chosen]
             assert best.held is not None
-            facts = msgspec.to_builtins(best.held.job)
-            refuse_different_job(Path(best.path), facts, self._snapshots.facts())
-            lacking = [one for one in found if not best.held.is_same(one.held)]
+            saved_facts = msgspec.to_builtins(best.held.job)
+            refuse_different_job(Path(best.path), saved_facts, self._snapshots.job_facts())
+            lacking = [finding for finding in findings if not best.held.is_same(finding.held)]
             if not lacking:
                 break
-            self._hand_over(what, folder, best, lacking)
+            self._hand_over(label, folder, best, lacking)
         path = Store(folder).path(best.held.step)
         if self._job.is_chief:
             began = f"resuming from {path}, checkpoints {interval(every.steps, every.seconds)}"
             end = note_on_end(folder, best.held.step) if best.held.finished else ""
-            for text in filter(None, [note_on_versions(path, facts), began, end]):
+            for text in filter(None, [note_on_versions(path, saved_facts), began, end]):
                 note(text)
-        contents = own[0][1] if own and own[0][0] == path else load(path)
+        contents = loaded[0][1] if loaded and loaded[0][0] == path else load(path)
         self._resumable.begin(contents)
         self._job.checkpoints.resume(contents)
 
     def _look(
-        self, what: str, folder: Path, claim: FolderLock, own: list[tuple[Path, Contents]]
+        self, label: str, folder: Path, claim: FolderLock, loaded: list[tuple[Path, Contents]]
     ) -> list[_HostFinding]:
-        """Return what the first worker of each host finds in the folder, which the chief locks for this job.
+        """Return the findings of the first worker of each host. The chief locks the folder for this job.
 
-        Adds to `own` the checkpoint that this worker has found.
+        Adds the checkpoint that this worker has found to `loaded`.
         """
-        looked: list[_HostFinding] = []
+        findings: list[_HostFinding] = []
 
         def look(view: View, communicator: Communicator) -> list[bytes]:
-            if not looked and any(self._job.worker == host[0] for host in view.hosts):
-                looked.append(self._find(folder, own))
-            if looked and self._job.worker == view.chief:
+            if not findings and any(self._job.worker == host[0] for host in view.hosts):
+                findings.append(self._find(folder, loaded))
+            if findings and self._job.worker == view.chief:
                 with_lock = self._lock(claim)
-                looked[0] = msgspec.structs.replace(looked[0], refusal=with_lock or looked[0].refusal)
-            return communicator.gather(msgspec.json.encode(looked[0]) if looked else b"", what=what)
+                findings[0] = msgspec.structs.replace(findings[0], refusal=with_lock or findings[0].refusal)
+            return communicator.gather(msgspec.json.encode(findings[0]) if findings else b"", what=label)
 
         return [msgspec.json.decode(blob, type=_HostFinding) for blob in self._job.exchange(look) if blob]
 
-    def _find(self, folder: Path, own: list[tuple[Path, Contents]]) -> _HostFinding:
+    def _find(self, folder: Path, loaded: list[tuple[Path, Contents]]) -> _HostFinding:
         job, notes = self._job, list[str]()
         host = (job.context.host or socket.gethostname()) if len(job.view.hosts) > 1 else ""
         try:
             newest = Store(folder).newest(notes.append)
             if newest is None:
                 return _HostFinding(job.worker, host, notes=tuple(notes))
-            own.append(newest)
+            loaded.append(newest)
             return _HostFinding(job.worker, host, "", str(newest[0]), held_of(newest[0]), tuple(notes))
         except LockstepError as error:
             return _HostFinding(job.worker, host, refusal=str(error), notes=tuple(notes))
@@ -275,9 +276,9 @@ class ScriptCheckpoints:
         return ""
 
     def _hand_over(
-        self, what: str, folder: Path, best: _HostFinding, lacking: Sequence[_HostFinding]
+        self, label: str, folder: Path, best: _HostFinding, lacking: Sequence[_HostFinding]
     ) -> None:
-        """Copy a checkpoint from the host of the worker that has found it to those that lack it.
+        """Copy a checkpoint from the host of the worker that has found it to the hosts that lack it.
 
         If a worker is lost meanwhile, the copy may be missing.
 
@@ -287,22 +288,22 @@ class ScriptCheckpoints:
         assert best.held is not None
         job, failure = self._job, ""
         if job.is_chief:
-            hosts = " and ".join(one.host for one in lacking)
+            hosts = " and ".join(finding.host for finding in lacking)
             step = count(best.held.step, "step")
             note(f"the newest checkpoint, after {step}, is on {best.host}; copying it to {hosts}")
         arriving: ArrivingCheckpoint | None = None
         parts: Iterator[tuple[int, bytes]] = iter(())
         try:
-            if job.worker in [one.worker for one in lacking]:
+            if job.worker in [finding.worker for finding in lacking]:
                 arriving = ArrivingCheckpoint(folder, best.held, self._keep_copies)
             if job.worker == best.worker:
                 parts = parts_of_checkpoint(Path(best.path), _PART)
         except LockstepError as error:
             failure = str(error)
         try:
-            whole = self._receive_parts(what, parts if job.worker == best.worker else None, arriving)
+            whole = self._receive_parts(label, parts if job.worker == best.worker else None, arriving)
             failure = failure or whole
-            failure = self._complete(what, None if failure else arriving) or failure
+            failure = self._complete(label, None if failure else arriving) or failure
         except _SourceLost:
             if job.is_chief:
                 note(
@@ -312,31 +313,31 @@ class ScriptCheckpoints:
         finally:
             if arriving is not None:
                 arriving.discard()
-        if failed := self._from_any(what, failure.encode()):
+        if failed := self._from_any(label, failure.encode()):
             raise ConfigError(failed.decode())
 
     def _receive_parts(
-        self, what: str, parts: Iterator[tuple[int, bytes]] | None, arriving: ArrivingCheckpoint | None
+        self, label: str, parts: Iterator[tuple[int, bytes]] | None, arriving: ArrivingCheckpoint | None
     ) -> str:
-        """Give and take the parts of a checkpoint; return why this worker cannot do so, if it cannot.
+        """Send and receive the parts of a checkpoint; return why this worker cannot do so, if it cannot.
 
         Args:
-            what: names the call.
-            parts: on the worker that has the checkpoint.
-            arriving: on a worker that writes a copy.
+            label: names the call.
+            parts: the parts, on the worker that has the checkpoint; None on others.
+            arriving: the copy, on a worker that writes one; None on others.
 
         Raises:
             _SourceLost: the worker that has the checkpoint was lost; raised on every worker.
         """
         failure = ""
         while True:
-            own = b""
+            blob = b""
             if parts is not None:
                 try:
-                    own = next((bytes([file]) + part for file, part in parts), _END)
+                    blob = next((bytes([file]) + part for file, part in parts), _END)
                 except LockstepError as error:
-                    own, failure = _END, str(error)
-            part = self._from_any(what, own)
+                    blob, failure = _END, str(error)
+            part = self._from_any(label, blob)
             if not part:
                 raise _SourceLost
             if part == _END:
@@ -347,22 +348,22 @@ class ScriptCheckpoints:
             except LockstepError as error:
                 failure = str(error)
 
-    def _complete(self, what: str, arriving: ArrivingCheckpoint | None) -> str:
+    def _complete(self, label: str, arriving: ArrivingCheckpoint | None) -> str:
         """Complete the copies; return why this worker cannot complete its own, if it cannot.
 
-        The workers meet again and again meanwhile, so that one with a slow disk does not seem to be stuck.
+        Meanwhile, the workers meet every second, so that a worker with a slow disk does not seem to be stuck.
 
         Args:
-            what: names the call.
-            arriving: on a worker that writes a copy.
+            label: names the call.
+            arriving: the copy, on a worker that writes one; None on others.
         """
         job, clock = self._job, SystemClock()
         said = begun = clock.now()
-        failure, own = "", b""
+        failure, blob = "", b""
         with EventLoop() as loop, ExitStack() as ends:
             work: DiskWork[Path] | None = None
             if arriving is not None:
-                own = (job.context.host or f"worker {job.worker}").encode()
+                blob = (job.context.host or f"worker {job.worker}").encode()
                 work = DiskWork(arriving.complete, "writing the copy of a checkpoint", loop, clock)
                 ends.callback(work.close)
             while True:
@@ -373,31 +374,31 @@ class ScriptCheckpoints:
                         work.take()
                     except LockstepError as error:
                         failure = str(error)
-                    work, own = None, b""
-                writer = self._from_any(what, own)
+                    work, blob = None, b""
+                writer = self._from_any(label, blob)
                 if not writer:
                     return failure
                 if job.is_chief and (now := clock.now()) - said >= _SAY_EVERY:
                     said = now
                     note(f"{writer.decode()} writes the checkpoint, {now - begun:.0f} s")
 
-    def _from_any(self, what: str, blob: bytes) -> bytes:
+    def _from_any(self, label: str, blob: bytes) -> bytes:
         """Return the blob of the first worker that has one; empty if none has."""
 
         def receive(_: View, communicator: Communicator) -> bytes:
-            return next(filter(None, communicator.gather(blob, what=what)), b"")
+            return next(filter(None, communicator.gather(blob, what=label)), b"")
 
         return self._job.exchange(receive)
 
     def _save_at_exit(self, scheduler: CheckpointScheduler) -> None:
-        """Save the last checkpoint when the process ends; forked processes save none."""
+        """Save the last checkpoint when the process ends. Forked processes do not save any."""
         job = self._job
-        alone = isinstance(job.membership, Alone)
-        if alone:
+        is_alone = isinstance(job.membership, Alone)
+        if is_alone:
             atexit.register(_end, scheduler)
         unhandled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if unhandled and threading.current_thread() is threading.main_thread():
-            end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if alone else None)
+            end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if is_alone else None)
 
         def forget() -> None:
             job.checkpoints.drop()
@@ -414,23 +415,23 @@ def _end(scheduler: CheckpointScheduler) -> None:
         scheduler.finish()
 
 
-def asked_in(callbacks: Any) -> Checkpoint | None:
+def checkpoint_in(callbacks: Any) -> Checkpoint | None:
     """Return the `Checkpoint` among the callbacks of `fit`.
 
     Raises:
         ConfigError: there are several.
     """
-    found = [one for one in _listed(callbacks) if isinstance(one, Checkpoint)]
-    if len(found) > 1:
+    requested = [callback for callback in _listed(callbacks) if isinstance(callback, Checkpoint)]
+    if len(requested) > 1:
         raise ConfigError("fit is given several lockstep.callbacks.Checkpoint: give it one")
-    return found[0] if found else None
+    return requested[0] if requested else None
 
 
-def take_out(asked: Checkpoint | None, callbacks: Any) -> Any:
-    """Return the callbacks of `fit` without `asked`; changes a CallbackList in place."""
-    if asked is None:
+def without_checkpoint(checkpoint: Checkpoint | None, callbacks: Any) -> Any:
+    """Return the callbacks of `fit` without `checkpoint`. A CallbackList is changed in place."""
+    if checkpoint is None:
         return callbacks
-    rest = [one for one in _listed(callbacks) if one is not asked]
+    rest = [callback for callback in _listed(callbacks) if callback is not checkpoint]
     if not isinstance(callbacks, keras.callbacks.CallbackList):
         return rest
     callbacks.callbacks[:] = rest

@@ -1,8 +1,8 @@
 """The journal of a process's calls, with their results and errors, with which another process can resume.
 
-A process that resumes runs the script from its beginning. Finished calls then return or raise what they did
-before; the call in progress skips its steps up to the saved one without computing. A call that answers the
-script several times, as scheduled functions do, has a log of its own in the journal.
+A process that resumes runs the script from its beginning. Finished calls then return the same results, or
+raise the same errors. The call in progress skips its steps up to the saved one without computing. A call that
+answers the script several times, as scheduled functions do, has a log of its own in the journal.
 """
 
 import sys
@@ -22,9 +22,9 @@ from lockstep.keras.randomness import random_states, same_states
 Failure = Mapping[str, Any]
 """An error as plain values: the call that it ended, its class, arguments, attributes and text."""
 
-_Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
-"""The kind of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it
-raised), their names, the number of calls of each method, and the number of training steps."""
+_CallForm = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
+"""The form of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it
+raised), their names, and by how much it has advanced the calls of each method and the training steps."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class FinishedCall:
     """The result of one finished top-level call.
 
     Attributes:
-        kept: what it returned; for `fit`, the states of its callbacks; for a loop, its position.
+        kept: its result; for `fit`, the states of its callbacks; for a loop, its position.
         methods: the number of calls of each method at its end.
         taken: the number of training steps at its end.
         error: the error that it raised, if any.
@@ -49,7 +49,7 @@ class FinishedCall:
 
     @property
     def result(self) -> Any:
-        """Return what the call returned, or raise what it raised."""
+        """The result of the call. Raises the error of the call, if it raised one."""
         self.raise_error()
         return self.kept
 
@@ -59,8 +59,8 @@ class FinishedCall:
             raise self.error
 
 
-class LogOfCall(Protocol):
-    """What a call has found that answers the script several times."""
+class CallLog(Protocol):
+    """The outcomes of a call that answers the script several times."""
 
     def packed(self) -> dict[str, Any]:
         """Return the log as plain values and arrays."""
@@ -69,22 +69,22 @@ class LogOfCall(Protocol):
 class Journal:
     """The finished calls of a process, in order.
 
-    A script may make millions of single-batch calls, which each return a few figures: these are stored in
-    columns, as numbers.
+    A script may make millions of single-batch calls, which each return a few figures. So figures are stored
+    in columns, as numbers.
 
     Attributes:
         logs: the logs of calls that have one, by the number of the call, from 1.
-        packed_logs: those that another process has given, as they were packed.
+        packed_logs: the logs that another process has sent, as they were packed.
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[_Kind, int] = {}
+        self._forms: dict[_CallForm, int] = {}
         self._codes = array("I")
         self._figures = array("d")
         self._others: dict[int, Any] = {}
         self._states: dict[int, Mapping[str, Any]] = {}
         self._keys: dict[int, str] = {}
-        self.logs: dict[int, LogOfCall] = {}
+        self.logs: dict[int, CallLog] = {}
         self.packed_logs: Mapping[int, Mapping[str, Any]] = {}
         self._last_states: Mapping[str, Any] = {}
         self._end = _Totals()
@@ -118,13 +118,13 @@ class Journal:
             for method, count in methods.items()
             if count > self._end.methods.get(method, 0)
         )
-        form, names, figures = _form(result) if failure is None else ("error", (), [])
-        kind = (form, names, counts, taken - self._end.taken)
-        self._codes.append(self._kinds.setdefault(kind, len(self._kinds)))
+        shape, names, figures = _form(result) if failure is None else ("error", (), [])
+        form = (shape, names, counts, taken - self._end.taken)
+        self._codes.append(self._forms.setdefault(form, len(self._forms)))
         self._figures.extend(figures)
-        if form in ("", "error"):
+        if shape in ("", "error"):
             self._others[number] = result if failure is None else (failure, result)
-        self._end.advance(kind)
+        self._end.advance(form)
         states = random_states(held)
         if not same_states(states, self._last_states):
             self._last_states = self._states[number] = states
@@ -150,7 +150,7 @@ class Journal:
         """Return the journal as plain values and arrays."""
         logs = {"logs": {number: log.packed() for number, log in self.logs.items()}} if self.logs else {}
         return {
-            "kinds": list(self._kinds),
+            "kinds": list(self._forms),
             "codes": np.array(self._codes, "uint32"),
             "figures": np.array(self._figures, "float64"),
             "others": dict(self._others),
@@ -163,14 +163,14 @@ class Journal:
     def unpacked(cls, packed: Mapping[str, Any]) -> "Journal":
         """Restore the journal from the result of `packed`."""
         journal = cls()
-        journal._kinds = {kind: code for code, kind in enumerate(packed["kinds"])}
+        journal._forms = {form: code for code, form in enumerate(packed["kinds"])}
         journal._codes = array("I", packed["codes"].tolist())
         journal._figures = array("d", packed["figures"].tolist())
         journal._others, journal._states = dict(packed["others"]), dict(packed["states"])
         journal._keys, journal.packed_logs = dict(packed.get("keys", {})), packed.get("logs", {})
-        kinds = list(journal._kinds)
+        forms = list(journal._forms)
         for code in journal._codes:
-            journal._end.advance(kinds[code])
+            journal._end.advance(forms[code])
         if journal._states:
             journal._last_states = journal._states[max(journal._states)]
         return journal
@@ -183,29 +183,29 @@ class Journal:
         """
         if number < self._read.calls:
             self._read = _Totals()
-        kinds = list(self._kinds)
+        forms = list(self._forms)
         while self._read.calls < number:
-            self._read.advance(kinds[self._codes[self._read.calls]])
-        kind = kinds[self._codes[number]]
+            self._read.advance(forms[self._codes[self._read.calls]])
+        form = forms[self._codes[number]]
         start = self._read.figures
-        self._read.advance(kind)
+        self._read.advance(form)
         changes = list(self._states)
-        at = bisect_right(changes, number)
-        states = self._states[changes[at - 1]] if at else None
+        position = bisect_right(changes, number)
+        states = self._states[changes[position - 1]] if position else None
         figures = self._figures[start : self._read.figures].tolist()
-        result, failure = self._result(number, kind, figures)
+        result, failure = self._result(number, form, figures)
         error = None if failure is None else error_of(failure)
         methods, taken = dict(self._read.methods), self._read.taken
         return FinishedCall(result, methods, taken, error, states, self.key(number))
 
-    def _result(self, number: int, kind: _Kind, figures: list[float]) -> tuple[Any, Failure | None]:
-        form, names, _, _ = kind
-        if form == "error":
+    def _result(self, number: int, form: _CallForm, figures: list[float]) -> tuple[Any, Failure | None]:
+        shape, names, _, _ = form
+        if shape == "error":
             failure, kept = self._others[number]
             return kept, failure
-        if form == "dict":
+        if shape == "dict":
             return dict(zip(names, figures, strict=True)), None
-        return (figures if form == "list" else self._others[number]), None
+        return (figures if shape == "list" else self._others[number]), None
 
 
 class _Totals:
@@ -215,8 +215,8 @@ class _Totals:
         self.calls = self.figures = self.taken = 0
         self.methods: dict[str, int] = {}
 
-    def advance(self, kind: _Kind) -> None:
-        _, names, counts, taken = kind
+    def advance(self, form: _CallForm) -> None:
+        _, names, counts, taken = form
         self.calls += 1
         self.figures += len(names)
         self.taken += taken
@@ -234,15 +234,15 @@ def _form(result: Any) -> tuple[str, tuple[str, ...], list[float]]:
 
 
 def failure_of(error: BaseException, call: str) -> Failure:
-    """Return an error as plain values for `error_of`; attributes of other kinds are omitted."""
-    kind = type(error)
+    """Return an error as plain values for `error_of`. Attributes that are not plain are omitted."""
+    error_class = type(error)
     # A class without its own `__init__`, such as OSError, may need more than `args`.
-    made_by = error.__reduce__() if not _initializes(kind) else ()
-    arguments = made_by[1] if made_by[:1] == (kind,) else error.args
+    reduced = error.__reduce__() if not _initializes(error_class) else ()
+    arguments = reduced[1] if reduced[:1] == (error_class,) else error.args
     return {
         "call": call,
-        "module": kind.__module__,
-        "class": kind.__qualname__,
+        "module": error_class.__module__,
+        "class": error_class.__qualname__,
         "args": arguments if _is_plain(arguments) else (),
         "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
         "text": str(error),
@@ -252,16 +252,16 @@ def failure_of(error: BaseException, call: str) -> Failure:
 def error_of(failure: Failure) -> BaseException:
     """Return an error of the same class and text.
 
-    The class must be in a module that the program has imported; no `__init__` of the program runs.
+    The class must be in a module that the program has imported. No `__init__` of the program runs.
 
     Raises:
         CheckpointError: the class does not exist any more, or the text would differ.
     """
-    kind: Any = sys.modules.get(failure["module"])
+    error_class: Any = sys.modules.get(failure["module"])
     for name in failure["class"].split("."):
-        kind = getattr(kind, name, None)
-    if isinstance(kind, type) and issubclass(kind, BaseException):
-        error = _made(kind, failure)
+        error_class = getattr(error_class, name, None)
+    if isinstance(error_class, type) and issubclass(error_class, BaseException):
+        error = _made(error_class, failure)
         if error is not None:
             return error
     raise CheckpointError(
@@ -272,19 +272,22 @@ def error_of(failure: Failure) -> BaseException:
     )
 
 
-def _made(kind: type[BaseException], failure: Failure) -> BaseException | None:
+def _made(error_class: type[BaseException], failure: Failure) -> BaseException | None:
     """Return the error, or None if its text differs or the program's own methods raise."""
     try:
         arguments = failure["args"]
-        error = kind.__new__(kind, *arguments) if _initializes(kind) else kind(*arguments)
+        if _initializes(error_class):
+            error = error_class.__new__(error_class, *arguments)
+        else:
+            error = error_class(*arguments)
         vars(error).update(failure["attributes"])
         return error if str(error) == failure["text"] else None
     except Exception:
         return None
 
 
-def _initializes(kind: type[BaseException]) -> bool:
-    return isinstance(kind.__init__, FunctionType)
+def _initializes(error_class: type[BaseException]) -> bool:
+    return isinstance(error_class.__init__, FunctionType)
 
 
 def _is_plain(value: Any) -> bool:

@@ -25,10 +25,10 @@ class LoadedCheckpoint:
 
     Attributes:
         path: the folder of the checkpoint.
-        name: which of the job's models it was.
-        step: steps of training that the job had taken.
+        name: the name of the job's model in the checkpoint.
+        step: the number of training steps of the job.
         call: the call that was in progress or had just finished, such as "fit 1".
-        call_step: steps that had been taken in that call; 0 where it had finished.
+        call_step: the number of steps in that call; 0 if it had finished.
     """
 
     path: Path
@@ -38,7 +38,7 @@ class LoadedCheckpoint:
     call_step: int
 
 
-class _CheckpointFacts(msgspec.Struct):
+class _Job(msgspec.Struct):
     backend: str
 
 
@@ -47,10 +47,10 @@ class _Training(msgspec.Struct):
     steps: int
 
 
-class _Facts(msgspec.Struct):
-    """The facts about the job in the manifest that are needed here."""
+class _Manifest(msgspec.Struct):
+    """The parts of the manifest that are needed here."""
 
-    job: _CheckpointFacts
+    job: _Job
     training: _Training
 
 
@@ -69,8 +69,8 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
         model: a built model, equal to the one in the job's script.
         path: the folder of one checkpoint, or of a job's checkpoints. In the second case, the newest complete
             one is loaded, and newer damaged ones are named on stderr.
-        name: which of the job's models to load, `current` or `model <number>`: the prefix of its arrays in
-            the checkpoint. By default, the one that fits.
+        name: the name of the job's model to load, `current` or `model <number>`: the prefix of its arrays in
+            the checkpoint. By default, the model that fits.
 
     Returns:
         A description of the loaded checkpoint.
@@ -86,8 +86,8 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
 
         >>> import keras, lockstep
         >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        >>> found = lockstep.load_checkpoint(model, "saved")
-        >>> found.name, found.call
+        >>> loaded = lockstep.load_checkpoint(model, "saved")
+        >>> loaded.name, loaded.call
         ('current', 'fit 1')
     """
     if not getattr(model, "built", False):
@@ -100,14 +100,15 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
 
 def load_into(model: Any, folder: Path, contents: Contents, name: str | None = None) -> LoadedCheckpoint:
     """Load the checkpoint in `folder` into `model`, which is built; see `load_checkpoint`."""
-    facts = _facts(folder, contents)
-    candidates = _models(contents, facts)
+    manifest = _manifest(folder, contents)
+    candidates = _models(contents, manifest)
     if name is not None and name not in candidates:
         raise InputError(f"the checkpoint {folder} has no model {name!r}, only {_listed(candidates)}")
-    found = [match(model, saved) for saved in candidates.values() if name in (None, saved.name)]
-    chosen = _choose(f"the checkpoint {folder}", f"model {model.name!r}", found)
+    matches = [match(model, saved) for saved in candidates.values() if name in (None, saved.name)]
+    chosen = _choose(f"the checkpoint {folder}", f"model {model.name!r}", matches)
     chosen.assign()
-    return LoadedCheckpoint(folder, chosen.name, contents.step, facts.training.call, facts.training.steps)
+    training = manifest.training
+    return LoadedCheckpoint(folder, chosen.name, contents.step, training.call, training.steps)
 
 
 def _read(path: Path) -> tuple[Path, Contents]:
@@ -117,72 +118,72 @@ def _read(path: Path) -> tuple[Path, Contents]:
     if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in _FILES):
         return path, load(path)
     damaged: list[str] = []
-    found = Store(path).newest(damaged.append)
+    newest = Store(path).newest(damaged.append)
     for text in damaged:
         note(text)
-    if found is None:
+    if newest is None:
         if damaged:
             raise CheckpointError(f"no checkpoint in {path} is complete: {damaged[0]}")
         raise InputError(
             f"there is no checkpoint in {path}; give the --checkpoint folder of `lockstep run`, "
             "or one of the step-... folders in it"
         )
-    return found
+    return newest
 
 
-def _facts(folder: Path, contents: Contents) -> _Facts:
+def _manifest(folder: Path, contents: Contents) -> _Manifest:
     try:
-        return msgspec.convert(contents.manifest, _Facts)
+        return msgspec.convert(contents.manifest, _Manifest)
     except ValueError as error:
         raise CheckpointError(
             f"the checkpoint {folder} was not written by a job: cannot read its manifest ({error})"
         ) from None
 
 
-def _models(contents: Contents, facts: _Facts) -> dict[str, SavedModel]:
+def _models(contents: Contents, manifest: _Manifest) -> dict[str, SavedModel]:
     """Return the state of each of the job's models in a checkpoint, by name."""
     arrays: dict[str, dict[str, Array]] = {}
     for full, array in contents.arrays.items():
         if of_a_model := _OF_A_MODEL.fullmatch(full):
             arrays.setdefault(of_a_model[1], {})[of_a_model[2]] = array
-    # Steps on JAX have the variables in another order, Keras's.
-    stepping = facts.job.backend == "jax" and facts.training.steps > 0
+    # In a step on JAX, the variables are in another order: Keras puts the trainable ones first.
+    stepping = manifest.job.backend == "jax" and manifest.training.steps > 0
     return {
         name: SavedModel(
             name,
-            own,
+            model_arrays,
             common={} if name == "current" else arrays.get("current", {}),
             trainable_first=stepping and name == "current",
         )
-        for name, own in arrays.items()
+        for name, model_arrays in arrays.items()
     }
 
 
-def _choose(checkpoint: str, model: str, found: list[Match]) -> Match:
+def _choose(checkpoint: str, model: str, matches: list[Match]) -> Match:
     """Return the match that fits, preferably one with the model's own names.
 
     Raises:
         CheckpointError: none fits.
         InputError: several fit, with different values.
     """
-    fitting = [one for one in found if not one.misfits]
+    fitting = [candidate for candidate in matches if not candidate.misfits]
     if not fitting:
-        wrong = "; ".join(f"as {one.name!r}, {one.misfits}" for one in found)
+        wrong = "; ".join(f"as {candidate.name!r}, {candidate.misfits}" for candidate in matches)
         raise CheckpointError(
             f"{checkpoint} does not fit {model}, and nothing was loaded: {wrong}. Build the model as the "
             "job's script does; compile it with the same optimizer, or after loading"
         )
-    best = [one for one in fitting if not one.renamed] or fitting
-    if any(_bits(one) != _bits(best[0]) for one in best[1:]):
+    best = [candidate for candidate in fitting if not candidate.renamed] or fitting
+    if any(_bits(candidate) != _bits(best[0]) for candidate in best[1:]):
         raise InputError(
             f"{checkpoint} has several models that fit {model}, with different values: "
-            f"{_listed(one.name for one in best)}; choose one, such as name={best[0].name!r}"
+            f"{_listed(candidate.name for candidate in best)}; choose one, such as name={best[0].name!r}"
         )
     return best[0]
 
 
-def _bits(found: Match) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in found.values.items()}
+def _bits(candidate: Match) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in candidate.values.items()}
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -22,7 +22,7 @@ class SavedModel:
     Attributes:
         name: the name of the model in the checkpoint.
         arrays: its arrays, in the checkpoint's order.
-        common: arrays saved with another model that shares them; may contain more.
+        common: the arrays of another model, some of which this model may share.
         trainable_first: whether trainable variables precede the others, regardless of the model's order.
     """
 
@@ -39,8 +39,8 @@ class Match:
     Attributes:
         name: the name of the job's model in the checkpoint.
         renamed: whether some variables have other numbers in their names there.
-        variables: by name.
-        values: by the name of their variable.
+        variables: the variables by name.
+        values: the values by the name of their variable.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Match:
 
     @property
     def misfits(self) -> str:
-        """A text on what does not fit; empty if everything fits."""
+        """A text on the variables that do not fit; empty if all fit."""
         return misfits({name: variable.value for name, variable in self.variables.items()}, self.values)
 
     def assign(self) -> None:
-        """Assign the values to the variables; all must fit."""
+        """Assign the values to the variables. All must fit."""
         for name, variable in self.variables.items():
             variable.assign(self.values[name])
 
@@ -80,24 +80,27 @@ class _Buffer:
 def match(model: Any, saved: SavedModel) -> Match:
     """Match `saved` to the weights of `model`, and, if those fit, to its optimizers and metrics.
 
-    Unbuilt optimizers of `model` are built for the variables for which `saved` has state. State of optimizers
-    is ignored if `model` has none; state that does not fit its metrics is always ignored.
+    Unbuilt optimizers of `model` are built for the variables for which `saved` has state. If `model` does not
+    have an optimizer, the state of optimizers is ignored. State that does not fit metrics is always ignored.
     """
-    own = parts(list(saved.arrays))
+    name_parts = parts(list(saved.arrays))
     weights, buffers = _weights(model, saved.trainable_first), _buffers(model)
-    paths = renumbered(own.weights, weights)
-    found = _paired(
-        model, saved, {**weights, **buffers}, paths | {name: name for name in own.rest if name in buffers}
+    paths = renumbered(name_parts.weights, weights)
+    matched = _paired(
+        model,
+        saved,
+        {**weights, **buffers},
+        paths | {name: name for name in name_parts.rest if name in buffers},
     )
-    if found.misfits:
-        return found
+    if matched.misfits:
+        return matched
     if optimizers := optimizers_of(model):
-        slots = renamed_slots(own.optimizers, _variables_of(optimizers), paths)
+        slots = renamed_slots(name_parts.optimizers, _variables_of(optimizers), paths)
         build_optimizers(model, slots.values())
         variables = _variables_of(optimizers)
-        slots = renamed_slots(own.optimizers, variables, paths)
-        found = found.joined(_paired(model, saved, variables, slots))
-    return found.joined(_metrics(model, saved, own.rest))
+        slots = renamed_slots(name_parts.optimizers, variables, paths)
+        matched = matched.joined(_paired(model, saved, variables, slots))
+    return matched.joined(_metrics(model, saved, name_parts.rest))
 
 
 def build_optimizers(model: Any, names: Iterable[str]) -> None:
@@ -130,12 +133,12 @@ def _variables_of(optimizers: Iterable[Any]) -> Mapping[str, Any]:
 
 def _build(optimizer: Any, model: Any, names: Iterable[str]) -> None:
     """Build `optimizer` for the weights for which `names` has optimizer variables."""
-    prefixes = {one.name for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer))}
-    known = [name for name in names if name.split("/")[0] in prefixes]
+    prefixes = {candidate.name for candidate in (optimizer, getattr(optimizer, "inner_optimizer", optimizer))}
+    optimizer_names = [name for name in names if name.split("/")[0] in prefixes]
     slots = [
         variable
         for variable in model.trainable_variables
-        if any(name.partition("/")[2].startswith(slot(variable.path)) for name in known)
+        if any(name.partition("/")[2].startswith(slot(variable.path)) for name in optimizer_names)
     ]
     if slots and not optimizer.built:
         optimizer.build(slots)
@@ -158,7 +161,7 @@ def _paired(model: Any, saved: SavedModel, variables: Mapping[str, Any], new: Ma
     if not renamed:
         arrays = {name: saved.common[name] for name in variables if name in saved.common} | arrays
     random = seed_positions(model)
-    seeds = {id(variable) for at, variable in enumerate(model.non_trainable_variables) if at in random}
+    seeds = {id(v) for position, v in enumerate(model.non_trainable_variables) if position in random}
     values = {
         name: _converted(array, variables[name], id(variables[name]) in seeds) if name in variables else array
         for name, array in arrays.items()
@@ -169,7 +172,7 @@ def _paired(model: Any, saved: SavedModel, variables: Mapping[str, Any], new: Ma
 def _converted(array: Array, variable: Any, is_seed: bool) -> Array:
     """Return integers in the variable's dtype, which depends on the backend, if it can hold them.
 
-    Of the state of a random generator, the lower bits are used.
+    Only the lower bits of the state of a random generator are used.
     """
     dtype = named(keras.backend.standardize_dtype(variable.value.dtype))
     if dtype is None or array.dtype.kind not in "iu" or dtype.kind not in "iu":

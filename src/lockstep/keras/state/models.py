@@ -26,14 +26,14 @@ class CompiledModels:
         """Add `model`, which was just compiled."""
         for built in (self._built, self._built_before):
             built.pop(model, None)
-        if all(known() is not model for known in self._models):
+        if all(reference() is not model for reference in self._models):
             self._models.append(weakref.ref(model))
 
     def build(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> None:
         """Create the variables that a step of `model` needs, and load the pending values.
 
         Args:
-            model: is compiled.
+            model: the model, compiled.
             kind: the kind of the step.
             batch: reads a batch to build the model with.
         """
@@ -42,42 +42,44 @@ class CompiledModels:
         self.load_waiting(model)
 
     def is_built(self, model: Any) -> bool:
-        """Whether `model` has its variables; unlike Keras's `built`, also if it is never called."""
+        """Whether `model` has its variables. Unlike Keras's `built`, this includes a model without a call."""
         return model is not None and (model.built or model in self._built)
 
     @property
     def built(self) -> dict[int, bool]:
-        """The models that calls of the script have built, by their numbers: whether with their metrics."""
-        found = {**self._built_before, **self._built}
+        """The models that calls of the script have built, by number: whether their metrics are built, too."""
+        built_models = {**self._built_before, **self._built}
         return {
-            index: found[model] for index, known in enumerate(self._models) if (model := known()) in found
+            index: built_models[model]
+            for index, reference in enumerate(self._models)
+            if (model := reference()) in built_models
         }
 
     def were_built(self, built: Mapping[int, bool]) -> None:
-        """Note which models calls have built that this process has skipped: what `built` returned there."""
-        for index, known in enumerate(self._models):
-            if index in built and (model := known()) is not None:
+        """Note the models that skipped calls have built: the value of `built` in another process."""
+        for index, reference in enumerate(self._models):
+            if index in built and (model := reference()) is not None:
                 self._built_before[model] = built[index]
 
     def was_built(self, model: Any, kind: StepKind) -> bool:
-        """Whether a call that this process has skipped has built what a step of `model` needs."""
+        """Whether a call that this process has skipped has built the variables of a step of `model`."""
         return self._built_before.get(model, False) or (kind == "predict" and model in self._built_before)
 
     def awaits(self, model: Any) -> bool:
         """Whether values are pending until `model` is built."""
-        return any(index in self._waiting and known() is model for index, known in enumerate(self._models))
+        return any(i in self._waiting and reference() is model for i, reference in enumerate(self._models))
 
     def load(self, arrays: Mapping[str, Any]) -> None:
         """Load the result of `values` into all models, now or when they are built."""
-        for index, known in enumerate(self._models):
+        for index, reference in enumerate(self._models):
             if values := below(f"model {index}/", arrays):
                 self._waiting[index] = values
-                self.load_waiting(known())
+                self.load_waiting(reference())
 
     def load_waiting(self, model: Any) -> None:
         """Load the pending values into a model, if it is built."""
-        for index, known in enumerate(self._models):
-            if index in self._waiting and known() is model and self.is_built(model):
+        for index, reference in enumerate(self._models):
+            if index in self._waiting and reference() is model and self.is_built(model):
                 values = self._waiting.pop(index)
                 # The calls that built its optimizers were skipped.
                 build_optimizers(model, values)
@@ -89,15 +91,15 @@ class CompiledModels:
         Args:
             apart_from: a model, or None.
         """
-        own = set() if apart_from is None else {id(variable) for variable in all_variables(apart_from)}
-        found: dict[str, Any] = {}
-        for index, known in enumerate(self._models):
-            other = known()
+        shared = set() if apart_from is None else {id(variable) for variable in all_variables(apart_from)}
+        values_by_name: dict[str, Any] = {}
+        for index, reference in enumerate(self._models):
+            other = reference()
             if other is not None and other is not apart_from and self.is_built(other):
-                variables = [variable for variable in all_variables(other) if id(variable) not in own]
+                variables = [variable for variable in all_variables(other) if id(variable) not in shared]
                 arrays = named_arrays(variables, variables)
-                found |= {f"model {index}/{name}": variable.value for name, variable in arrays.items()}
-        return found
+                values_by_name |= {f"model {index}/{name}": v.value for name, v in arrays.items()}
+        return values_by_name
 
 
 def below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

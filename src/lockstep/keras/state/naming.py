@@ -13,9 +13,9 @@ class NameParts:
     """The names of one model in a checkpoint, each list in the checkpoint's order.
 
     Attributes:
-        weights: the weights of the variables of the model itself, random states included.
-        optimizers: of the optimizers' variables.
-        rest: the rest of the metrics' variables, and of the buffers of PyTorch modules.
+        weights: the names of the variables of the model itself, including random states.
+        optimizers: the names of the optimizers' variables.
+        rest: the other names, those of the metrics' variables and of the buffers of PyTorch modules.
     """
 
     weights: Sequence[str]
@@ -28,7 +28,7 @@ def parts(names: Sequence[str]) -> NameParts:
 
     Every optimizer's first variable is its counter of steps.
     """
-    start = next((at for at, name in enumerate(names) if _COUNTER.fullmatch(name)), len(names))
+    start = next((index for index, name in enumerate(names) if _COUNTER.fullmatch(name)), len(names))
     behind = names[start:]
     prefixes = {match[1] for name in behind if (match := _COUNTER.fullmatch(name))}
     # Some optimizers have variables without a prefix.
@@ -49,10 +49,11 @@ def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
     names = list(names)
     ours, theirs = _numbers(names), _numbers(wanted)
     renamed: dict[str, str] = {}
-    for base, own in ours.items():
-        other = theirs.get(base, {})
-        if len(own) == len(other):
-            renamed |= {own[old]: other[new] for old, new in zip(sorted(own), sorted(other), strict=True)}
+    for base, numbers in ours.items():
+        wanted_numbers = theirs.get(base, {})
+        if len(numbers) == len(wanted_numbers):
+            pairs = zip(sorted(numbers), sorted(wanted_numbers), strict=True)
+            renamed |= {numbers[old]: wanted_numbers[new] for old, new in pairs}
     return {name: "/".join(renamed.get(part, part) for part in name.split("/")) for name in names}
 
 
@@ -83,15 +84,15 @@ def _renamed_slot(name: str, prefixes: Mapping[str, str], slots: Mapping[str, st
     rest = name.partition("/")[2]
     if not rest:
         return prefixes[name]
-    old = max((one for one in slots if rest.startswith(one)), key=len, default="")
+    old = max((prefix for prefix in slots if rest.startswith(prefix)), key=len, default="")
     return f"{prefixes[_prefix(name)]}/{slots.get(old, '')}{rest.removeprefix(old)}"
 
 
 def _numbers(paths: Iterable[str]) -> dict[str, dict[int, str]]:
     """Return the parts of paths by their name without the number, and by their number."""
-    found: dict[str, dict[int, str]] = {}
+    parts_by_base: dict[str, dict[int, str]] = {}
     for part in {part for path in paths for part in path.split("/")}:
         match = _NUMBERED.fullmatch(part)
         base, number = (match[1], int(match[2])) if match else (part, 0)
-        found.setdefault(base, {})[number] = part
-    return found
+        parts_by_base.setdefault(base, {})[number] = part
+    return parts_by_base

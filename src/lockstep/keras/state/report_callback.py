@@ -10,8 +10,8 @@ from lockstep.worker import reports
 class ReportCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Reports the metrics of each epoch of a `fit`: `lockstep.ray.fit` returns the last ones.
 
-    It takes the place of Ray Train's `ReportCheckpointCallback` in training functions. It saves nothing:
-    checkpoints are those of `lockstep.ray.fit(..., checkpoint=...)`.
+    It replaces Ray Train's `ReportCheckpointCallback` in training functions. It does not save checkpoints:
+    `lockstep.ray.fit(..., checkpoint=...)` does.
 
     Attributes:
         metrics: the metrics of the last epoch, with its validation; empty before.
@@ -36,7 +36,7 @@ class ReportCallback(keras.callbacks.Callback):  # type: ignore[misc]
         reports.add(self)
 
     def set_model(self, model: Any) -> None:
-        """Ignore the model: this callback lives to the end of the process, the model may not."""
+        """Ignore the model, which may be deleted before this callback, which lasts as long as the process."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Report the metrics of an epoch."""

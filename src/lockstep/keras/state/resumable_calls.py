@@ -1,15 +1,15 @@
 """The distributed calls of a script that may resume: each is replayed, skips its first steps, or is new.
 
 A process that resumes from a checkpoint, or joins a job, runs the script from its beginning. Finished calls
-return what they returned before; the one in progress skips completed steps without computing them, and then
-restores the state.
+return their earlier results. The call in progress skips completed steps, and then restores the state.
 
-The current call goes through the steps that were taken without computing them and without calling callbacks,
-and then takes over the state. So Keras itself creates what it keeps in local variables of its loops (epochs,
-logs, iterators), and a position in the data is a number of steps. The cost is one iteration of Keras's loop
-for each skipped step. A script whose calls differ, or whose call ends before the position, is refused, and
-so are its later calls. The current call rebuilds a model that finished calls had built; for this it inspects
-a stream without starting a pass that the first process did not start.
+To skip steps, the call goes through Keras's loop without computing the steps and without calling callbacks.
+So Keras itself creates the local variables of its loops (epochs, logs, iterators), and a position in the data
+is a number of steps. The cost is one iteration of Keras's loop for each skipped step. A script whose calls
+differ, or whose call ends before the position, is refused, and so are its later calls.
+
+The call in progress also rebuilds a model that finished calls had built. For this it inspects a stream
+without starting a pass that the first process did not start.
 """
 
 import time
@@ -48,7 +48,7 @@ _PARTS: Mapping[str, type] = {
     "callbacks": list,
     "random": dict,
 }
-"""The required facts about a training in a checkpoint; earlier versions of Lockstep lack the others."""
+"""The required entries of `training` in a checkpoint. Earlier versions of Lockstep lack the others."""
 
 
 class CallFinishedElsewhere(Exception):
@@ -84,10 +84,10 @@ class SkipTo:
 
 @dataclass(frozen=True)
 class Resumption:
-    """The position at which a training resumes.
+    """The position at which the script resumes.
 
     Attributes:
-        contents: of the checkpoint.
+        contents: the contents of the checkpoint.
         journal: the finished calls.
         steps: number of completed steps of the call in progress; 0 if there was none.
         samples: number of sample batches of its data that were read before it began.
@@ -95,8 +95,8 @@ class Resumption:
         states: the random states at the beginning of the last pass.
         call: the call that was in progress or had just finished; empty if unknown.
         joined: whether this worker is a member of the job, for which the other members wait.
-        schedules: whether the training resumes between two entries of the log of a call.
-        key: of the turn of the call in progress, if several threads make calls.
+        schedules: whether the script resumes between two entries of the log of a call.
+        key: the key of the turn of the call in progress, if several threads make calls.
     """
 
     contents: Contents
@@ -111,19 +111,19 @@ class Resumption:
     key: str = ""
 
     @classmethod
-    def of(cls, contents: Contents, facts: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
-        """Return the position in `contents`, whose facts about the training are unpacked."""
+    def of(cls, contents: Contents, training: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
+        """Return the position in `contents`, given the unpacked part `training` of its manifest."""
         return cls(
             contents=contents,
-            journal=Journal.unpacked(facts["journal"]),
-            steps=facts["steps"],
-            samples=facts.get("looks", 0),
-            passes=facts.get("passes", 0),
-            states=facts.get("states", {}),
-            call=facts.get("call", ""),
+            journal=Journal.unpacked(training["journal"]),
+            steps=training["steps"],
+            samples=training.get("looks", 0),
+            passes=training.get("passes", 0),
+            states=training.get("states", {}),
+            call=training.get("call", ""),
             joined=joined,
-            schedules=facts.get("schedules", False),
-            key=facts.get("turn", ""),
+            schedules=training.get("schedules", False),
+            key=training.get("turn", ""),
         )
 
 
@@ -131,7 +131,7 @@ class SkippedSteps:
     """Publishes how much of a call was skipped, every few seconds, and the end if that took long.
 
     Args:
-        publish: takes the events.
+        publish: publishes the events.
         now: reads a clock, in seconds.
     """
 
@@ -144,22 +144,22 @@ class SkippedSteps:
         self._due = 0.0
         self._told = False
 
-    def note(self, call: str, skipped: int, of: int, what: str = "steps") -> None:
-        """Note that `call` has skipped `skipped` of its first `of` steps, or of `what` it takes."""
+    def note(self, call: str, skipped: int, of: int, unit: str = "steps") -> None:
+        """Note that `call` has skipped `skipped` of its first `of` steps, or of another `unit`."""
         now = self._now()
-        if (call, what) != self._of:
-            self._of, self._told, self._due = (call, what), False, now + SKIPPING_EVERY
+        if (call, unit) != self._of:
+            self._of, self._told, self._due = (call, unit), False, now + SKIPPING_EVERY
         if now >= self._due or (skipped >= of and self._told):
             self._told, self._due = True, now + SKIPPING_EVERY
-            self._publish(StepsSkipped(call, skipped, of, what))
+            self._publish(StepsSkipped(call, skipped, of, unit))
 
 
 class ResumableCalls:
     """The calls of one process, from the first of its script to the one in progress.
 
     Attributes:
-        skipping: publishes what was skipped.
-        turns: of the script's threads, whose calls follow each other.
+        skipping: publishes how much of a call was skipped.
+        turns: the turns of the script's threads, whose calls follow each other.
     """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
@@ -215,13 +215,13 @@ class ResumableCalls:
     def may_sample(self) -> bool:
         """Whether every process reads a sample batch here in the current call, not only one that resumes.
 
-        A model that earlier calls have built is not yet built in a process that has skipped those calls. That
-        process reads one more sample batch, which must not affect a stream.
+        In a process that has skipped the calls that built a model, the model is not built yet. Such a process
+        reads one more sample batch, which must not affect a stream.
         """
         return self._resumption is None or self._calls.current.samples < self._resumption.samples
 
     def next_call(self) -> Fresh | Replay | SkipTo:
-        """Return whether the current call is new, replayed or skips steps; has no effects.
+        """Return whether the current call is new, is replayed, or skips steps. This has no effects.
 
         Raises:
             DisagreementError: the members of the job have not made this call.
@@ -259,22 +259,26 @@ class ResumableCalls:
             CheckpointError: the checkpoint is not from a training, or its script requested checkpoints at
                 another position.
         """
-        facts = unpack(contents.manifest.get("training"), contents.arrays)
-        if not isinstance(facts, dict):
+        training = unpack(contents.manifest.get("training"), contents.arrays)
+        if not isinstance(training, dict):
             raise CheckpointError(f"the checkpoint of step {contents.step} was not saved by a training run")
-        if facts.get("since", self._since) != self._since:
+        if training.get("since", self._since) != self._since:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} was saved by {_origin(facts['since'])}, and the job "
-                f"resumes with {_origin(self._since)}, where other calls have finished: configure "
+                f"the checkpoint of step {contents.step} was saved by {_origin(training['since'])}, and the "
+                f"job resumes with {_origin(self._since)}, where other calls have finished: configure "
                 "checkpoints as before, or start over in another folder"
             )
-        if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
+        if wrong := [
+            name
+            for name, expected_class in _PARTS.items()
+            if not isinstance(training.get(name), expected_class)
+        ]:
             raise CheckpointError(
                 f"the checkpoint of step {contents.step} lacks state of the training, or has something else "
                 f"in its place: {', '.join(wrong)}; remove it to resume from the previous one"
             )
         try:
-            self._resumption = Resumption.of(contents, facts)
+            self._resumption = Resumption.of(contents, training)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"cannot read the finished calls in the checkpoint of step {contents.step}: {error!r}"
@@ -399,8 +403,8 @@ class ResumableCalls:
 
     def _finished(self, resumption: Resumption) -> FinishedCall:
         """Return the result of the call in progress; raise an error if it is another call."""
-        finished, own = resumption.journal.finished(self._calls.outermost - 1), self._calls.methods
-        others = (f"{name} {n}" for name, n in finished.methods.items() if own.get(name) != n)
+        finished, methods = resumption.journal.finished(self._calls.outermost - 1), self._calls.methods
+        others = (f"{name} {n}" for name, n in finished.methods.items() if methods.get(name) != n)
         self._refuse_another(next(others, ""))
         self._refuse_another_key(finished.key)
         return finished
@@ -419,8 +423,8 @@ class ResumableCalls:
             DisagreementError: this host cannot compute the same bits as theirs.
         """
         compare_with_member(self._job, contents.manifest["host"])
-        facts = unpack(contents.manifest["training"], contents.arrays)
-        self._resumption = Resumption.of(contents, facts, joined=joined)
+        training = unpack(contents.manifest["training"], contents.arrays)
+        self._resumption = Resumption.of(contents, training, joined=joined)
 
     def _fail(self, call: NumberedCall, error: BaseException) -> None:
         """Record the error that ends the call in progress: the script may catch it."""
@@ -452,10 +456,10 @@ class ResumableCalls:
 
     def _refuse_another(self, call: str) -> None:
         """Raise an error if the call in progress is known to differ from `call`."""
-        own = self._calls.current.name
-        if call and call != own:
+        name = self._calls.current.name
+        if call and call != name:
             raise CheckpointError(
-                f"call {self._calls.outermost} of this script is {own}, but was {call} when the checkpoint "
+                f"call {self._calls.outermost} of this script is {name}, but was {call} when the checkpoint "
                 "was saved: undo the change, or start over in another folder"
             )
 
@@ -488,7 +492,7 @@ class ResumableCalls:
         def receive(_: View, communicator: Communicator) -> str:
             blob = msgspec.msgpack.encode(waiting())
             blobs = gather(self._job.worker, communicator, MADE_BY_THREADS, {}, blob)
-            return agreed_key([msgspec.msgpack.decode(one, type=list[str]) for one in blobs])
+            return agreed_key([msgspec.msgpack.decode(keys, type=list[str]) for keys in blobs])
 
         return self._job.exchange(receive)
 

@@ -44,16 +44,18 @@ def settings_of_call(model: Any, callbacks: Sequence[Any], *, first: bool) -> Se
         callbacks: the callbacks of the call.
         first: whether no call has trained before: then the learning rate is a setting.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     if (optimizer := getattr(model, "optimizer", None)) is not None:
-        found |= _named("optimizer", optimizer, _without_rate(_config(optimizer), keep=first))
-    found |= _flat("loss", _plain(getattr(model, "loss", None)))
-    found |= _flat("loss_weights", _plain(getattr(model, "loss_weights", None)))
+        settings |= _named("optimizer", optimizer, _without_rate(_config(optimizer), keep=first))
+    settings |= _flat("loss", _plain(getattr(model, "loss", None)))
+    settings |= _flat("loss_weights", _plain(getattr(model, "loss_weights", None)))
     for number, callback in enumerate(callbacks):
         if not isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.LambdaCallback):
-            kind = type(callback).__name__.removeprefix("Chief")
-            found |= _named(f"callback {number} ({kind})", callback, _parameters(callback), code=False)
-    return found
+            class_name = type(callback).__name__.removeprefix("Chief")
+            settings |= _named(
+                f"callback {number} ({class_name})", callback, _parameters(callback), code=False
+            )
+    return settings
 
 
 def settings_of_model(model: Any) -> Settings:
@@ -61,7 +63,7 @@ def settings_of_model(model: Any) -> Settings:
 
     Of the numbers that Keras puts into names, only the order counts.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     counts: dict[str, int] = {}
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.InputLayer):
@@ -71,19 +73,19 @@ def settings_of_model(model: Any) -> Settings:
         counts[base] = counts.get(base, 0) + 1
         name = f"layer {base}" + (f" {counts[base]}" if counts[base] > 1 else "")
         config = _connections(layer) if isinstance(layer, keras.Model) else _config(layer)
-        found |= _named(name, layer, config)
-    return found
+        settings |= _named(name, layer, config)
+    return settings
 
 
 def settings_of_parts(parts: Mapping[str, Any]) -> Settings:
     """Return the settings of the parts of a custom loop, by their names."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for name, part in parts.items():
         if isinstance(part, keras.Layer):
-            found |= {f"{name}, {key}": text for key, text in settings_of_model(part).items()}
+            settings |= {f"{name}, {key}": text for key, text in settings_of_model(part).items()}
         elif isinstance(part, keras.optimizers.Optimizer):
-            found |= _named(name, part, _without_rate(_config(part), keep=False))
-    return found
+            settings |= _named(name, part, _without_rate(_config(part), keep=False))
+    return settings
 
 
 def differences(before: Settings, now: Settings) -> str:
@@ -99,16 +101,16 @@ def _is_incomparable(name: str, before: Settings, now: Settings) -> bool:
     """Whether a setting that only one side has is not a difference, or follows from another one."""
     if name in before and name in now:
         return False
-    kind = f"{name.partition(': ')[0]}: class"
-    alone = name != kind and before.get(kind) != now.get(kind)
-    return alone or name.endswith(f": {_RATE}") or ": code (" in name
+    class_setting = f"{name.partition(': ')[0]}: class"
+    only_here = name != class_setting and before.get(class_setting) != now.get(class_setting)
+    return only_here or name.endswith(f": {_RATE}") or ": code (" in name
 
 
 def _named(name: str, thing: Any, config: Any, *, code: bool = True) -> dict[str, str]:
-    found = {f"{name}: class": type(thing).__qualname__, **_flat(f"{name}", config)}
-    if code and (own := _own_code(type(thing))):
-        found[f"{name}: code ({_BEHAVES_AS_WRITTEN})"] = own
-    return found
+    settings = {f"{name}: class": type(thing).__qualname__, **_flat(f"{name}", config)}
+    if code and (code_hash := _own_code(type(thing))):
+        settings[f"{name}: code ({_BEHAVES_AS_WRITTEN})"] = code_hash
+    return settings
 
 
 def _flat(name: str, config: Any) -> dict[str, str]:
@@ -175,19 +177,19 @@ def _parameters(callback: Any) -> dict[str, Any]:
     Text of the program's own callbacks is omitted, as it may be a path.
     """
     of_keras = type(callback).__module__.startswith(("keras.", "lockstep."))
-    kinds = type(None) | bool | int | float | (str if of_keras else bool)
-    found: dict[str, Any] = {}
-    for kind in type(callback).__mro__:
-        if "__init__" not in vars(kind):
+    recorded_types = type(None) | bool | int | float | (str if of_keras else bool)
+    parameters: dict[str, Any] = {}
+    for base in type(callback).__mro__:
+        if "__init__" not in vars(base):
             continue
-        for name in inspect.signature(vars(kind)["__init__"]).parameters:
+        for name in inspect.signature(vars(base)["__init__"]).parameters:
             value = vars(callback).get(name)
-            if isinstance(value, kinds) and name in vars(callback):
+            if isinstance(value, recorded_types) and name in vars(callback):
                 # Keras changes its sign once it knows which direction is better.
-                found[name] = abs(value) if name == "min_delta" and value else value
+                parameters[name] = abs(value) if name == "min_delta" and value else value
             elif inspect.isfunction(value) and of_keras:
-                found[name] = _plain(value)
-    return found
+                parameters[name] = _plain(value)
+    return parameters
 
 
 def _plain(value: Any) -> Any:
@@ -203,16 +205,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if inspect.isfunction(value):
-        own = _is_programs(value.__module__)
-        return f"{value.__name__} #{_digest(value)}" if own else value.__qualname__
+        is_programs = _is_programs(value.__module__)
+        return f"{value.__name__} #{_digest(value)}" if is_programs else value.__qualname__
     if hasattr(value, "get_config"):
         return {"class": type(value).__qualname__, "code": _own_code(type(value)), **_config(value)}
     return type(value).__qualname__
 
 
-def _own_code(kind: type) -> str:
+def _own_code(owner: type) -> str:
     """Return a hash of the code of a class and its bases that are the program's own; empty if none is."""
-    owned = [base for base in kind.__mro__ if _is_programs(base.__module__)]
+    owned = [base for base in owner.__mro__ if _is_programs(base.__module__)]
     functions = [(name, part) for base in owned for name, part in sorted(vars(base).items())]
     digests = [f"{name} {_digest(part)}" for name, part in functions if inspect.isfunction(_function(part))]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16] if digests else ""

@@ -1,4 +1,4 @@
-"""Snapshots of the whole state of a training at the end of a step: taking, saving and restoring them."""
+"""Snapshots of the whole state at the end of a step: taking, saving and restoring them."""
 
 import signal
 import sys
@@ -47,17 +47,17 @@ from lockstep.worker.program_sources import own_sources
 _LAST_SECONDS = 60.0
 
 
-class KnownApart(NamedTuple):
-    """What the chief knows of processes that do not wait for each other, for workers that join them.
+class ApartState(NamedTuple):
+    """The part of the chief's state that a worker needs to join a call in which processes are apart.
 
     Attributes:
-        random: the random states from which these continue.
-        facts: on the processes.
+        random: the random states from which a worker continues.
+        peers: the facts about the processes; see `Mesh.peers`.
         values: variables of the model of the call, with their values at some time within the call.
     """
 
     random: Mapping[str, Any]
-    facts: Mapping[str, Any]
+    peers: Mapping[str, Any]
     values: Sequence[tuple[Any, Any]] = ()
 
 
@@ -82,18 +82,18 @@ class Snapshots:
         self._described.pop(model, None)
         self.models.add(model)
 
-    def end_step(self, take: Callable[[bool], Contents]) -> None:
+    def end_step(self, take_snapshot: Callable[[bool], Contents]) -> None:
         """Let workers join and leave, and save a checkpoint, if due; exit if this worker was asked to.
 
         Args:
-            take: `self.take` for the completed step.
+            take_snapshot: `self.take` for the completed step.
         """
-        self._job.between_steps(lambda whole: self._for_joiners(take(whole)))
+        self._job.between_steps(lambda whole: self._for_joiners(take_snapshot(whole)))
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and not self._job.is_chief:
             scheduler.follow(self._calls.taken)
         elif scheduler is not None:
-            scheduler.after_step(self._calls.taken, lambda: take(True))
+            scheduler.after_step(self._calls.taken, lambda: take_snapshot(True))
             if scheduler.leaving:
                 self._job.events.publish(LastStepEnded(self._calls.taken))
                 scheduler.close(_LAST_SECONDS)
@@ -103,20 +103,20 @@ class Snapshots:
         manifest = {**contents.manifest, "host": report_for_joiners(self._job)}
         return replace(contents, manifest=manifest)
 
-    def hold(self, take: Callable[[], Contents]) -> None:
-        """Hold the state that `take` returns, to be saved if no further step follows."""
+    def hold(self, take_snapshot: Callable[[], Contents]) -> None:
+        """Hold the state that `take_snapshot` returns, to be saved if no further step follows."""
         if self._job.checkpoints.scheduler is not None and self._job.is_chief:
-            self._job.checkpoints.scheduler.hold(self._calls.taken, take)
+            self._job.checkpoints.scheduler.hold(self._calls.taken, take_snapshot)
 
-    def hold_late(self, take: Callable[[], Contents]) -> None:
-        """Work like `hold`, but call `take` only before the state may change."""
+    def hold_late(self, take_snapshot: Callable[[], Contents]) -> None:
+        """Work like `hold`, but call `take_snapshot` only before the state may change."""
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._job.is_chief and len(self._calls.stack) == 2:
             call = self._calls.current
 
             def take_late() -> Contents:
                 with self._calls.again_in(call):
-                    return take()
+                    return take_snapshot()
 
             scheduler.hold_late(self._calls.taken, take_late)
             assignments.install()
@@ -148,11 +148,11 @@ class Snapshots:
         }
         if not whole:
             return Contents(self._calls.taken, *self._packed(position, {}))
-        own = program.named_state(state) if program is not None else _values(step_state(model))
-        arrays = {f"current/{name}": value for name, value in own.items()}
+        values_of_model = program.named_state(state) if program is not None else _values(step_state(model))
+        arrays = {f"current/{name}": value for name, value in values_of_model.items()}
         arrays |= self.models.values(apart_from=model)
         callbacks = listeners(call.callbacks, model) if program is not None else []
-        facts = position | {
+        training = position | {
             "methods": dict(self._calls.methods),
             "inner": dict(call.inner),
             "taken": self._calls.taken,
@@ -171,43 +171,43 @@ class Snapshots:
             "built": self.models.built,
             "python": saved_python(model),
         }
-        packed, converted = self._packed(facts, arrays)
-        manifest = {"job": self.facts(), **packed}
+        packed, converted = self._packed(training, arrays)
+        manifest = {"job": self.job_facts(), **packed}
         if (verifications := verifications_of(self._job)).plan.verification.every:
             manifest["verified"] = verifications.up_to
         return Contents(self._calls.taken, manifest, converted)
 
     def take_apart(
-        self, whole: bool, known: Callable[[], KnownApart], model: Any = None, steps: int = 0
+        self, whole: bool, apart_state: Callable[[], ApartState], model: Any = None, steps: int = 0
     ) -> Contents:
         """Return the state for workers that join while the others do not wait for each other.
 
         Args:
-            whole: whether all of it; otherwise only the position.
-            known: returns what the chief knows of the others.
+            whole: whether to return the whole state; otherwise only the position.
+            apart_state: returns the chief's state.
             model: the model of the call in progress; None between two entries of the log of a call.
             steps: number of completed steps of the call in progress, 1 or more.
         """
         call = self._calls.current
-        facts: dict[str, Any] = {"journal": self.resumable.journal.packed(), "steps": steps}
+        training: dict[str, Any] = {"journal": self.resumable.journal.packed(), "steps": steps}
         if model is None:
-            facts["schedules"] = True
+            training["schedules"] = True
         else:
-            facts |= {"looks": call.samples, "call": call.name, "turn": self.resumable.turns.key}
+            training |= {"looks": call.samples, "call": call.name, "turn": self.resumable.turns.key}
         arrays: dict[str, Any] = {}
         if whole:
-            given = known()
-            facts |= {"built": self.models.built, "random": dict(given.random), "peers": dict(given.facts)}
+            apart = apart_state()
+            training |= {"built": self.models.built, "random": dict(apart.random), "peers": dict(apart.peers)}
             if model is not None:
-                values = {id(variable): value for variable, value in given.values}
+                values = {id(variable): value for variable, value in apart.values}
                 named = step_state(model).items()
-                arrays = {f"current/{name}": values[id(one)] for name, one in named if id(one) in values}
+                arrays = {f"current/{name}": values[id(v)] for name, v in named if id(v) in values}
                 arrays |= self.models.values(apart_from=model)
-                facts |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
-        return self._for_joiners(Contents(self._calls.taken, *self._packed(facts, arrays)))
+                training |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
+        return self._for_joiners(Contents(self._calls.taken, *self._packed(training, arrays)))
 
     def join_apart(self, call: str, model: Any = None) -> Mapping[str, Any]:
-        """Restore the state that `take_apart` has taken; return the facts on the processes.
+        """Restore the state that `take_apart` has returned; return the facts about the processes.
 
         Args:
             call: names the call in progress.
@@ -216,24 +216,24 @@ class Snapshots:
         resumption = self.resumable.resumption
         assert resumption is not None
         arrays = resumption.contents.arrays
-        facts = unpack(resumption.contents.manifest["training"], arrays)
+        training = unpack(resumption.contents.manifest["training"], arrays)
         self.models.load(arrays)
-        self.models.were_built(facts["built"])
+        self.models.were_built(training["built"])
         if model is not None:
             assign(model, below("current/", arrays))
-            self._calls.move_to(facts["methods"], facts["taken"])
-        set_random_states(facts["random"], self._calls.current.held_by_inputs)
+            self._calls.move_to(training["methods"], training["taken"])
+        set_random_states(training["random"], self._calls.current.held_by_inputs)
         self.resumable.arrive()
         self._calls.current.skipped = 0
         where = f"step {resumption.steps} of {call}" if resumption.steps else call
         self._job.events.publish(TrainingResumed(where, self._calls.taken))
-        return dict(facts["peers"])
+        return dict(training["peers"])
 
     def _packed(
-        self, facts: Mapping[str, Any], arrays: Mapping[str, Any]
+        self, training: Mapping[str, Any], arrays: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the manifest and the arrays of contents."""
-        packed, values = pack(dict(facts), "training")
+        packed, values = pack(dict(training), "training")
         converted = {
             name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
             for name, value in arrays.items()
@@ -242,10 +242,11 @@ class Snapshots:
 
     def values_of_models(self) -> dict[str, Any]:
         """Return the values of all compiled models, by name, as arrays of NumPy."""
-        return {name: np.array(self._backend.to_numpy(one)) for name, one in self.models.values(None).items()}
+        tensors = self.models.values(None)
+        return {name: np.array(self._backend.to_numpy(tensor)) for name, tensor in tensors.items()}
 
-    def facts(self) -> dict[str, Any]:
-        """Return the facts, besides the script, on which the bits of the training depend."""
+    def job_facts(self) -> dict[str, Any]:
+        """Return the facts, besides the script, on which the bits of the results depend."""
         job = self._job
         return {
             "replicas": job.view.replicas,
@@ -261,11 +262,11 @@ class Snapshots:
         resumption = self.resumable.resumption
         assert resumption is not None
         contents = resumption.contents
-        facts = unpack(contents.manifest["training"], contents.arrays)
+        training = unpack(contents.manifest["training"], contents.arrays)
         if not resumption.joined:
-            self.compare_settings(contents.step, facts, model, program)
+            self.compare_settings(contents.step, training, model, program)
         self.models.load(contents.arrays)
-        self.models.were_built(facts.get("built", {}))
+        self.models.were_built(training.get("built", {}))
         current = below("current/", contents.arrays)
         if model is not None:
             # Some steps build optimizers when they apply them.
@@ -275,28 +276,28 @@ class Snapshots:
         else:
             assign(model, current, whole=True)
         call = self._calls.current
-        self._calls.move_to(facts["methods"], facts["taken"])
-        verifications_of(self._job).unpack(facts.get("verified", ()), facts["taken"])
+        self._calls.move_to(training["methods"], training["taken"])
+        verifications_of(self._job).unpack(training.get("verified", ()), training["taken"])
         try:
             if program is not None:
-                call.inner = dict(facts["inner"])
-                set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
-            set_python(model, facts.get("python", ()))
+                call.inner = dict(training["inner"])
+                set_callback_states(listeners(call.callbacks, model), training["callbacks"])
+            set_python(model, training.get("python", ()))
             # A process that skips steps reads the examples again, but validates nothing.
-            set_random_states(facts["random"], call.held_by_validation)
+            set_random_states(training["random"], call.held_by_validation)
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
                 f"{error!r}"
             ) from error
         self.resumable.arrive()
-        if facts.get("heard"):
-            call.processed, model.stop_training = call.steps, facts["stops"]
+        if training.get("heard"):
+            call.processed, model.stop_training = call.steps, training["stops"]
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._job.events.publish(TrainingResumed(where, self._calls.taken))
-        return facts["logs"], state
+        return training["logs"], state
 
     def note_settings(self, model: Any) -> None:
         """Record the settings of the `fit` that begins, if checkpoints are saved."""
@@ -310,13 +311,13 @@ class Snapshots:
     def _settings(self, model: Any, program: TrainingState | None) -> Settings:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
-        own = self._calls.current.settings or settings_of_call(model, (), first=False)
+        call_settings = self._calls.current.settings or settings_of_call(model, (), first=False)
         if model not in self._described:
             self._described[model] = settings_of_model(model)
-        return {**own, **self._described[model]}
+        return {**call_settings, **self._described[model]}
 
     def compare_settings(
-        self, step: int, facts: Mapping[str, Any], model: Any, program: TrainingState | None
+        self, step: int, training: Mapping[str, Any], model: Any, program: TrainingState | None
     ) -> None:
         """Reject a checkpoint with other settings; name source files that have changed.
 
@@ -324,18 +325,22 @@ class Snapshots:
             ChangedError: settings differ, and the user has not accepted that.
         """
         texts = own_sources()
-        sources = [name for name, text in facts.get("sources", {}).items() if texts.get(name, text) != text]
+        sources = [
+            name for name, text in training.get("sources", {}).items() if texts.get(name, text) != text
+        ]
         changed = f" ({', '.join(sources)} changed)" if sources else ""
-        found = differences(facts["settings"], self._settings(model, program)) if "settings" in facts else ""
-        if found and not self._job.checkpoints.accepts_changes:
+        changes = ""
+        if "settings" in training:
+            changes = differences(training["settings"], self._settings(model, program))
+        if changes and not self._job.checkpoints.accepts_changes:
             raise ChangedError(
-                f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Undo "
+                f"the script has other settings than the checkpoint of step {step}{changed}: {changes}. Undo "
                 "the change for the bits of an uninterrupted run, give --accept-changes to resume with the "
                 "new settings, or start over in another folder"
             )
-        if (found or sources) and self._job.is_chief:
-            what = f"with other settings: {found}" if found else "with the same settings"
-            note(f"resuming from the checkpoint of step {step}{changed} {what}")
+        if (changes or sources) and self._job.is_chief:
+            how = f"with other settings: {changes}" if changes else "with the same settings"
+            note(f"resuming from the checkpoint of step {step}{changed} {how}")
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
