@@ -156,13 +156,13 @@ def test_rows_are_read_at_any_time(meshes: list[Mesh], call: int) -> None:
 def test_a_process_that_joins_takes_the_place_of_a_lost_one(meshes: list[Mesh]) -> None:
     chief, worker, _ = meshes
     inbox = meet(meshes, 4)
-    facts = chief.facts() | {"lost": [WORKER]}
+    peers = chief.peers() | {"lost": [WORKER]}
     joiner = worker._job
     joiner._pending, joiner.process = place(3, (0, 2, 5)), 5
     joiner._context = JobContext(5, joiner.events, joiner.settings)
-    facts["workers"] = {0: 0, 2: 2}
+    peers["workers"] = {0: 0, 2: 2}
     joined = Mesh(joiner)
-    joined.take_place(4, facts)
+    joined.replace_lost_worker(4, peers)
     arrival = ask(joined, inbox, Push(3, (0,)))
     assert (arrival.process, arrival.worker, arrival.call) == (WORKER, 5, 4)
     joined.close()

@@ -194,7 +194,7 @@ def test_rounds_of_other_loops_count_as_steps(recorded: Recorded, monkeypatch: p
         round_ = SummedRound("strategy.run of f", 0, layout=layout)
         round_.contributed = {0: [np.full(1, number)], 1: [np.ones(1)]}
         monkeypatch.setattr(round_, "inputs", lambda replica: [np.arange(4) + replica])
-        recorded.recorder.take_loop_round(round_, {"merge/0": np.full(1, number + 1.0)}, driven=False)
+        recorded.recorder.record_loop_round(round_, {"merge/0": np.full(1, number + 1.0)}, driven=False)
     recorded.step()
     steps = recorded.steps
     assert [(step.step, step.call) for step in steps] == [
@@ -215,7 +215,7 @@ def test_rounds_of_a_driven_loop_belong_to_its_step(recorded: Recorded) -> None:
         for number in (1, 2):
             round_ = SummedRound("strategy.run of f", 0, layout=layout)
             round_.contributed = {0: [np.full(1, number)], 1: [np.ones(1)]}
-            recorded.recorder.take_loop_round(round_, {"merge/0": np.full(1, number + 1.0)}, driven=True)
+            recorded.recorder.record_loop_round(round_, {"merge/0": np.full(1, number + 1.0)}, driven=True)
         recorded.state = (recorded.state[0] + 1, recorded.state[1])
         recorded.recorder.end_loop_step(loop)
     first, second = recorded.steps

@@ -1,6 +1,6 @@
 """Observes the variables of Keras that this thread creates, assigns and reads.
 
-The only file that patches how Keras's variables are assigned and read.
+Only this file patches the assignment and reading of Keras's variables.
 """
 
 import functools
@@ -44,12 +44,12 @@ def count() -> int:
 
 
 def before_next(act: Callable[[], None]) -> None:
-    """Call `act` once, before this process next creates or assigns a variable; replaces an earlier `act`."""
+    """Call `act` once, before this process next creates or assigns a variable, in place of an earlier one."""
     _ProcessState.before_next = act
 
 
 def is_assigning() -> bool:
-    """Whether this thread is creating or assigning a variable of Keras, by means of its backend."""
+    """Whether this thread is creating or assigning a variable of Keras, for which it uses the backend."""
     return _thread.assigning
 
 
@@ -60,7 +60,7 @@ def is_observed_by(observer: VariableObserver) -> bool:
 
 @contextmanager
 def observed_by(observer: VariableObserver | None) -> Iterator[None]:
-    """Within the block, `observer` alone, or none, observes this thread."""
+    """Within the block, only `observer` observes this thread; None for no observer."""
     before, _thread.observer = _thread.observer, observer
     try:
         yield

@@ -2,13 +2,13 @@
 
 Lockstep replaces attributes of Keras while a call computes, and the members of a view make the same calls of
 the exchange in the same order. So the calls of several threads take turns. Which thread calls first differs
-between workers; so each call has a *key* that is equal on all of them, and the chief's next key decides.
+between workers. So each call has a *key* that is equal on all of them, and the chief's next key decides.
 
 The key of a call is its method, its model (by the number of its `compile` in the main thread, otherwise by
 its settings), and a hash of its arguments. Before each call, the workers gather the keys of the calls that
 wait. The chief's first key that waits everywhere is next, and a worker waits until one of its threads makes
-that call. Equal keys are equal calls of models with equal settings; if their states differ, the comparison
-at the beginning of the call finds it.
+that call. Equal keys are equal calls of models with equal settings. If their states differ, the comparison at
+the beginning of the call detects it.
 
 The journal has the keys, so a process that joins or resumes follows the recorded order. As long as only the
 main thread makes calls, workers exchange no keys. A thread that a call has started belongs to that call and
@@ -43,7 +43,7 @@ _MOMENT = 10.0
 """Seconds after which a worker says that none of its threads makes the call whose turn it is."""
 
 NextKey = Callable[[Callable[[], list[str]]], str]
-"""Takes what returns the keys of this worker's waiting calls; returns the key of the next call."""
+"""Given a function that returns the keys of this worker's waiting calls, returns the key of the next call."""
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class Turn:
 
 
 class CallTurns:
-    """Gives one thread of this process at a time its turn; the calls within its call belong to the turn.
+    """Gives one thread of this process at a time its turn. Calls within its call belong to the turn.
 
     Args:
         next_key: decides which call is next; called in one thread at a time.
@@ -99,11 +99,11 @@ class CallTurns:
         return self._holder.key if self._holder is not None else ""
 
     def started(self, original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
-        """Return what replaces `Thread.start`: it notes in which call a thread is started."""
+        """Return the replacement of `Thread.start`, which notes the call in which a thread is started."""
 
         def start(thread: threading.Thread) -> None:
-            holder, own = self._holder, threading.current_thread()
-            if holder is not None and (holder.thread is own or self._within.get(own) is holder):
+            holder, starter = self._holder, threading.current_thread()
+            if holder is not None and (holder.thread is starter or self._within.get(starter) is holder):
                 self._within[thread] = holder
             original(thread)
 
@@ -111,11 +111,11 @@ class CallTurns:
 
     def is_within(self) -> bool:
         """Whether a call that has its turn has started this thread, and may wait for it."""
-        holder, own = self._holder, threading.current_thread()
-        if holder is None or holder.thread is own:
+        holder, thread = self._holder, threading.current_thread()
+        if holder is None or holder.thread is thread:
             return False
         # A thread that Python has not started belongs to a library, such as one that reads the examples.
-        return self._within.get(own) is holder or type(own).__name__ == "_DummyThread"
+        return self._within.get(thread) is holder or type(thread).__name__ == "_DummyThread"
 
     @contextmanager
     def turn(self, name: str, key: Callable[[], str]) -> Iterator[None]:
@@ -123,18 +123,18 @@ class CallTurns:
 
         Args:
             name: the name of the call.
-            key: returns what identifies the call on all workers.
+            key: returns the key of the call, which is equal on all workers.
 
         Raises:
             ModelError: a call that has its turn has started this thread.
             DisagreementError: another worker makes a call that no thread of this one makes.
         """
-        own, holder = threading.current_thread(), self._holder
-        if holder is not None and holder.thread is own:
+        thread, holder = threading.current_thread(), self._holder
+        if holder is not None and holder.thread is thread:
             yield
             return
         self._refuse_within(name)
-        turn = self._begin(name, key, own)
+        turn = self._begin(name, key, thread)
         try:
             with _threads_advised(bool(turn.key)):
                 yield
@@ -153,19 +153,19 @@ class CallTurns:
         Raises:
             ModelError: another thread has a custom loop, or a call that has its turn has started this thread.
         """
-        own, holder = threading.current_thread(), self._holder
-        if holder is not None and holder.thread is own:
+        thread, holder = threading.current_thread(), self._holder
+        if holder is not None and holder.thread is thread:
             yield
             return
         self._refuse_within(name)
-        if several and self._loops is not None and self._loops is not own and self._loops.is_alive():
+        if several and self._loops is not None and self._loops is not thread and self._loops.is_alive():
             raise ModelError(
-                f"{name} in thread {own.name!r}, while thread {self._loops.name!r} calls it too: several "
+                f"{name} in thread {thread.name!r}, while thread {self._loops.name!r} calls it too: several "
                 "workers cannot tell which thread is next; compute custom loops in one thread, or start a "
                 "job for each"
             )
-        self._loops = own
-        turn = Turn(name, "", own)
+        self._loops = thread
+        turn = Turn(name, "", thread)
         with self._changed:
             while self._holder is not None or self._chooses:
                 self._changed.wait(_MOMENT)
@@ -194,16 +194,16 @@ class CallTurns:
                 f"make this call in that thread, or before {holder.name}"
             )
 
-    def _begin(self, name: str, key: Callable[[], str], own: threading.Thread) -> Turn:
-        if not (self._in_threads or own is not threading.main_thread() or self._ordered()):
-            turn = Turn(name, "", own)
+    def _begin(self, name: str, key: Callable[[], str], thread: threading.Thread) -> Turn:
+        if not (self._in_threads or thread is not threading.main_thread() or self._ordered()):
+            turn = Turn(name, "", thread)
             with self._changed:
                 while self._holder is not None or self._chooses:
                     self._changed.wait(_MOMENT)
                 if not self._in_threads:
                     self._holder, self._chosen = turn, None
                     return turn
-        turn = Turn(name, key(), own)
+        turn = Turn(name, key(), thread)
         with self._changed:
             self._waiting.append(turn)
             self._changed.notify_all()
@@ -218,7 +218,7 @@ class CallTurns:
         return turn
 
     def _has_its_turn(self, turn: Turn) -> bool:
-        """Whether the turn of a waiting call begins; the first waiting thread finds out which is next."""
+        """Whether the turn of a waiting call begins. The first waiting thread asks which call is next."""
         if self._holder is not None or self._chooses:
             return False
         if self._chosen is None:
@@ -254,19 +254,19 @@ class CallTurns:
 
     def _keys(self) -> list[str]:
         with self._changed:
-            return list(dict.fromkeys(one.key for one in self._waiting))
+            return list(dict.fromkeys(turn.key for turn in self._waiting))
 
     def _check_arrival(self, turn: Turn) -> None:
-        """Say, and after some time raise, that no thread makes the call whose turn it is."""
+        """If no thread makes the call whose turn it is, print a note, and after some time raise an error."""
         if self._holder is not None or self._chosen is None or self._waiting[0] is not turn:
             return
         if self._next() is not None:
             return
         waited = time.monotonic() - self._chosen_at
-        what = self._chosen or "of the main thread"
+        call = self._chosen or "of the main thread"
         text = (
-            f"no thread of this worker makes the call {what}, whose turn it is; its threads wait with "
-            f"{', '.join(one.key for one in self._waiting)}"
+            f"no thread of this worker makes the call {call}, whose turn it is; its threads wait with "
+            f"{', '.join(waiting.key for waiting in self._waiting)}"
         )
         if waited >= self._patience():
             raise PeerStuckError(f"{text}; {ADVICE_ON_THREADS}")
@@ -277,7 +277,7 @@ class CallTurns:
 
 @contextmanager
 def _threads_advised(applies: bool) -> Iterator[None]:
-    """Add, if it applies, to a disagreement of workers that threads may be its cause."""
+    """Add to a disagreement of workers that threads may be its cause, if that applies."""
     try:
         yield
     except DisagreementError as error:
@@ -297,10 +297,10 @@ def agreed_key(waiting: Sequence[Sequence[str]]) -> str:
 
 
 def key_of(method: str, subject: str, args: Any, kwargs: Any) -> str:
-    """Return what identifies a call on all workers: its method, its model, and the values it passes.
+    """Return the key of a call: its method, its model, and the values it passes.
 
     Args:
-        method: its name.
+        method: the name of the method.
         subject: identifies the model.
         args: the arguments.
         kwargs: the keyword arguments.

@@ -1,4 +1,4 @@
-"""What workers on different hosts must have in common to compute equal bits from the same program."""
+"""The properties that hosts must have in common so that their workers compute equal bits."""
 
 import os
 import socket
@@ -23,17 +23,17 @@ from lockstep.system.processor import (
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
 
-Share = Callable[[str], Sequence[str]]
-"""Gives a text to all workers of the call, and returns theirs."""
+GatherTexts = Callable[[str], Sequence[str]]
+"""Sends a text to all workers of the call, and returns the texts of all."""
 
 _NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """What a worker has imported on its host, and what it computes there.
+    """The libraries and files that a worker has imported on its host, and bits that it computes there.
 
     Attributes:
-        worker: its id.
+        worker: the id of the worker.
         host: the name of the host.
         processor: the kind of its processor.
         instructions: the largest instruction set of its processor.
@@ -62,15 +62,15 @@ def own_report(job: Job) -> bytes:
 
 def report_for_joiners(job: Job) -> dict[str, Any]:
     """Return the report of this worker as JSON data; empty if the job has one host."""
-    found: dict[str, Any] = msgspec.to_builtins(host_report(job)) if job.context.over_hosts else {}
-    return found
+    report: dict[str, Any] = msgspec.to_builtins(host_report(job)) if job.context.over_hosts else {}
+    return report
 
 
 def compare_with_member(job: Job, report: Mapping[str, Any]) -> None:
     """Compare this worker, which joins, with a member that has sent `report`; do nothing if it is empty.
 
     Raises:
-        DisagreementError: their hosts differ; names them and what differs.
+        DisagreementError: their hosts differ. It names the hosts and the difference.
     """
     if report:
         reports = [msgspec.convert(report, HostReport), host_report(job)]
@@ -93,53 +93,55 @@ def host_report(job: Job) -> HostReport:
     )
 
 
-def compare_reports(job: Job, what: str, packed: Sequence[bytes], share: Share) -> None:
+def compare_reports(job: Job, label: str, packed: Sequence[bytes], gather_texts: GatherTexts) -> None:
     """Compare the reports of all workers of a view; do nothing if they are empty.
 
     Args:
-        job: of this worker.
-        what: names the call, for messages.
+        job: the job of this worker.
+        label: names the call, for messages.
         packed: the reports.
-        share: for all workers of the view.
+        gather_texts: gathers a text of each worker of the view.
 
     Raises:
-        DisagreementError: hosts differ; raised on every worker, names the hosts and what differs.
+        DisagreementError: hosts differ. Every worker raises it. It names the hosts and the difference.
     """
     if not all(packed):
         return
-    _compare(job, what, [msgspec.msgpack.decode(report, type=HostReport) for report in packed], share)
+    _compare(job, label, [msgspec.msgpack.decode(report, type=HostReport) for report in packed], gather_texts)
 
 
 def hosts_of(packed: Sequence[bytes]) -> list[str]:
-    """Return the names of the hosts of all workers of a view; none if the reports are empty."""
+    """Return the names of the hosts of all workers of a view; empty if the reports are empty."""
     if not all(packed):
         return []
     return [msgspec.msgpack.decode(report, type=HostReport).host for report in packed]
 
 
-def _compare(job: Job, what: str, reports: Sequence[HostReport], share: Share) -> None:
-    for look in (_other_library, _other_source):
-        found = {own.worker: text for own in reports if (text := look(reports[0], own))}
-        if found:
-            raise DisagreementError(f"{what}: {next(iter(found.values()))}", tuple(found))
+def _compare(job: Job, label: str, reports: Sequence[HostReport], gather_texts: GatherTexts) -> None:
+    for find in (_other_library, _other_source):
+        differences = {report.worker: text for report in reports if (text := find(reports[0], report))}
+        if differences:
+            raise DisagreementError(f"{label}: {next(iter(differences.values()))}", tuple(differences))
     first = (reports[0].backend, reports[0].bits)
-    others = [own for own in reports if (own.backend, own.bits) != first]
+    others = [report for report in reports if (report.backend, report.bits) != first]
     if others:
-        refuse_unlike(job, what, "a fixed small program", (reports[0], *others), share)
+        refuse_unlike(job, label, "a fixed small program", (reports[0], *others), gather_texts)
 
 
-def refuse_unlike(job: Job, what: str, program: str, reports: Sequence[HostReport], share: Share) -> None:
+def refuse_unlike(
+    job: Job, label: str, program: str, reports: Sequence[HostReport], gather_texts: GatherTexts
+) -> None:
     """Refuse hosts that compute other bits than the first, or publish a note if the user allows them.
 
     Args:
-        job: of this worker.
-        what: names the call.
-        program: whose results differ, for people.
-        reports: of a worker, and of those whose bits differ from its bits.
-        share: for all workers of the call.
+        job: the job of this worker.
+        label: names the call.
+        program: names the program whose results differ.
+        reports: the reports of a worker, and of those whose bits differ from its bits.
+        gather_texts: gathers a text of each worker of the call.
 
     Raises:
-        DisagreementError: names the hosts, and what makes them equal.
+        DisagreementError: it names the hosts, and how to make them equal.
     """
     first, other, *_ = reports
     backend = _NAMES.get(other.backend, other.backend)
@@ -148,10 +150,10 @@ def refuse_unlike(job: Job, what: str, program: str, reports: Sequence[HostRepor
         f"{_why_other_bits(first, other)}"
     )
     if not job.settings.allow_unlike:
-        remedy = "run on hosts of one kind" + _limits(job, reports, share)
+        remedy = "run on hosts of one kind" + _limits(job, reports, gather_texts)
         allow = "--allow-unlike accepts a result that depends on which host computes which replica"
         raise DisagreementError(
-            f"{what}: {differs}; {remedy}; {allow}", tuple(one.worker for one in reports[1:])
+            f"{label}: {differs}; {remedy}; {allow}", tuple(report.worker for report in reports[1:])
         )
     if job.is_chief:
         job.events.publish(HostsDiffer(f"{differs}; the result depends on which host computes which replica"))
@@ -163,29 +165,29 @@ def _why_other_bits(first: HostReport, other: HostReport) -> str:
         if ours != theirs:
             return f" ({name} is {ours} and {theirs})"
     ours, theirs = (
-        (f"{one.processor} with {one.instructions}".removesuffix(" with ")) for one in (first, other)
+        (f"{report.processor} with {report.instructions}".removesuffix(" with ")) for report in (first, other)
     )
     return f" ({ours} and {theirs})" if ours != theirs else ""
 
 
-def _limits(job: Job, reports: Sequence[HostReport], share: Share) -> str:
-    """Return how to limit hosts to the instructions that all have, and what it costs; empty if unknown."""
+def _limits(job: Job, reports: Sequence[HostReport], gather_texts: GatherTexts) -> str:
+    """Return how to limit hosts to the instructions that all have, with the cost; empty if unknown."""
     first = reports[0]
-    if any(one.flags != first.flags for one in reports):
+    if any(report.flags != first.flags for report in reports):
         return " and with one environment"
-    common = smallest(tuple(one.instructions for one in reports))
-    if not common or any(one.backend != first.backend for one in reports):
+    common = smallest(tuple(report.instructions for report in reports))
+    if not common or any(report.backend != first.backend for report in reports):
         return ""
     limit = limit_of(first.backend, common)
     # The first worker of each host with a larger set measures.
-    firsts = {one.host: one for one in reversed(reports)}
-    own = [one for one in firsts.values() if one.worker == job.worker and one.instructions != common]
-    costs = "; ".join(filter(None, share(_cost(job, own[0].host, limit) if own else "")))
+    firsts = {report.host: report for report in reversed(reports)}
+    measuring = [r for r in firsts.values() if r.worker == job.worker and r.instructions != common]
+    costs = "; ".join(filter(None, gather_texts(_cost(job, measuring[0].host, limit) if measuring else "")))
     return f", or set {limit}" + f" ({costs})" * bool(costs)
 
 
 def _cost(job: Job, host: str, limit: str) -> str:
-    # Within the time after which the others, who wait, would take this worker for stuck.
+    # It takes less time than the limit after which the waiting workers would call this one stuck.
     cost = cost_of_limit(limit, job.policy.timeout / 2)
     return "" if cost is None else f"on {host}, a small program takes about {cost:.1f} times as long with it"
 
@@ -201,7 +203,7 @@ def _other_library(first: HostReport, other: HostReport) -> str:
 
 
 def _other_source(first: HostReport, other: HostReport) -> str:
-    # A worker may import more than others, such as what only the chief needs.
+    # A worker may import more files than others, such as those that only the chief needs.
     for path, text in first.sources.items():
         if other.sources.get(path, text) != text:
             return f"{path} differs between {first.host} and {other.host}; copy the same file to all hosts"
@@ -212,5 +214,5 @@ def libraries() -> dict[str, str]:
     """Return the versions of the imported libraries that affect training."""
     names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
     modules = [sys.modules[name] for name in names if name in sys.modules]
-    # PyTorch's version is of a subclass of str.
+    # PyTorch's version is an instance of a subclass of str.
     return {module.__name__: str(module.__version__) for module in modules}

@@ -1,6 +1,6 @@
-"""Models that a script saves where a job only checks it: the script finds them again, and nothing else does.
+"""Models that a script saves in a job that only checks it. Only the script itself finds them again.
 
-They are in the folder of the run, so the files of the script stay as they are.
+They are in the folder of the run, so the script's own files stay as they are.
 """
 
 import functools
@@ -25,7 +25,7 @@ class KeptSaves:
     """The models that a script has saved by Keras's methods.
 
     Args:
-        folder: for them.
+        folder: the folder for the models.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,21 +33,21 @@ class KeptSaves:
 
     @classmethod
     def of(cls, job: Job) -> "KeptSaves | None":
-        """Return those of a job that checks its script; None for others."""
+        """Return the models of a job that checks its script; None for other jobs."""
         folder = job.context.folder
         return cls(RunPaths(folder).saved) if job.settings.checks and folder else None
 
     def save(
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Save like `original`, but in the folder; an export, which Keras does not load, is not saved."""
+        """Save like `original`, but in the folder. An export is not saved, because Keras does not load it."""
         if original.__name__ != "export":
             kept = self._kept_path(filepath)
             kept.parent.mkdir(parents=True, exist_ok=True)
             original(model, kept, *args, **kwargs)
 
     def load_from_here(self) -> None:
-        """Let Keras's functions load what was saved to their path."""
+        """Let Keras's functions load the models that were saved to their path."""
         if PATCHES.has(__name__):
             return
         for module in (SAVING, keras.saving, keras.models):
@@ -60,11 +60,11 @@ class KeptSaves:
 
         @functools.wraps(original)
         def load(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs)
-            kept = self._kept_path(given.arguments["filepath"])
+            bound = parameters.bind(*args, **kwargs)
+            kept = self._kept_path(bound.arguments["filepath"])
             if kept.exists():
-                given.arguments["filepath"] = kept
-            return original(*given.args, **given.kwargs)
+                bound.arguments["filepath"] = kept
+            return original(*bound.args, **bound.kwargs)
 
         return load
 
@@ -74,10 +74,10 @@ class KeptSaves:
 
 
 class SavesAtEnd(keras.callbacks.Callback):  # type: ignore[misc]
-    """Saves the model at the end of a short `fit` as a `ModelCheckpoint` would before.
+    """Saves the model at the end of a short `fit`, as a `ModelCheckpoint` would earlier.
 
     Args:
-        checkpoint: the callback in whose place this one is.
+        checkpoint: the callback that this one replaces.
     """
 
     def __init__(self, checkpoint: keras.callbacks.ModelCheckpoint) -> None:

@@ -1,7 +1,7 @@
-"""Errors of Lockstep in layers that load saved weights: Keras would raise another one, which hides them.
+"""Errors of Lockstep in layers that load saved weights. Keras would raise another error, which hides them.
 
-Keras collects what layers raise while it loads a model or its weights, and then raises a `ValueError` about
-all of them, with the text of the first one in the middle.
+Keras collects the errors of layers while it loads a model or its weights, and then raises a `ValueError`
+about all of them, with the text of the first one in the middle.
 """
 
 import threading
@@ -16,16 +16,16 @@ _lock = threading.Lock()
 
 
 def show_refusals() -> None:
-    """Let Keras raise an error of Lockstep itself if a layer raises one; the first call replaces a function.
+    """Let Keras raise an error of Lockstep unchanged if a layer raises one.
 
     With `skip_mismatch=True`, Keras warns of an `InputError`, as of weights of other shapes.
     """
     with _lock:
         if not PATCHES.has(__name__):
-            PATCHES.replace(__name__, *RAISE_LOADING_FAILURE, _own_error_first)
+            PATCHES.replace(__name__, *RAISE_LOADING_FAILURE, _refusal_first)
 
 
-def _own_error_first(original: Callable[..., Any]) -> Callable[..., Any]:
+def _refusal_first(original: Callable[..., Any]) -> Callable[..., Any]:
     def raise_loading_failure(
         error_msgs: Mapping[int, tuple[Any, Exception]], warn_only: bool = False
     ) -> None:

@@ -1,4 +1,4 @@
-"""The hash that shows whether two trainings have equal bits."""
+"""The hash that shows whether two runs have equal bits."""
 
 import hashlib
 from typing import Any
@@ -45,11 +45,11 @@ class LastModel:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._model: Any = None
-        self._facts: dict[str, str] = {}
+        self._summary: dict[str, str] = {}
 
     @property
     def model(self) -> Any:
-        """The model; None if there is none, or another one was compiled since."""
+        """The model; None if no model was trained, or another one was compiled since then."""
         return self._model
 
     def trains(self, model: Any) -> None:
@@ -59,17 +59,17 @@ class LastModel:
     def compiles(self, model: Any) -> None:
         """Note that `model` is about to be compiled."""
         if self._model is not None and self._model is not model:
-            self._facts, self._model = self.facts(), None
+            self._summary, self._model = self.summary(), None
 
-    def facts(self) -> dict[str, str]:
-        """Return its name and, on the chief, its digest; empty if no model was trained."""
+    def summary(self) -> dict[str, str]:
+        """Return the model's name and, on the chief, its digest; empty if no model was trained."""
         if self._model is None:
-            return self._facts
+            return self._summary
         name = str(self._model.name)
         try:
             return {"model": name, "digest": digest(self._model)} if self._job.is_chief else {"model": name}
         except Exception:
-            # A failed step may have taken its memory; the script itself did not request the digest.
+            # A failed step may have freed its memory. The script did not ask for the digest, so do not raise.
             return {"model": name}
 
 

@@ -14,11 +14,13 @@ Nest = Any
 def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
     """Return the leaves of a nest, including None, and a function that packs others in the same structure.
 
-    Most inputs are (x, y), for which `keras.tree` would take as long as gathering a small batch.
+    Most inputs are (x, y). For these, `keras.tree` would take as long as gathering a small batch.
     """
-    kind = type(nest)
-    if (kind is tuple or kind is list) and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
-        return list(nest), kind
+    nest_class = type(nest)
+    if (nest_class is tuple or nest_class is list) and all(
+        leaf is None or hasattr(leaf, "shape") for leaf in nest
+    ):
+        return list(nest), nest_class
     return keras.tree.flatten(nest), partial(keras.tree.pack_sequence_as, nest)
 
 
@@ -39,8 +41,8 @@ def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
     On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order.
     """
     following = iter(leaves)
-    places = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
-    return keras.tree.pack_sequence_as(nest, places)
+    padded = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
+    return keras.tree.pack_sequence_as(nest, padded)
 
 
 def repeated(nest: Nest, examples: int, count: int) -> Nest:
@@ -49,7 +51,7 @@ def repeated(nest: Nest, examples: int, count: int) -> Nest:
     Args:
         nest: arrays with rows along the first axis, in proportion to the number of examples.
         examples: the number of examples of `nest`.
-        count: the count of the result.
+        count: the number of examples of the result.
     """
 
     def rows(leaf: Any) -> Any:

@@ -35,8 +35,7 @@ class NumberedCall:
         inner: number of calls within it that have begun, by method.
         result_of: returns the result to record when it ends, if that is not its return value.
         logs: the logs of its last step.
-        processed: the step whose end callbacks had processed when the restored state was taken; None if they
-            had not.
+        processed: the step whose end callbacks had processed in the restored state; None if there was none.
     """
 
     name: str
@@ -83,7 +82,7 @@ class NumberedCalls:
         taken: number of training steps in all calls.
         stack: the calls in progress.
         unnumbered: methods whose calls do not count in the numbers of calls.
-        asked: the position of the last call of `next_seed`, and the number of its calls there.
+        last_seed: the position of the last call of `next_seed`, and the number of calls of it there.
     """
 
     job_seed: int = 0
@@ -92,7 +91,7 @@ class NumberedCalls:
     taken: int = 0
     stack: list[NumberedCall] = field(default_factory=lambda: [NumberedCall("no call", 0)])
     unnumbered: frozenset[str] = frozenset()
-    asked: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+    last_seed: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
 
     @contextmanager
     def enter(self, method: str) -> Iterator[NumberedCall]:
@@ -118,7 +117,7 @@ class NumberedCalls:
             self.stack.pop()
 
     def move_to(self, methods: Mapping[str, int], taken: int) -> None:
-        """Go on after the calls of another process: of each method so many, with so many training steps."""
+        """Go on after the calls of another process, given their numbers by method and the training steps."""
         self.methods.clear()
         self.methods.update(methods)
         self.taken = taken
@@ -138,10 +137,10 @@ class NumberedCalls:
         It is derived from the job's seed, the script's seeds, and the position, and is the same in a process
         that skips what others have computed.
         """
-        where = self.outermost, len(self.stack), self.current.steps
-        count = self.asked[1] + 1 if self.asked[0] == where else 1
-        self.asked = where, count
-        return seed_of(script_seeds(self.job_seed), where, count)
+        position = self.outermost, len(self.stack), self.current.steps
+        count = self.last_seed[1] + 1 if self.last_seed[0] == position else 1
+        self.last_seed = position, count
+        return seed_of(script_seeds(self.job_seed), position, count)
 
     @property
     def current(self) -> NumberedCall:

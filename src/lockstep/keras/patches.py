@@ -2,10 +2,10 @@
 
 Each replacement is an entry of the registry in `lockstep.worker.patch_registry`.
 
-Keras passes the end of each batch to its list of callbacks, on JAX and TensorFlow in another thread; the
-replaced method returns at once if no callback processes it. On JAX, Keras's trainer sets an attribute of the
-model to the state of the training after each step, and the model searches such an attribute for layers,
-array by array. A mapping that is not a `dict` is not searched.
+Keras passes the end of each batch to its list of callbacks, on JAX and TensorFlow in another thread. The
+replaced method returns at once if no callback processes it. On JAX, Keras's trainer stores the state in an
+attribute of the model after each step, and the model searches such an attribute for layers, array by array.
+It does not search a mapping that is not a `dict`.
 """
 
 import functools
@@ -103,8 +103,8 @@ def install(job: Job) -> ModelMethods:
 
             share_checkpoints(job, lambda: methods.behind)
             owner = definer(keras.Model, "distribute_strategy")
-            found = functools.partial(_strategy_for_scripts, methods)
-            PATCHES.replace(__name__, owner, "distribute_strategy", found)
+            property_for_scripts = functools.partial(_strategy_for_scripts, methods)
+            PATCHES.replace(__name__, owner, "distribute_strategy", property_for_scripts)
         _installed.append(methods)
         os.register_at_fork(after_in_child=_note_fork)
         job.events.publish(StrategyInstalled(keras.backend.backend(), libraries()))
@@ -112,9 +112,9 @@ def install(job: Job) -> ModelMethods:
 
 
 def install_at_compile(job: Job) -> None:
-    """Install Lockstep when the script compiles its first model, to distribute that and all later ones.
+    """Install Lockstep when the script compiles its first model, to distribute it and all later models.
 
-    If the script creates a strategy, before or later, its scope decides instead.
+    If the script creates a strategy, before or later, the scope of the strategy decides instead.
     """
     # Scripts may import the functions by name before they compile a model.
     _save_by_methods(job)
@@ -143,20 +143,20 @@ def install_at_compile(job: Job) -> None:
 
 
 def _strategy_for_scripts(methods: ModelMethods, original: property) -> property:
-    """Let scripts find the strategy of a model; Keras would distribute by it, and finds TensorFlow's own."""
+    """Let scripts read the strategy of a model. Keras, which would distribute by it, reads TensorFlow's."""
 
     def strategy(model: Any) -> Any:
-        asks = str(sys._getframe(1).f_globals.get("__name__"))
-        found = None
-        if asks.partition(".")[0] not in ("keras", "lockstep", "tensorflow") and not _in_child():
-            found = methods.strategy_of(model)
-        return original.__get__(model) if found is None else found
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        strategy_of_model = None
+        if caller.partition(".")[0] not in ("keras", "lockstep", "tensorflow") and not _in_child():
+            strategy_of_model = methods.strategy_of(model)
+        return original.__get__(model) if strategy_of_model is None else strategy_of_model
 
     return property(strategy)
 
 
 def _in_child() -> bool:
-    """Whether this is a process that the script has forked: it trains by itself, as plain Keras does."""
+    """Whether the script has forked this process, which then trains by itself, as plain Keras does."""
     if not _forked:
         return False
     if _installed:
@@ -172,7 +172,7 @@ def _in_child() -> bool:
 
 
 def _note_fork() -> None:
-    """In a child of this process: let it leave the job when it uses a model."""
+    """In a forked child, leave the job when the child uses a model."""
     if _installed:
         _forked[:] = [_forked_by_chief()]
 
@@ -182,9 +182,9 @@ def _forked_by_chief() -> bool:
 
 
 def uninstall() -> None:
-    """Restore everything that Lockstep has replaced in Keras and its backend; call it outside of any step.
+    """Restore everything that Lockstep has replaced in Keras and its backend. Call it outside of any step.
 
-    Existing strategies distribute nothing afterwards.
+    Existing strategies do not distribute anything afterwards.
     """
     PATCHES.give_back("lockstep.keras")
     _installed.clear()
@@ -193,7 +193,7 @@ def uninstall() -> None:
 def _save_by_methods(job: Job) -> None:
     """Make the functions that save a model call the model's method, which is replaced.
 
-    In a job that checks its script, those that load a model find what it has saved.
+    In a job that checks its script, the functions that load a model find the models that it has saved.
     """
     if (kept := KeptSaves.of(job)) is not None:
         kept.load_from_here()
@@ -283,7 +283,7 @@ def _only_handled(name: str, handlers: Sequence[str]) -> None:
 
 
 def _untracked(attribute: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Keras from searching the state of a training, its `attribute`, for layers, array by array.
+    """Keep Keras from searching the state of its trainer, in `attribute`, for layers, array by array.
 
     A `UserDict` is not a `dict`, but programs can read and change it in the same way.
     """

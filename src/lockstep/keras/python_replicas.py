@@ -1,15 +1,15 @@
 """Python attributes that steps change, where Python runs in each step: R replicas change them once.
 
 Each replica begins with the values before the step, and the values after it are those that every replica
-leaves. They are part of the round's form, which all replicas must have in common. What a step only writes,
-such as the last loss or a list of activations, is not state: it may differ, and is that of one of the
-replicas afterwards. Whether a step reads it is measured: a replica computes again with other values in its
-place, and with what was there before the first step.
+leaves. They are part of the round's form, which all replicas must have in common. An attribute that a step
+only writes, such as the last loss or a list of activations, is not state. It may differ between replicas, and
+has the value of one of them afterwards. Whether a step reads an attribute is measured: a replica computes
+again with other values there, and with the value from before the first step.
 
-Reach ends at global variables, variables of enclosing functions and the clock. So in the first two steps of
-a program, replica 0 is computed twice, and once with fewer examples. State out of reach is refused by name
-if it changes bits, and so are values that depend on the number of examples. What `predict` changes in Python
-is undone.
+Global variables, variables of enclosing functions and the clock are out of reach. So in the first two steps
+of a program, replica 0 is computed twice, and once with fewer examples. State out of reach is refused by name
+if it changes bits, and so are values that depend on the number of examples. Changes that `predict` makes in
+Python are undone.
 """
 
 import sys
@@ -61,7 +61,7 @@ class PythonOfReplicas:
 
     Args:
         graph: the objects whose attributes count.
-        places: gets the places that change, and whether a step has changed them.
+        places: is filled with the places that change, and whether a step has changed them.
         to_numpy: returns an array of the backend as NumPy sees it.
         trains: whether the program trains; otherwise, nothing is computed twice.
     """
@@ -94,21 +94,22 @@ class PythonOfReplicas:
     def of_model(
         cls, model: Any, to_numpy: Callable[[Any], npt.NDArray[Any]], *, trains: bool
     ) -> "PythonOfReplicas":
-        """Return that of the steps of a model."""
+        """Return the Python state of a model's steps."""
         return cls(graph_of(model), _places(model), to_numpy, trains=trains)
 
     @classmethod
     def of_function(cls, function: Any, to_numpy: Callable[[Any], npt.NDArray[Any]]) -> "PythonOfReplicas":
-        """Return that of a function of `strategy.run`."""
+        """Return the Python state of a function of `strategy.run`."""
         return cls(graph_of_function(function), {}, to_numpy, trains=False)
 
     def begin(self) -> None:
-        """Begin a step: what the program has changed since the last one is known."""
-        for place in self._graph.refresh().places(without=self._outputs):
-            self._places.setdefault(place, False)
+        """Begin a step: changes that the program has made since the last one belong to the baseline."""
+        for changed_place in self._graph.refresh().places(without=self._outputs):
+            self._places.setdefault(changed_place, False)
         self._ignore_outputs()
         self._steps += 1
-        # A worker that joins knows from the members what is state: it must not announce it again.
+        # A worker that joins learns from the members which attributes are state. It must not announce them
+        # again.
         self._state.update(key for key in (*self._due, *self._new) if self._is_told(key))
         self._due = [key for key in (*self._due, *sorted(self._new)) if key not in self._state]
         self._new.clear()
@@ -116,20 +117,20 @@ class PythonOfReplicas:
         self._began.clear()
 
     def compute(
-        self, run: Callable[[int], Partial], replica: int, rows: int, what: str, *, first_round: bool
+        self, run: Callable[[int], Partial], replica: int, rows: int, label: str, *, first_round: bool
     ) -> Partial:
         """Compute a replica with the values before the step, which it leaves unchanged.
 
         Args:
-            run: computes the replica with so many of its examples.
+            run: computes the replica with a number of its examples.
             replica: the replica that computes.
             rows: the number of its examples.
-            what: names the step.
+            label: names the step.
             first_round: whether this is the first round of the step.
 
         Raises:
-            ModelError: the replica depends on what no replica can begin again, or changes attributes in a
-                way that depends on the number of its examples.
+            ModelError: the replica depends on state that Lockstep cannot restore, or changes attributes
+                depending on the number of its examples.
         """
         tested = self._due[:_TESTS] if first_round else []
         tried = {key: self._with_other_values(run, rows, key) for key in tested}
@@ -140,7 +141,7 @@ class PythonOfReplicas:
         if before is not None and (differing := self._differing(before, (partial, changes))):
             names = list(dict.fromkeys(name.partition(" = ")[0] for name in differing))
             raise ModelError(
-                f"{what}: computed twice from the same state and examples, replica 0 gives different bits "
+                f"{label}: computed twice from the same state and examples, replica 0 gives different bits "
                 f"({', '.join(names[:3])}): {_ADVICE}"
             )
         for key, others in tried.items():
@@ -149,40 +150,40 @@ class PythonOfReplicas:
                 self._outputs.add(key)
             else:
                 self._state.add(key)
-                self._begin_with(key, what)
+                self._begin_with(key, label)
         self._note_new(run, replica, rows, (partial, changes))
         if twice and self._steps == _TRIED_STEPS and rows > 1 and self._texts(changes):
-            self._refuse_counts(run, rows, changes, what)
+            self._refuse_counts(run, rows, changes, label)
         return partial
 
     def form(self) -> str:
-        """Return what the last computation has changed, which must be equal for all replicas."""
+        """Return the changes of the last computation, which must be equal for all replicas."""
         return "; ".join([*self._began, *self._texts(self._changes)])
 
     @property
     def has_changed(self) -> bool:
-        """Whether the last computation has changed what later ones may read."""
+        """Whether the last computation has changed attributes that later ones may read."""
         return bool(self._changes.texts(without=self._outputs))
 
     def end(self) -> None:
         """End a step: make the changes of its replicas once."""
         for key in self._new:
-            before = text_of(self._graph.known_value(key))
+            before = text_of(self._graph.baseline_value(key))
             values = {texts.get(key, before) for texts in self._left.values()}
             self._divided.update([key] if len(values) > 1 else ())
         self._graph.adopt(self._changes)
-        for place in self._changes.places(without=self._untold):
-            self._places[place] = True
+        for changed_place in self._changes.places(without=self._untold):
+            self._places[changed_place] = True
         if self._steps == _TRIED_STEPS:
             self._graph.stop_watching()
         self._changes = Changes(self._graph, {}, {})
 
     def unchanged(self) -> Kept:
-        """Return a context in which nothing lasts that changes Python attributes."""
+        """Return a context at whose end all changes of Python attributes are undone."""
         return Kept(self._graph)
 
     def undo(self) -> None:
-        """End a step, or an attempt to compute a replica, that changes nothing, such as one that predicts."""
+        """End a step, or an attempt to compute a replica, without its changes, such as one that predicts."""
         self._graph.restore()
         self._changes = Changes(self._graph, {}, {})
 
@@ -194,25 +195,25 @@ class PythonOfReplicas:
         warns = torch.is_deterministic_algorithms_warn_only_enabled() and torch.cuda.is_available()
         return bool(torch.are_deterministic_algorithms_enabled()) and not warns
 
-    def _begin_with(self, key: Key, what: str) -> None:
-        """Take a value that the step has turned out to read as state: all replicas must begin with it."""
+    def _begin_with(self, key: Key, label: str) -> None:
+        """Count a value that the step has turned out to read as state: all replicas must begin with it."""
         name = self._graph.name_of(key)
         if key in self._divided:
             raise ModelError(
-                f"{what}: the step reads {name}, and replicas have left different values there: {_REMEDY}"
+                f"{label}: the step reads {name}, and replicas have left different values there: {_REMEDY}"
             )
-        self._began.append(f"{name} was {text_of(self._graph.known_value(key))}")
+        self._began.append(f"{name} was {text_of(self._graph.baseline_value(key))}")
 
     def _is_told(self, key: Key) -> bool:
         """Whether a step, perhaps of another process, has told replicas the value of an attribute."""
-        return self._places.get(self._place(key), False)
+        return self._places.get(self._path_and_name(key), False)
 
-    def _place(self, key: Key) -> tuple[str, str]:
+    def _path_and_name(self, key: Key) -> tuple[str, str]:
         return self._graph.nodes[key[0]].path, key[1]
 
     @property
     def _untold(self) -> set[Key]:
-        """The attributes whose values may differ, as far as is known."""
+        """The attributes whose values may differ, because no step has been seen to read them."""
         return {*self._outputs, *self._new, *self._due}
 
     def _texts(self, changes: Changes) -> list[str]:
@@ -230,17 +231,17 @@ class PythonOfReplicas:
             return self._once(run, rows)
 
     def _note_new(
-        self, run: Callable[[int], Partial], replica: int, rows: int, found: tuple[Partial, Changes]
+        self, run: Callable[[int], Partial], replica: int, rows: int, results: tuple[Partial, Changes]
     ) -> None:
-        """Note where a replica has left another value, of which it is not known yet if it is state."""
-        changes = found[1]
+        """Note the places where a replica has left another value, which may or may not be state."""
+        changes = results[1]
         values = changes.values
         self._state.update(key for key in values if self._is_told(key))
         for key in values:
             if key in self._state or key in self._untold:
                 continue
             before = changes.value_before(key)
-            if isinstance(before, list) and self._adds_to(run, rows, key, before, found):
+            if isinstance(before, list) and self._adds_to(run, rows, key, before, results):
                 self._state.add(key)
                 continue
             self._new.add(key)
@@ -253,18 +254,18 @@ class PythonOfReplicas:
         rows: int,
         key: Key,
         before: list[Any],
-        found: tuple[Partial, Changes],
+        results: tuple[Partial, Changes],
     ) -> bool:
-        """Whether a step leaves another list if there was one more element in it before."""
+        """Whether a step leaves another list if the list had one more element before."""
         longer = self._computed_with(run, rows, key, [*before, before[-1] if before else 0.0])
-        return longer is None or bool(self._differing(longer, found))
+        return longer is None or bool(self._differing(longer, results))
 
     def _ignore_outputs(self) -> None:
-        """Forget the objects that only outputs refer to: each step leaves others."""
+        """Forget the objects to which only outputs refer, because each step leaves others."""
         for key in self._outputs - self._ignored:
             if key[0] in self._graph.nodes:
                 self._graph.ignore(key)
-                self._places.pop(self._place(key), None)
+                self._places.pop(self._path_and_name(key), None)
         self._ignored = set(self._outputs)
         for keys in (self._outputs, self._ignored, self._state, self._new, self._divided):
             keys.intersection_update([key for key in keys if key[0] in self._graph.nodes])
@@ -273,39 +274,39 @@ class PythonOfReplicas:
     def _with_other_values(
         self, run: Callable[[int], Partial], rows: int, key: Key
     ) -> list[tuple[Partial, Changes]]:
-        """Compute with other values at a place; return nothing if that is not possible."""
-        other, before = disturbed(self._graph.known_value(key)), self._before.pop(key)
+        """Compute with other values at a place; return an empty list if that is not possible."""
+        other, before = disturbed(self._graph.baseline_value(key)), self._before.pop(key)
         if other is None:
             return []
-        found = [self._computed_with(run, rows, key, one) for one in (other, before)]
-        return [] if None in found else [one for one in found if one is not None]
+        results = [self._computed_with(run, rows, key, value) for value in (other, before)]
+        return [] if None in results else [result for result in results if result is not None]
 
     def _computed_with(
         self, run: Callable[[int], Partial], rows: int, key: Key, value: Any
     ) -> tuple[Partial, Changes] | None:
-        """Compute with another value at a place; None if the step raises an exception then."""
+        """Compute with another value at a place; return None if the step raises an exception then."""
         try:
             with self._graph.with_value(key, value):
                 return self._again(run, rows)
         except Exception:
             return None
 
-    def _differing(self, one: tuple[Partial, Changes], other: tuple[Partial, Changes]) -> list[str]:
+    def _differing(self, left: tuple[Partial, Changes], right: tuple[Partial, Changes]) -> list[str]:
         """Return the names of the arrays and changes that differ."""
-        (first, changed), (second, changed_too) = one, other
+        (first, changed), (second, changed_too) = left, right
         names = sorted({*first, *second})
-        found = [
+        differing = [
             name
             for name in names
             if name not in first or name not in second or self._bits(first[name]) != self._bits(second[name])
         ]
-        ours, theirs = (set(each.texts(without=self._outputs)) for each in (changed, changed_too))
-        return found + sorted(ours ^ theirs)
+        ours, theirs = (set(side.texts(without=self._outputs)) for side in (changed, changed_too))
+        return differing + sorted(ours ^ theirs)
 
     def _bits(self, array: Any) -> bytes:
         return digest_arrays([self._to_numpy(array)])
 
-    def _refuse_counts(self, run: Callable[[int], Partial], rows: int, changes: Changes, what: str) -> None:
+    def _refuse_counts(self, run: Callable[[int], Partial], rows: int, changes: Changes, label: str) -> None:
         """Raise ModelError if changes depend on the number of a replica's examples."""
         try:
             _, fewer = self._again(run, rows - 1)
@@ -315,23 +316,23 @@ class PythonOfReplicas:
             name, _, value = differing[0].partition(" = ")
             shown = f" = {value}" if len(value) <= _LONGEST else ""
             raise ModelError(
-                f"{what}: the step leaves {name}{shown} after {rows} examples of a replica, and another "
+                f"{label}: the step leaves {name}{shown} after {rows} examples of a replica, and another "
                 f"value after fewer: it depends on the examples, which replicas divide; {_REMEDY}"
             )
 
 
 def _places(model: Any) -> dict[tuple[str, str], bool]:
-    """Return the places of a model's Python state that have changed; whether a step has changed them."""
-    found: dict[tuple[str, str], bool] = vars(model).setdefault(CHANGED_PLACES, {})
-    return found
+    """Return the places of a model's Python state that have changed, and whether a step has changed them."""
+    places: dict[tuple[str, str], bool] = vars(model).setdefault(CHANGED_PLACES, {})
+    return places
 
 
 def python_facts(model: Any) -> dict[str, str]:
-    """Return a text for each value that steps of a model have changed, by name; equal on all workers.
+    """Return a text for each value that steps of a model have changed, by name. It is equal on all workers.
 
-    Variables of TensorFlow that are not Keras's count, too.
+    Variables of TensorFlow that are not Keras's are included.
     """
-    places = [place for place, by_step in _places(model).items() if by_step]
+    places = [changed_place for changed_place, by_step in _places(model).items() if by_step]
     if not (places or keras.backend.backend() == "tensorflow"):
         return {}
     graph = graph_of(model)
@@ -344,11 +345,11 @@ def python_facts(model: Any) -> dict[str, str]:
 def saved_python(model: Any) -> list[list[Any]]:
     """Return the changed values of a model's Python state for `set_python`: path, attribute, value.
 
-    Values that a checkpoint cannot hold are left out. A variable of TensorFlow has no attribute.
+    Values that a checkpoint cannot hold are omitted. For a variable of TensorFlow, the attribute is empty.
     """
-    found: list[list[Any]] = []
+    saved: list[list[Any]] = []
     if model is None or not (_places(model) or keras.backend.backend() == "tensorflow"):
-        return found
+        return saved
     graph, places = graph_of(model), _places(model)
     for (path, name), value in graph.values_at(sorted(places)).items():
         try:
@@ -356,8 +357,10 @@ def saved_python(model: Any) -> list[list[Any]]:
             pack(plain, path)
         except TypeError:
             continue
-        found.append([path, name, places[path, name], plain])
-    return found + [[path, "", True, np.asarray(one.numpy())] for path, one in graph.variables.items()]
+        saved.append([path, name, places[path, name], plain])
+    return saved + [
+        [path, "", True, np.asarray(variable.numpy())] for path, variable in graph.variables.items()
+    ]
 
 
 def set_python(model: Any, saved: Sequence[Sequence[Any]]) -> None:

@@ -1,10 +1,12 @@
 """The state that a program keeps in Python: attributes of its model, and of the objects that it reaches.
 
 A graph of objects is a list of nodes, the objects that can change: holders of attributes, containers, arrays,
-tensors and generators of random numbers. The contents of a node are shallow: what it refers to, not what that
-contains. So comparing them takes a look at each reference, and restoring them keeps every object's identity.
+tensors and generators of random numbers. The contents of a node are shallow: the objects to which it refers,
+but not their contents. So a comparison looks at each reference once, and restoring keeps every object's
+identity. The baseline of a node is a copy of its contents, with which it is compared and to which it is
+restored.
 
-Comparing and restoring it around each replica takes a third of a millisecond a step for 20 layers.
+Comparing and restoring a graph around each replica takes a third of a millisecond a step for 20 layers.
 """
 
 import argparse
@@ -49,14 +51,14 @@ _LIBRARIES = tuple(
 _PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 _LEAVES = (bool, int, float, complex, str, bytes)
 _GROWTH = 4
-"""A graph with so many times more nodes than could be reached is searched for those that cannot be."""
+"""When a graph has so many times the nodes that could be reached at first, unreachable ones are removed."""
 _DEEP = 20
-"""Containers within containers whose contents are shown."""
+"""The depth of containers within containers up to which contents are shown."""
 ABSENT: Any = object()
 
 Contents = Any
 Key = tuple[int, str]
-"""A node, by its position in the graph, and an attribute of it; "" for its whole contents."""
+"""A place: a node, by its position in the graph, and an attribute of it; "" for its whole contents."""
 
 
 class _Changeable:
@@ -64,15 +66,15 @@ class _Changeable:
 
     Attributes:
         path: names it in messages.
-        known: its contents when it was last looked at.
+        baseline: a copy of its contents.
     """
 
-    __slots__ = ("known", "path", "value")
+    __slots__ = ("baseline", "path", "value")
 
     def __init__(self, path: str, value: Any) -> None:
         self.path = path
         self.value = value
-        self.known = self.read()
+        self.baseline = self.read()
 
     def read(self) -> Contents:
         """Return a copy of its contents."""
@@ -83,22 +85,22 @@ class _Changeable:
         raise NotImplementedError
 
     def differs(self) -> bool:
-        """Whether its contents are not the known ones."""
+        """Whether its contents differ from its baseline."""
         raise NotImplementedError
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        """Yield what its known contents refer to, by paths."""
+        """Yield the objects to which its baseline refers, by paths."""
         yield from ()
 
 
 class _Holder(_Changeable):
-    """An object with attributes; those that Keras and its backend keep themselves do not count.
+    """An object with attributes. The attributes of Keras and its backend do not count.
 
-    Parts that it gets, such as the variables that a layer creates when it is built, are not changes: Keras
+    New parts, such as the variables that a layer creates when it is built, are not changes, because Keras
     creates them once.
 
     Attributes:
-        grown: whether it has got parts among which nodes are still to be searched.
+        grown: whether it has new parts that have not been searched for nodes.
     """
 
     __slots__ = ("attributes", "built", "grown", "ignored", "keys", "values")
@@ -129,7 +131,7 @@ class _Holder(_Changeable):
                 self.attributes[name] = value
 
     def differs(self) -> bool:
-        attributes, known = self.attributes, self.known
+        attributes, baseline = self.attributes, self.baseline
         if (
             len(attributes) == len(self.values)
             and all(map(is_, attributes.values(), self.values))
@@ -138,31 +140,33 @@ class _Holder(_Changeable):
             return False
         now = self.read()
         self._grow(now)
-        if now.keys() != known.keys() or not all(_same(value, known[name]) for name, value in now.items()):
+        if now.keys() != baseline.keys() or not all(
+            _same(value, baseline[name]) for name, value in now.items()
+        ):
             self.keys, self.values = [], []
             return True
         self.keys, self.values = list(attributes), list(attributes.values())
         return False
 
     def _grow(self, now: Mapping[str, Any]) -> None:
-        """Take parts that the object has got into its known contents."""
-        known, was_built = self.known, self.built
+        """Add new parts of the object to its baseline."""
+        baseline, was_built = self.baseline, self.built
         self.built = self.attributes.get("built")
         for name, value in now.items():
-            before = known.get(name)
-            if self.built is not was_built and name not in known:
+            before = baseline.get(name)
+            if self.built is not was_built and name not in baseline:
                 # Such as the bias of a layer without one, which is None.
-                self.grown, known[name] = True, value
+                self.grown, baseline[name] = True, value
                 continue
             if self.built is not was_built:
                 part = before is None or not (type(before) in _LEAVES and type(value) in _LEAVES)
             else:
                 part = before is None and isinstance(value, (keras.Variable, *KERAS_HOLDERS))
             if part and value is not before:
-                self.grown, known[name] = True, value
+                self.grown, baseline[name] = True, value
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self.known.items():
+        for name, value in self.baseline.items():
             yield f"{self.path}.{name}", value
 
 
@@ -178,18 +182,20 @@ class _List(_Changeable):
             value.clear()
             value.extend(contents)
         elif type(value).__setitem__ is list.__setitem__ or type(value).__module__.startswith("keras."):
-            # Keras's lists would search the values for layers.
+            # The method of Keras's lists would search the values for layers.
             list.__setitem__(value, slice(None), contents)
         else:
             value[:] = contents
 
     def differs(self) -> bool:
-        value, known = self.value, self.known
-        return len(value) != len(known) or not (all(map(is_, value, known)) or all(map(_same, value, known)))
+        value, baseline = self.value, self.baseline
+        return len(value) != len(baseline) or not (
+            all(map(is_, value, baseline)) or all(map(_same, value, baseline))
+        )
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        if len(self.known) <= _MANY:
-            for i, value in enumerate(self.known):
+        if len(self.baseline) <= _MANY:
+            for i, value in enumerate(self.baseline):
                 yield f"{self.path}[{i}]", value
 
 
@@ -202,22 +208,22 @@ class _Dict(_Changeable):
     def write(self, contents: Mapping[Any, Any]) -> None:
         value = self.value
         # A class of TensorFlow only behaves like a dict.
-        own: Any = dict if issubclass(type(value), dict) else type(value)
-        own = OrderedDict if isinstance(value, OrderedDict) else own
-        own.clear(value)
-        own.update(value, contents)
+        base_class: Any = dict if issubclass(type(value), dict) else type(value)
+        base_class = OrderedDict if isinstance(value, OrderedDict) else base_class
+        base_class.clear(value)
+        base_class.update(value, contents)
 
     def differs(self) -> bool:
-        value, known = self.value, self.known
+        value, baseline = self.value, self.baseline
         return (
-            len(value) != len(known)
-            or not all(map(_same, value.values(), known.values()))
-            or list(value) != list(known)
+            len(value) != len(baseline)
+            or not all(map(_same, value.values(), baseline.values()))
+            or list(value) != list(baseline)
         )
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        if len(self.known) <= _MANY:
-            for key, value in self.known.items():
+        if len(self.baseline) <= _MANY:
+            for key, value in self.baseline.items():
                 yield f"{self.path}[{key!r}]", value
 
 
@@ -232,7 +238,7 @@ class _Set(_Changeable):
         set.update(self.value, contents)
 
     def differs(self) -> bool:
-        return bool(self.value != self.known)
+        return bool(self.value != self.baseline)
 
 
 class _Array(_Changeable):
@@ -251,7 +257,7 @@ class _Array(_Changeable):
         self.value[...] = contents
 
     def differs(self) -> bool:
-        return self.watched and not _same_array(self.value, self.known)
+        return self.watched and not _same_array(self.value, self.baseline)
 
 
 class _Tensor(_Changeable):
@@ -269,7 +275,7 @@ class _Tensor(_Changeable):
         self.version = _version(self.value)
 
     def differs(self) -> bool:
-        return bool(_version(self.value) != self.version) and not _same_tensor(self.value, self.known)
+        return bool(_version(self.value) != self.version) and not _same_tensor(self.value, self.baseline)
 
 
 class _Generator(_Changeable):
@@ -278,7 +284,7 @@ class _Generator(_Changeable):
     __slots__ = ()
 
     def differs(self) -> bool:
-        return _text(self.read()) != _text(self.known)
+        return _text(self.read()) != _text(self.baseline)
 
     def read(self) -> Any:
         return generator_state(self.value)
@@ -288,11 +294,11 @@ class _Generator(_Changeable):
 
 
 class Changes:
-    """What has changed in a graph: new contents, and for holders the attributes that differ.
+    """Changes in a graph: the new contents of nodes, and the attributes of holders that differ.
 
     Attributes:
-        contents: by the positions of the nodes.
-        before: the contents before.
+        contents: the new contents by the positions of the nodes.
+        before: the contents before the changes.
     """
 
     def __init__(
@@ -307,7 +313,7 @@ class Changes:
 
     @property
     def values(self) -> list[Key]:
-        """The places that have another value: an array or tensor, a plain value, or a container of values."""
+        """The places with another value: an array or tensor, a plain value, or a container of values."""
         return [
             (position, name)
             for position, name, new in self._attributes()
@@ -329,28 +335,30 @@ class Changes:
                         yield position, name, after.get(name, ABSENT)
 
     def value(self, key: Key) -> Any:
-        """Return the new value at a place; the known one if it has not changed."""
+        """Return the new value at a place; the baseline if it has not changed."""
         position, name = key
-        contents = self.contents[position] if position in self.contents else self._graph.nodes[position].known
+        contents = (
+            self.contents[position] if position in self.contents else self._graph.nodes[position].baseline
+        )
         return contents.get(name) if name else contents
 
     def value_before(self, key: Key) -> Any:
-        """Return the value at a place before the changes; `ABSENT` if there was none."""
+        """Return the value at a place before the changes; `ABSENT` if it did not exist."""
         position, name = key
         return self.before[position].get(name, ABSENT) if name else self.before[position]
 
     def places(self, without: Iterable[Key] = ()) -> list[tuple[str, str]]:
         """Return the path of each node that has changed, with each attribute of a holder, or with ""."""
-        known, nodes = frozenset(without), self._graph.nodes
-        found = [
+        excluded, nodes = frozenset(without), self._graph.nodes
+        places = [
             (nodes[position].path, name)
             for position, name, _ in self._attributes()
-            if (position, name) not in known
+            if (position, name) not in excluded
         ]
-        return found + [
+        return places + [
             (nodes[position].path, "")
             for position in self.contents
-            if not isinstance(nodes[position], _Holder) and (position, "") not in known
+            if not isinstance(nodes[position], _Holder) and (position, "") not in excluded
         ]
 
     def texts(self, without: Iterable[Key] = ()) -> list[str]:
@@ -359,25 +367,25 @@ class Changes:
         Args:
             without: places to leave out.
         """
-        known, found = frozenset(without), []
+        excluded, texts = frozenset(without), []
         for position, name, new in self._attributes():
-            if (position, name) not in known:
-                found.append(f"{self._graph.nodes[position].path}.{name} = {_text(new)}")
+            if (position, name) not in excluded:
+                texts.append(f"{self._graph.nodes[position].path}.{name} = {_text(new)}")
         for position, after in self.contents.items():
             node = self._graph.nodes[position]
-            if not isinstance(node, _Holder) and (position, "") not in known:
-                found.append(f"{node.path} = {_text(after)}")
-        return sorted(found)
+            if not isinstance(node, _Holder) and (position, "") not in excluded:
+                texts.append(f"{node.path} = {_text(after)}")
+        return sorted(texts)
 
 
 class ObjectGraph:
     """The nodes that are reachable from some objects.
 
     Args:
-        roots: with their names for messages.
+        roots: the objects, with their names for messages.
 
     Attributes:
-        nodes: by their positions, in the order in which they were found.
+        nodes: the nodes by their positions, in the order in which they were found.
         variables: the variables of TensorFlow that are not Keras's, by their paths. They are not nodes: the
             backend combines what replicas assign to them, as for variables of Keras.
     """
@@ -393,10 +401,10 @@ class ObjectGraph:
         self._reached = len(self.nodes)
 
     def refresh(self) -> Changes:
-        """Take the present contents as the known ones; return what has differed."""
+        """Make the present contents the baseline; return the changes."""
         changes = self.changes()
         for position, contents in changes.contents.items():
-            self.nodes[position].known = contents
+            self.nodes[position].baseline = contents
         for position, node in list(self.nodes.items()):
             if isinstance(node, _Holder) and node.grown:
                 node.grown = False
@@ -408,95 +416,95 @@ class ObjectGraph:
         return changes
 
     def changes(self) -> Changes:
-        """Return what differs from the known contents."""
-        found = [position for position, node in self.nodes.items() if node.differs()]
-        after = {position: self.nodes[position].read() for position in found}
-        return Changes(self, after, {position: self.nodes[position].known for position in found})
+        """Return the changes from the baseline."""
+        differing = [position for position, node in self.nodes.items() if node.differs()]
+        after = {position: self.nodes[position].read() for position in differing}
+        return Changes(self, after, {position: self.nodes[position].baseline for position in differing})
 
     def restore(self) -> Changes:
-        """Restore the known contents; return what has differed."""
+        """Restore the baseline; return the changes."""
         changes = self.changes()
         for position in changes.contents:
-            self.nodes[position].write(self.nodes[position].known)
+            self.nodes[position].write(self.nodes[position].baseline)
         return changes
 
     def make(self, changes: Changes) -> None:
-        """Make changes that were restored; the known contents stay."""
+        """Make changes again that were undone; the baseline stays."""
         for position, contents in changes.contents.items():
             self.nodes[position].write(contents)
 
     def adopt(self, changes: Changes) -> None:
-        """Make changes that were restored, and take the contents as the known ones."""
+        """Make changes again that were undone, and make the contents the baseline."""
         for position, contents in changes.contents.items():
             node = self.nodes[position]
             node.write(contents)
-            node.known = contents
+            node.baseline = contents
         for position in changes.contents:
             self._walk_from(self.nodes[position])
 
     def ignore(self, key: Key) -> None:
-        """Leave out what the value at a place refers to: nothing reads it before it is replaced."""
+        """Remove the objects to which the value at a place refers: steps replace it before they read it."""
         name = self.name_of(key)
         self._ignored.add(name)
         for position, node in list(self.nodes.items()):
             if node.path.startswith((f"{name}.", f"{name}[")) or (node.path == name and key[1]):
                 self._forget(position)
-        # It may also be elsewhere.
+        # Some of them may also be referred to from elsewhere.
         for node in list(self.nodes.values()):
             self._walk_from(node)
 
     def stop_watching(self) -> None:
-        """Compare large arrays, which have not changed since they were found, no longer."""
+        """Stop comparing large arrays that have not changed since they were found."""
         for node in self.nodes.values():
             if isinstance(node, _Array) and node.value.nbytes > _LARGE:
                 node.watched = node.watched and node.differs()
                 if not node.watched:
-                    # Not a copy, which would take the memory once more.
-                    node.known = node.value
+                    # Not a copy, which would take the same memory again.
+                    node.baseline = node.value
 
     @contextmanager
     def with_value(self, key: Key, value: Any) -> Iterator[None]:
-        """Within the block, a place has another value than the known one, or, if it is `ABSENT`, none."""
+        """Within the block, a place has another value than its baseline; `ABSENT` removes the attribute."""
         node, name = self.nodes[key[0]], key[1]
         if name:
-            others = {one: content for one, content in node.known.items() if one != name}
+            others = {attribute: content for attribute, content in node.baseline.items() if attribute != name}
             value = others if value is ABSENT else {**others, name: value}
         node.write(value)
         try:
             yield
         finally:
-            node.write(node.known)
+            node.write(node.baseline)
 
     def name_of(self, key: Key) -> str:
         """Name a place for messages."""
         path = self.nodes[key[0]].path
         return f"{path}.{key[1]}" if key[1] else path
 
-    def known_value(self, key: Key) -> Any:
-        """Return the known value at a place; None if it has none."""
-        known = self.nodes[key[0]].known
-        return known.get(key[1]) if key[1] else known
+    def baseline_value(self, key: Key) -> Any:
+        """Return the baseline at a place; None if it does not exist."""
+        contents = self.nodes[key[0]].baseline
+        return contents.get(key[1]) if key[1] else contents
 
     def values_at(self, places: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-        """Return the known values at some of `Changes.places`, without those that do not exist any more."""
+        """Return the baselines at some of `Changes.places`, without places that no longer exist."""
         nodes = {node.path: node for node in self.nodes.values()}
-        found = {}
+        values = {}
         for path, name in places:
-            if path in nodes and (not name or name in nodes[path].known):
-                found[path, name] = nodes[path].known[name] if name else nodes[path].known
-        return found
+            if path in nodes and (not name or name in nodes[path].baseline):
+                values[path, name] = nodes[path].baseline[name] if name else nodes[path].baseline
+        return values
 
     def set_at(self, path: str, name: str, value: Any) -> bool:
         """Set a value of `values_at`; return whether its node exists."""
         node = next((node for node in self.nodes.values() if node.path == path), None)
         if node is None:
             return False
-        node.write({**node.known, name: value} if name else value)
+        node.write({**node.baseline, name: value} if name else value)
         self.refresh()
         return True
 
     def _forget_unreached(self) -> None:
-        """Leave out the nodes that can be reached no longer, such as lists that steps have replaced."""
+        """Remove the nodes that cannot be reached any more, such as lists that steps have replaced."""
         reached = {id(node.value) for node in ObjectGraph(self._roots).nodes.values()}
         for position, node in list(self.nodes.items()):
             if id(node.value) not in reached:
@@ -511,7 +519,7 @@ class ObjectGraph:
             self._walk(list(node.children()))
 
     def _walk(self, waiting: list[tuple[str, Any]]) -> None:
-        """Add the nodes among objects, and those that they refer to."""
+        """Add the nodes among objects, and the nodes to which they refer."""
         waiting.reverse()
         while waiting:
             path, value = waiting.pop()
@@ -519,13 +527,13 @@ class ObjectGraph:
                 continue
             if isinstance(value, tuple):
                 if len(value) <= _MANY:
-                    waiting.extend((f"{path}[{i}]", one) for i, one in enumerate(value))
+                    waiting.extend((f"{path}[{i}]", item) for i, item in enumerate(value))
                 continue
             if _is_variable(value):
                 self._seen.add(id(value))
                 self.variables[path] = value
-            elif (kind := _kind_of(value)) is not None:
-                node = kind(path, value)
+            elif (node_class := _node_class(value)) is not None:
+                node = node_class(path, value)
                 # The node keeps the object, so that its id remains unique.
                 self._seen.add(id(value))
                 self.nodes[next(self._positions)] = node
@@ -536,11 +544,11 @@ def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
     """Return the objects of a model whose attributes its steps may change.
 
     Args:
-        model: built.
-        named: whether the objects count that its methods and functions name; see `named_objects`.
+        model: the model, built.
+        named: whether to include the objects that its methods and functions name; see `named_objects`.
     """
     optimizers = optimizers_of(model)
-    inner = [getattr(one, "inner_optimizer", None) for one in optimizers]
+    inner = [getattr(optimizer, "inner_optimizer", None) for optimizer in optimizers]
     loss = getattr(model, "loss", None)
     roots = [("the model", model)]
     # A layer has its path once it is built.
@@ -548,31 +556,34 @@ def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
         (f"layer {layer.path or layer.name!r}", layer) for layer in layers_of(model, include_self=False)
     ]
     roots += [(f"metric {metric.name!r}", metric) for metric in flat_metrics(model.metrics)]
-    roots += [(f"optimizer {i}", one) for i, one in enumerate([*optimizers, *inner])]
+    roots += [(f"optimizer {i}", optimizer) for i, optimizer in enumerate([*optimizers, *inner])]
     # Keras also wraps modules of PyTorch that are losses.
-    modules = [module for one in [*layers_of(model), *keras.tree.flatten(loss)] for module in modules_of(one)]
+    modules = [
+        module for part in [*layers_of(model), *keras.tree.flatten(loss)] for module in modules_of(part)
+    ]
     roots += [(f"module {i} ({type(module).__name__})", module) for i, module in enumerate(modules)]
     roots += [] if isinstance(loss, str) else [("the loss", loss)]
     if named:
         parts = [part for _, part in roots if part is not None]
-        inner = [one for part in parts for one in getattr(part, "__dict__", {}).values() if callable(one)]
+        members = [member for part in parts for member in getattr(part, "__dict__", {}).values()]
+        inner = [member for member in members if callable(member)]
         roots += named_objects([*parts, *inner, *keras.tree.flatten(loss)])
     return ObjectGraph(roots)
 
 
 def graph_of_function(function: Any) -> ObjectGraph:
-    """Return the objects that a function names (see `named_objects`), also the layers and metrics of models.
+    """Return the objects that a function names (see `named_objects`), with layers and metrics of models.
 
     A method also names its object.
     """
     while isinstance(function, functools.partial):
         function = function.func
     owner = getattr(function, "__self__", None)
-    roots = [] if owner is None or _kind_of(owner) is not _Holder else [(type(owner).__name__, owner)]
-    roots += named_objects([function, *(one for _, one in roots)])
-    known = ObjectGraph(roots)
-    held = [node.value for node in known.nodes.values() if isinstance(node.value, keras.layers.Layer)]
-    layers = {id(layer): layer for one in held for layer in layers_of(one)}
+    roots = [] if owner is None or _node_class(owner) is not _Holder else [(type(owner).__name__, owner)]
+    roots += named_objects([function, *(root for _, root in roots)])
+    graph = ObjectGraph(roots)
+    held = [node.value for node in graph.nodes.values() if isinstance(node.value, keras.layers.Layer)]
+    layers = {id(layer): layer for outer in held for layer in layers_of(outer)}
     metrics = [metric for layer in layers.values() for metric in flat_metrics(getattr(layer, "metrics", ()))]
     roots += [(f"layer {layer.path or layer.name!r}", layer) for layer in layers.values()]
     roots += [(f"metric {metric.name!r}", metric) for metric in metrics]
@@ -586,23 +597,23 @@ def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
     functions name also count.
 
     Args:
-        parts: functions, and objects, of which the methods count.
+        parts: functions, and objects whose methods count.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    roots: dict[int, tuple[str, Any]] = {}
     waiting = [function for part in parts for function in _functions_of(part)]
-    known: set[int] = set()
+    visited: set[int] = set()
     while waiting:
         function = waiting.pop()
-        if id(function) in known:
+        if id(function) in visited:
             continue
-        known.add(id(function))
+        visited.add(id(function))
         for name, value in _named_by(function):
             if isinstance(value, types.FunctionType):
                 waiting += [value] if _is_in_program(value.__module__) else []
-            elif _kind_of(value) in (_Generator, _Holder) and id(value) not in found:
-                found[id(value)] = f"the variable {name!r}", value
+            elif _node_class(value) in (_Generator, _Holder) and id(value) not in roots:
+                roots[id(value)] = f"the variable {name!r}", value
                 waiting += _functions_of(value)
-    return list(found.values())
+    return list(roots.values())
 
 
 def _functions_of(part: Any) -> list[types.FunctionType]:
@@ -614,8 +625,8 @@ def _functions_of(part: Any) -> list[types.FunctionType]:
         return [part]
     members = [member for cls in type(part).__mro__ if _is_of_program(cls) for member in vars(cls).values()]
     unwrapped = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
-    functions = [inspect.unwrap(one) if callable(one) else one for one in unwrapped]
-    return [one for one in functions if isinstance(one, types.FunctionType)]
+    functions = [inspect.unwrap(member) if callable(member) else member for member in unwrapped]
+    return [member for member in functions if isinstance(member, types.FunctionType)]
 
 
 def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -626,22 +637,22 @@ def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     codes = [function.__code__]
     while codes:
         code = codes.pop()
-        codes += [one for one in code.co_consts if isinstance(one, types.CodeType)]
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         for name in code.co_names:
             if name in function.__globals__:
                 yield name, function.__globals__[name]
 
 
 def unchanged(model: Any) -> "Kept":
-    """Within a block, what the program changes in Python attributes of a model is undone.
+    """Within a block, changes of a model's Python attributes are undone at its end.
 
-    So is what it assigns to variables of TensorFlow in them.
+    So are assignments of variables of TensorFlow in them.
     """
     return Kept(graph_of(model))
 
 
 class Kept:
-    """A context in which nothing lasts that changes a graph."""
+    """A context at whose end all changes of a graph are undone."""
 
     def __init__(self, graph: ObjectGraph) -> None:
         self._graph = graph
@@ -669,11 +680,11 @@ def encoded(value: Any) -> Any:
     if _is_tensor(value):
         return {"kind": "tensor", "items": keras.ops.convert_to_numpy(value)}
     if isinstance(value, dict):
-        return {"kind": "dict", "items": [[encoded(key), encoded(one)] for key, one in value.items()]}
-    for kind in (tuple, set, deque, list):
-        if isinstance(value, kind):
-            items = sorted(value, key=repr) if kind is set else value
-            return {"kind": kind.__name__, "items": [encoded(one) for one in items]}
+        return {"kind": "dict", "items": [[encoded(key), encoded(item)] for key, item in value.items()]}
+    for container in (tuple, set, deque, list):
+        if isinstance(value, container):
+            items = sorted(value, key=repr) if container is set else value
+            return {"kind": container.__name__, "items": [encoded(item) for item in items]}
     raise TypeError(f"a {type(value).__name__} cannot be saved in a checkpoint")
 
 
@@ -685,9 +696,9 @@ def decoded(value: Any) -> Any:
     if kind == "tensor":
         return keras.ops.convert_to_tensor(items)
     if kind == "dict":
-        return {decoded(key): decoded(one) for key, one in items}
-    kinds: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "set": set, "deque": deque}
-    return kinds.get(kind, list)(decoded(one) for one in items)
+        return {decoded(key): decoded(item) for key, item in items}
+    containers: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "set": set, "deque": deque}
+    return containers.get(kind, list)(decoded(item) for item in items)
 
 
 def text_of(value: Any) -> str:
@@ -696,7 +707,7 @@ def text_of(value: Any) -> str:
 
 
 def is_value(value: Any) -> bool:
-    """Whether a value is plain, an array or a tensor: it has no attributes of its own that change."""
+    """Whether a value is plain, an array or a tensor, so it does not have attributes that change."""
     return type(value) in _LEAVES or isinstance(value, np.ndarray | np.generic) or _is_tensor(value)
 
 
@@ -707,23 +718,23 @@ def _is_of_values(value: Any, depth: int = 0) -> bool:
     if depth > _DEEP or not isinstance(value, dict | list | tuple | deque | set) or len(value) > _MANY:
         return False
     items = value.values() if isinstance(value, dict) else value
-    return all(_is_of_values(one, depth + 1) for one in items)
+    return all(_is_of_values(item, depth + 1) for item in items)
 
 
 def disturbed(value: Any) -> Any:
-    """Return another value of the same type, dtype and shape; None if there is none.
+    """Return another value of the same type, dtype and shape; None if this is not possible.
 
-    In a container, all values are others that can be.
+    In a container, all values that can be changed are changed.
     """
     if isinstance(value, dict):
         others = disturbed(list(value.values()))
         return None if others is None else dict(zip(value, others, strict=True))
     if isinstance(value, list | tuple | deque | set):
-        pairs = [(one, disturbed(one)) for one in value]
+        pairs = [(item, disturbed(item)) for item in value]
         if all(other is None for _, other in pairs):
             return None
-        kind = next(kind for kind in (list, tuple, deque, set) if isinstance(value, kind))
-        return kind(one if other is None else other for one, other in pairs)
+        container = next(container for container in (list, tuple, deque, set) if isinstance(value, container))
+        return container(item if other is None else other for item, other in pairs)
     if type(value) is bool:
         return not value
     if type(value) in (int, float, complex):
@@ -740,8 +751,8 @@ def disturbed(value: Any) -> Any:
     return None
 
 
-def _kind_of(value: Any) -> Callable[[str, Any], _Changeable] | None:
-    """Return the class of the node for an object; None for objects that are looked at as a whole."""
+def _node_class(value: Any) -> Callable[[str, Any], _Changeable] | None:
+    """Return the class of the node for an object; None for objects that are compared as a whole."""
     if isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | keras.Variable):
         return None
     if isinstance(value, dict):
@@ -790,7 +801,7 @@ def _is_in_program(name: str | None) -> bool:
 
 
 def _is_variable(value: Any) -> bool:
-    """Whether a value is a variable of TensorFlow with numbers, which belongs to no variable of Keras."""
+    """Whether a value is a variable of TensorFlow with numbers that does not belong to one of Keras."""
     kind: Any = getattr(sys.modules.get("tensorflow"), "Variable", None)
     if kind is None or not isinstance(value, kind):
         return False
@@ -798,7 +809,7 @@ def _is_variable(value: Any) -> bool:
 
 
 def _is_module(value: Any) -> bool:
-    """Whether a value is a module of PyTorch, which keeps its state in attributes that layers have, too."""
+    """Whether a value is a module of PyTorch. Its state is in attributes that layers also have."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.nn.Module)
 
@@ -815,29 +826,29 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_symbolic(value: Any) -> bool:
-    """Whether a value belongs to a function that JAX traces: nothing can use it after the trace."""
+    """Whether a value belongs to a function that JAX traces. It cannot be used after the trace."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.core.Tracer)
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(left: Any, right: Any) -> bool:
     """Whether two references are to the same object, or to equal values that cannot change."""
-    if one is other:
+    if left is right:
         return True
-    kind = type(one)
-    if kind is not type(other):
+    left_class = type(left)
+    if left_class is not type(right):
         return False
-    if kind is float:
-        return struct.pack("d", one) == struct.pack("d", other)
-    if kind in _LEAVES:
-        return repr(one) == repr(other) if kind is complex else bool(one == other)
-    if kind is tuple:
-        return len(one) == len(other) and all(map(_same, one, other))
-    return isinstance(one, np.generic) and one.tobytes() == other.tobytes()
+    if left_class is float:
+        return struct.pack("d", left) == struct.pack("d", right)
+    if left_class in _LEAVES:
+        return repr(left) == repr(right) if left_class is complex else bool(left == right)
+    if left_class is tuple:
+        return len(left) == len(right) and all(map(_same, left, right))
+    return isinstance(left, np.generic) and left.tobytes() == right.tobytes()
 
 
-def _same_array(one: Any, other: Any) -> bool:
-    return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
+def _same_array(left: Any, right: Any) -> bool:
+    return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
 
 
 def _version(tensor: Any) -> int:
@@ -846,9 +857,11 @@ def _version(tensor: Any) -> int:
     return versions([tensor])[0]
 
 
-def _same_tensor(one: Any, other: Any) -> bool:
-    equal = one.shape == other.shape and one.dtype == other.dtype
-    return equal and _same_array(*(np.asarray(keras.ops.convert_to_numpy(each)) for each in (one, other)))
+def _same_tensor(left: Any, right: Any) -> bool:
+    equal = left.shape == right.shape and left.dtype == right.dtype
+    return equal and _same_array(
+        *(np.asarray(keras.ops.convert_to_numpy(tensor)) for tensor in (left, right))
+    )
 
 
 _SHOWN = 60
@@ -868,19 +881,19 @@ def _text(value: Any, depth: int = 0) -> str:
         return f"{array.dtype}{list(array.shape)} #{_hash(np.ascontiguousarray(array).tobytes())}"
     if depth > _DEEP:
         return type(value).__name__
-    # Not the names of the classes by which Keras and TensorFlow replace containers.
+    # The names do not include the classes with which Keras and TensorFlow replace containers.
     if isinstance(value, Mapping):
-        kind = "dict"
-        parts = [f"{_text(key, depth + 1)}: {_text(one, depth + 1)}" for key, one in value.items()]
+        name = "dict"
+        parts = [f"{_text(key, depth + 1)}: {_text(item, depth + 1)}" for key, item in value.items()]
     elif isinstance(value, set | frozenset):
-        kind = "set"
-        parts = sorted(_text(one, depth + 1) for one in value)
+        name = "set"
+        parts = sorted(_text(item, depth + 1) for item in value)
     elif isinstance(value, list | tuple | deque):
-        kind = next(kind.__name__ for kind in (list, tuple, deque) if isinstance(value, kind))
-        parts = [_text(one, depth + 1) for one in value]
+        name = next(name.__name__ for name in (list, tuple, deque) if isinstance(value, name))
+        parts = [_text(item, depth + 1) for item in value]
     else:
         return type(value).__name__
-    text = f"{kind}({', '.join(parts)})"
+    text = f"{name}({', '.join(parts)})"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{_hash(text.encode())}"
 
 

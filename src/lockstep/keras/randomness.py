@@ -43,14 +43,14 @@ def seed_of_script() -> int | None:
 
     `keras.utils.clear_session` makes Keras forget it, but the random states remain those that it has seeded.
     """
-    known = script_seed()
-    return noted_script_seed() if known is None else known
+    keras_seed = script_seed()
+    return noted_script_seed() if keras_seed is None else keras_seed
 
 
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
     """Return the seeds that the script has set in Keras, TensorFlow and PyTorch, and the job's.
 
-    If the script has set none in TensorFlow or PyTorch, imported or not, the job's seed takes its place. The
+    If the script has not set one in TensorFlow or PyTorch, imported or not, the job's seed replaces it. The
     seed that the script has set in Keras is also TensorFlow's, installed or not.
     """
     torch, seed = sys.modules.get("torch"), seed_of_script()
@@ -100,11 +100,13 @@ class RandomNumbers:
     def drawn(self) -> Iterator[None]:
         """Use these random numbers within the block, from where the last block stopped.
 
-        Restore the previous states afterwards; a framework that the block has imported gets its states after
-        an import.
+        Afterwards, the previous states are restored. A framework that the block has imported gets the states
+        that it has after an import.
         """
-        before, own = current_states(), self._states or {}
-        restore_states(own if own.keys() >= before.keys() else _seeded(self._seed) | own)
+        before, drawn_states = current_states(), self._states or {}
+        restore_states(
+            drawn_states if drawn_states.keys() >= before.keys() else _seeded(self._seed) | drawn_states
+        )
         try:
             with self._operations_drawn():
                 yield
@@ -117,13 +119,13 @@ class RandomNumbers:
     def make(self, function: Callable[[], Result]) -> Result:
         """Return the result of `function` with the first of these numbers.
 
-        It is called again if it has imported a framework, whose state could not be set before.
+        If it has imported a framework, whose state could not be set before, it is called again.
         """
         while True:
-            known, self._states, self._draws = imported_frameworks(), None, None
+            imported, self._states, self._draws = imported_frameworks(), None, None
             with self.drawn():
                 made = function()
-            if imported_frameworks() == known:
+            if imported_frameworks() == imported:
                 return made
 
     def _operations_drawn(self) -> AbstractContextManager[None]:
@@ -140,28 +142,29 @@ class RandomNumbers:
 def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
     """Use random numbers derived from `seed` within the block: the first of `RandomNumbers(seed)`.
 
-    It sets the states by their seeds, which takes less time than setting copies.
+    It seeds the states, which takes less time than setting copies of them.
 
     Args:
         seed: determines the numbers.
         generator: the generator of Keras for layers without their own; None for a new one.
     """
-    before, known = current_states(), imported_frameworks()
+    before, imported = current_states(), imported_frameworks()
     _set_seeds(seed, generator)
     try:
         with RandomNumbers(seed)._operations_drawn():
             yield
     finally:
-        if imported_frameworks() != known:
+        if imported_frameworks() != imported:
             before = _seeded(job.current().settings.seed) | before
         restore_states(before)
 
 
 @contextmanager
 def plain_random_numbers(seed: int) -> Iterator[None]:
-    """Within the block, Python, NumPy and PyTorch draw numbers derived from `seed`; restore their states.
+    """Within the block, Python, NumPy and PyTorch draw numbers derived from `seed`. Restore their states.
 
-    Unlike `random_numbers`, this leaves the generators of Keras and TensorFlow, which a graph may contain.
+    Unlike `random_numbers`, this does not touch the generators of Keras and TensorFlow, which may be in a
+    graph.
     """
     torch = sys.modules.get("torch")
     before = _python_state(), _numpy_state(), None if torch is None else torch.get_rng_state()
@@ -198,7 +201,7 @@ def _set_plain_seeds(seed: int) -> None:
 def current_states() -> dict[str, Any]:
     """Return the states of imported modules, without copying those that are only replaced.
 
-    Of two results, the same object means an unchanged state of Python or NumPy.
+    If two results have the same object, the state of Python or NumPy has not changed.
     """
     states = {
         "python": _python_state(),
@@ -213,7 +216,7 @@ def current_states() -> dict[str, Any]:
 
 
 def _seeded(seed: int) -> dict[str, Any]:
-    """Return states derived from `seed`, also for modules that are not imported."""
+    """Return states derived from `seed`, including those of modules that are not imported."""
     numbers = np.random.RandomState(seed % 2**32)
     states = {
         "python": random.Random(seed).getstate(),
@@ -242,12 +245,12 @@ def restore_states(states: Mapping[str, Any]) -> None:
 
 
 class _Seen(NamedTuple):
-    """The state of a generator that was copied last, which takes 10 to 90 times as long as comparing it.
+    """The last copied state of a generator. Copying takes 10 to 90 times as long as comparing.
 
     Attributes:
-        generator: with its state in memory, but for the second of two normal numbers.
+        generator: the generator. Its memory has its state, except for the second of two normal numbers.
         memory: the memory of the generator.
-        words: the memory's contents with this state.
+        words: the contents of the memory with this state.
         state: the state of the generator.
     """
 
@@ -298,23 +301,23 @@ def _numpy_state() -> Any:
 
 
 def _has_second_number() -> bool:
-    """Whether NumPy's global generator may have the second of two normal numbers, which is in its own memory.
+    """Whether NumPy's global generator may have the second of two normal numbers, which is in its object.
 
-    It has none if the memory is that of a generator without one, but for the pointers in it.
+    It does not have one if the object's memory is that of a generator without one, except for pointers.
     """
-    where = _second_number()
-    return where is None or any(memory.raw != empty for memory, empty in where)
+    parts = _second_number()
+    return parts is None or any(memory.raw != empty for memory, empty in parts)
 
 
 @cache
 def _second_number() -> list[tuple[Any, bytes]] | None:
-    """Return the parts of the memory of NumPy's global generator that change with a second number, and their
-    contents without one; None if they do not show it."""
+    """Return the parts of the object of NumPy's global generator that change with a second number, and their
+    contents without one; None if a second number does not change them."""
     trial = np.random.RandomState(0)
     size, start = type(trial).__basicsize__, object.__basicsize__
 
-    def contents(one: Any) -> Any:
-        return (ctypes.c_char * (size - start)).from_address(id(one) + start)
+    def contents(generator: Any) -> Any:
+        return (ctypes.c_char * (size - start)).from_address(id(generator) + start)
 
     without = contents(trial).raw
     trial.normal()
@@ -323,8 +326,8 @@ def _second_number() -> list[tuple[Any, bytes]] | None:
     trial.normal()
     if not changed or contents(trial).raw != without:
         return None
-    own = np.random.mtrand._rand
-    base = id(own) + start
+    global_generator = np.random.mtrand._rand
+    base = id(global_generator) + start
     return [((ctypes.c_char * 1).from_address(base + i), without[i : i + 1]) for i in changed]
 
 
@@ -341,7 +344,7 @@ def _memory_shows_state() -> bool:
 
 
 def _memory_of(generator: random.Random) -> Any:
-    """Return what CPython's class of generators adds to the memory of an object."""
+    """Return the memory that CPython's class of generators adds to that of an object."""
     start = object.__basicsize__
     return (ctypes.c_char * (_random.Random.__basicsize__ - start)).from_address(id(generator) + start)
 
@@ -351,7 +354,7 @@ def _set_numpy_state(state: Any) -> None:
     seen = _seen_numpy
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if seen is not None and seen.state is state and seen.generator is generator and not state[3]:
-        # A seed forgets the second of two normal numbers. This takes a tenth of the time of `set_state`.
+        # Seeding drops the second of two normal numbers. This takes a tenth of the time of `set_state`.
         np.random.seed(0)
         seen.memory.raw = seen.words
         return
@@ -360,7 +363,7 @@ def _set_numpy_state(state: Any) -> None:
 
 
 _NUMPY_WORDS = 625 * 4
-"""Bytes of a Mersenne Twister in memory: 624 words and the index of the next."""
+"""Bytes of a Mersenne Twister in memory: 624 words and the index of the next word."""
 
 
 def global_generators() -> list[Any]:
@@ -462,9 +465,9 @@ def set_random_states(states: Mapping[str, Any], held: Mapping[str, Any] = Mappi
         torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))
 
 
-def same_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_states(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
     """Whether two results of `random_states` are equal."""
-    return one.keys() == other.keys() and not changed_states(one, other)
+    return left.keys() == right.keys() and not changed_states(left, right)
 
 
 def changed_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
@@ -474,15 +477,15 @@ def changed_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> frozens
     )
 
 
-def same_state(one: Any, other: Any) -> bool:
+def same_state(left: Any, right: Any) -> bool:
     """Whether two states of one generator are equal."""
-    if one is other:
+    if left is right:
         return True
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same_state(part, other[key]) for key, part in one.items())
-    if isinstance(one, tuple) and any(isinstance(part, np.ndarray) for part in one):
-        return len(one) == len(other) and all(map(same_state, one, other))
-    if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same_state(part, right[key]) for key, part in left.items())
+    if isinstance(left, tuple) and any(isinstance(part, np.ndarray) for part in left):
+        return len(left) == len(right) and all(map(same_state, left, right))
+    if isinstance(left, np.ndarray):
+        return bool(np.array_equal(left, right))
     torch = sys.modules.get("torch")
-    return bool(one.equal(other) if torch is not None and isinstance(one, torch.Tensor) else one == other)
+    return bool(left.equal(right) if torch is not None and isinstance(left, torch.Tensor) else left == right)

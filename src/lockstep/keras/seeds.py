@@ -1,4 +1,4 @@
-"""Arithmetic of seeds: how facts become a seed, and the seed and key of each replica. Pure."""
+"""Arithmetic of seeds: a seed that follows from values, and the seed and key of each replica. Pure."""
 
 import struct
 from typing import Any
@@ -14,9 +14,9 @@ GOLDEN_32 = GOLDEN >> 32
 """The same for keys whose words have 32 bits."""
 
 
-def seed_of(*facts: Any) -> int:
-    """Return 64 bits derived from `facts`, plain values."""
-    return xxhash.xxh3_64_intdigest(repr(facts).encode())
+def seed_of(*values: Any) -> int:
+    """Return 64 bits derived from plain values."""
+    return xxhash.xxh3_64_intdigest(repr(values).encode())
 
 
 def seed_at(seed: int, number: int, position: int) -> int:
@@ -31,12 +31,12 @@ def seed_at(seed: int, number: int, position: int) -> int:
 
 
 def seed_of_replica(seed: int, replica: int) -> int:
-    """Return the seed of a replica that computes eagerly; replica 0 keeps the step's."""
+    """Return the seed of a replica that computes eagerly. That of replica 0 is the step's."""
     return seed ^ replica * GOLDEN % 2**64
 
 
 def key_of_replica(key: npt.NDArray[Any], replica: int) -> npt.NDArray[Any]:
-    """Return a replica's state of a random generator whose own is `key`; replica 0 keeps it."""
+    """Return a replica's state of a random generator with the state `key`. That of replica 0 is `key`."""
     changed = np.array(key)
     bits = changed.view(f"u{changed.itemsize}")
     bits[0] ^= bits.dtype.type(replica * GOLDEN_32 % 2**32)

@@ -1,10 +1,9 @@
 """Saving a model that several workers hold: the first worker writes, and no reader sees a partial file.
 
 Workers that save the same state to the same path share the work. The first one writes under a temporary name
-that it renames, and the others wait for its lock on a note in the run's folder; the kernel frees the lock of
-a worker that dies. Each host has a run folder of its own, so workers of different hosts do not share these
-notes: if they share a disk, each host writes under a temporary name that no other has, and renames a whole
-file.
+that it renames, and the others wait for its lock on a record in the run's folder. The kernel frees the lock
+of a worker that dies. Each host has a run folder of its own, so workers of different hosts do not share these
+records. If they share a disk, each host writes under a temporary name of its own, and renames a whole file.
 """
 
 import contextlib
@@ -36,14 +35,14 @@ Write = Callable[[str], object]
 _NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
 _OCCASIONS = 16
-"""How many occasions a record keeps: one worker may be some saves ahead of another."""
+"""The number of occasions that a record keeps: one worker may be some saves ahead of another."""
 
 
 class Occasion(NamedTuple):
-    """The place in the program where a worker saves.
+    """The point of the program at which a worker saves.
 
     Attributes:
-        name: equal on all workers at the same place, where they have equal states.
+        name: equal on all workers at the same point, where they have equal states.
         worker: the worker that saves.
     """
 
@@ -70,33 +69,34 @@ def write_once(
         path: the file to write.
         state: identifies the contents: bytes that are equal only for equal contents.
         write: writes to the path that it is given.
-        rename: write a local file under a temporary name beside it and rename that, so that no reader ever
-            sees a partial file; only for a file or folder, and files beside it to which it refers.
+        rename: whether to write a local file under a temporary name beside it and to rename that, so that no
+            reader ever sees a partial file. The result is one file or folder, and files beside it to which it
+            refers.
         occasion: the occasion on which this worker saves; None if others may save another state.
 
     Raises:
         DisagreementError: another worker has saved another state on this occasion.
-        OSError: any that `write` raises.
+        OSError: `write` raised it.
         PeerStuckError: another worker has been writing for 10 minutes.
     """
-    own = os.fspath(path)
-    absolute = own if "://" in own else str(Path(own).absolute())
-    with _record(notes, absolute, own) as record:
+    target = os.fspath(path)
+    absolute = target if "://" in target else str(Path(target).absolute())
+    with _record(notes, absolute, target) as record:
         if occasion is not None:
-            record.add(occasion, state, f"saves {own}")
-        if record.state == state.hex() and ("://" in own or Path(own).exists()):
+            record.add(occasion, state, f"saves {target}")
+        if record.state == state.hex() and ("://" in target or Path(target).exists()):
             return
         record.state = ""
         record.write()
-        if rename and "://" not in own:
-            _write_whole(Path(own), write)
+        if rename and "://" not in target:
+            _write_whole(Path(target), write)
         else:
-            write(own)
+            write(target)
         record.state = state.hex()
 
 
 class SharedSaves:
-    """The saving methods of models in a job; replaces Keras's own, which are passed as `original`."""
+    """The saving methods of models in a job. They replace Keras's own, which are passed as `original`."""
 
     def __init__(self, job: Job, backend: Backend, occasion: Callable[[], str]) -> None:
         self._job = job
@@ -119,42 +119,42 @@ class SharedSaves:
             self._digest(model, purpose),
             lambda path: original(model, path, *args, **kwargs),
             occasion=self._occasion_of(os.fspath(filepath)),
-            # Keras must see a file that it must not overwrite, and names shards after their file.
+            # Keras must see a file that it may not overwrite, and names shards after their file.
             rename=kwargs.get("overwrite", args[0] if args else True) is True
             and not (sharded and not Path(filepath).absolute().parent.is_dir()),
         )
 
-    def compare(self, what: str, model: Any) -> None:
-        """Check that other workers have the same state of `model` at this place, without waiting for them.
+    def compare(self, point: str, model: Any) -> None:
+        """Check that other workers have the same state of `model` at this point, without waiting for them.
 
         Args:
-            what: names the place.
-            model: with its state in its variables.
+            point: names the point of the program.
+            model: the model, whose state is in its variables.
 
         Raises:
-            DisagreementError: another worker of the same host has another one.
+            DisagreementError: another worker of the same host has another state.
         """
-        occasion = self._occasion_of(what)
+        occasion = self._occasion_of(point)
         if self._job.context.folder is not None and occasion is not None:
-            with _record(RunPaths(self._job.context.folder).saved, what, what) as record:
-                record.add(occasion, self._digest(model, what), f"reaches {what}")
+            with _record(RunPaths(self._job.context.folder).saved, point, point) as record:
+                record.add(occasion, self._digest(model, point), f"reaches {point}")
 
     def _digest(self, model: Any, purpose: str) -> bytes:
         arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]
         return digest_arrays(arrays, purpose.encode())
 
     def _occasion_of(self, path: str) -> Occasion | None:
-        """Return the occasion on which this worker saves to a path, perhaps not for the first time here."""
+        """Return the occasion on which this worker saves to a path. It may save there several times."""
         if self._job.settings.allow_unlike or self._job.joins:
             return None
         name = self._occasion()
-        known, count = self._last.get(path, ("", 0))
-        self._last[path] = name, count + 1 if known == name else 1
+        last_name, count = self._last.get(path, ("", 0))
+        self._last[path] = name, count + 1 if last_name == name else 1
         return Occasion(f"{name}, save {self._last[path][1]}", self._job.worker)
 
 
 class _Record(msgspec.Struct):
-    """What the workers have saved to one path; a file that is locked while the record is used.
+    """The states that workers have saved to one path, in a file that is locked while the record is used.
 
     Attributes:
         state: the state that was saved last, in hexadecimal; empty while it is being written.
@@ -165,16 +165,16 @@ class _Record(msgspec.Struct):
     occasions: dict[str, tuple[str, int]] = {}
     descriptor: int = -1
 
-    def add(self, occasion: Occasion, state: bytes, does: str) -> None:
-        """Add the state that a worker has on an occasion.
+    def add(self, occasion: Occasion, state: bytes, action: str) -> None:
+        """Add the state of a worker on an occasion.
 
         Raises:
-            DisagreementError: another worker had another one.
+            DisagreementError: another worker had another state.
         """
-        known, other = self.occasions.setdefault(occasion.name, (state.hex(), occasion.worker))
-        if known != state.hex():
+        saved_state, other = self.occasions.setdefault(occasion.name, (state.hex(), occasion.worker))
+        if saved_state != state.hex():
             raise DisagreementError(
-                f"worker {occasion.worker} {does} with other weights, or arguments, than worker {other} "
+                f"worker {occasion.worker} {action} with other weights, or arguments, than worker {other} "
                 "at the same place of the script: look for weights that depend on the worker or on the time; "
                 "code that changes the model on one worker only must also save it only there",
                 (occasion.worker,),
@@ -191,7 +191,7 @@ class _Record(msgspec.Struct):
 
 @contextmanager
 def _record(notes: Path, key: str, path: str) -> Iterator[_Record]:
-    """Read the record of what is saved under a key, hold its lock for the block, and write it afterwards."""
+    """Read the record for a key, hold its lock for the block, and write it afterwards."""
     notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     with _locked(notes / xxhash.xxh3_128_hexdigest(key.encode()), path) as descriptor:
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
@@ -263,19 +263,19 @@ def _replace_folder(temporary: Path, final: Path) -> None:
 def _beside(final: Path) -> Iterator[Path]:
     """Yield a temporary path on the disk of `final`; remove what is there at the end of the block.
 
-    The suffix of its name tells Keras the format. It is in a new folder: in a folder that several users can
-    write to, another user could place a link under any predictable name.
+    The suffix of its name tells Keras the format. The path is in a new folder, because in a folder to which
+    several users can write, another user could create a link under any predictable name.
     """
     if final.parent.is_dir():
-        own = Path(tempfile.mkdtemp(prefix=".", dir=final.parent))
-        temporary = own / final.name
+        folder = Path(tempfile.mkdtemp(prefix=".", dir=final.parent))
+        temporary = folder / final.name
     else:
         # Some ways to save create the parent folders.
-        own = temporary = final.with_name(f".{secrets.token_hex(8)}-{final.name}")
+        folder = temporary = final.with_name(f".{secrets.token_hex(8)}-{final.name}")
     try:
         yield temporary
     finally:
-        if own.is_dir():
-            shutil.rmtree(own)
+        if folder.is_dir():
+            shutil.rmtree(folder)
         else:
-            own.unlink(missing_ok=True)
+            folder.unlink(missing_ok=True)

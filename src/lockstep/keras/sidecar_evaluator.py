@@ -97,7 +97,7 @@ class SidecarEvaluator:
             `history`: `val_loss` and so on. Each is also printed.
 
         Raises:
-            CheckpointError: a checkpoint is that of another model.
+            CheckpointError: a checkpoint belongs to another model.
             ConfigError: this process saves checkpoints itself, and `max_evaluations` is None.
             PeerLostError: training ended without a complete checkpoint.
             PeerStuckError: there was no job and no new checkpoint for 600 s.
@@ -121,26 +121,26 @@ class SidecarEvaluator:
 
 
 class EvaluatorFit:
-    """Implements `fit` in the process of an evaluator: evaluates what the other processes train."""
+    """Implements `fit` in the process of an evaluator: evaluates the model that the others train."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
-    def fit(self, model: Any, given: dict[str, Any]) -> Any:
+    def fit(self, model: Any, arguments: dict[str, Any]) -> Any:
         """Evaluate the checkpoints that this call of the script saves in the training processes.
 
         Args:
-            model: to evaluate.
-            given: the arguments of `fit`, by name.
+            model: the model to evaluate.
+            arguments: the arguments of `fit`, by name.
 
         Raises:
             ConfigError: no checkpoints are saved, or there is no data to evaluate them on.
         """
-        asked = checkpoint_in(given["callbacks"])
-        callbacks = keras.tree.flatten(list(listed(given["callbacks"]) or ()))
-        files = [one for one in callbacks if isinstance(one, keras.callbacks.ModelCheckpoint)]
-        folder = self._folder if asked is None else Path(asked.folder).absolute()
-        if asked is None and files:
+        checkpoint = checkpoint_in(arguments["callbacks"])
+        callbacks = keras.tree.flatten(list(listed(arguments["callbacks"]) or ()))
+        files = [callback for callback in callbacks if isinstance(callback, keras.callbacks.ModelCheckpoint)]
+        folder = self._folder if checkpoint is None else Path(checkpoint.folder).absolute()
+        if checkpoint is None and files:
             folder = Path(files[0].filepath).absolute()
         if folder is None:
             raise ConfigError(
@@ -152,11 +152,11 @@ class EvaluatorFit:
         since = 0.0 if folder == self._folder else SystemClock().wall() - _age()
         evaluator = SidecarEvaluator(
             model,
-            _validation(given),
+            _validation(arguments),
             folder,
-            steps=given["validation_steps"],
-            callbacks=_without(files, without_checkpoint(asked, given["callbacks"])),
-            batch_size=given["validation_batch_size"] or given["batch_size"],
+            steps=arguments["validation_steps"],
+            callbacks=_without(files, without_checkpoint(checkpoint, arguments["callbacks"])),
+            batch_size=arguments["validation_batch_size"] or arguments["batch_size"],
         )
         history = follow(evaluator, since, SystemClock(), time.sleep)
         self._folder = folder
@@ -164,10 +164,10 @@ class EvaluatorFit:
 
 
 class _Saved(Protocol):
-    """What an evaluator evaluates.
+    """A sequence of saved models that an evaluator evaluates.
 
     Attributes:
-        unit: of the numbers of what is saved.
+        unit: the unit of their numbers.
     """
 
     unit: str
@@ -176,7 +176,7 @@ class _Saved(Protocol):
         """Look at the folder."""
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load what has a number in the last `state` into the model; return whether it could be read."""
+        """Load the model with a number in the last `state`; return whether it could be read."""
 
 
 class _Checkpoints:
@@ -187,18 +187,18 @@ class _Checkpoints:
     def __init__(self, folder: Path, since: float, clock: Clock) -> None:
         self._folder, self._since, self._clock = folder, since, clock
         self._store = Store(folder)
-        self._found: Mapping[int, Path] = {}
+        self._paths: Mapping[int, Path] = {}
 
     def state(self) -> FolderState:
         """Look at the folder; see `_Saved`."""
         # In this order, so that all checkpoints of a job that has ended are found.
         trains, begun = is_training(self._folder), last_activity(self._folder) >= self._since
-        self._found = self._store.steps()
-        return FolderState(self._clock.now(), trains, begun, self._found)
+        self._paths = self._store.steps()
+        return FolderState(self._clock.now(), trains, begun, self._paths)
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load a checkpoint; say if it is damaged."""
-        path = self._found[number]
+        """Load a checkpoint; print a note if it is damaged."""
+        path = self._paths[number]
         try:
             contents = load(path)
         except CheckpointError as error:
@@ -211,8 +211,9 @@ class _Checkpoints:
 
 
 class _ModelFiles:
-    """The files of a `keras.callbacks.ModelCheckpoint`, numbered by epochs where their names have them; a
-    `_Saved`.
+    """The files of a `keras.callbacks.ModelCheckpoint`, numbered by the epochs in their names; a `_Saved`.
+
+    Files without an epoch in their names are numbered in their order.
     """
 
     unit = "epoch"
@@ -220,25 +221,27 @@ class _ModelFiles:
     def __init__(self, filepath: str, clock: Clock) -> None:
         self._folder, self._clock = Path(filepath).absolute().parent, clock
         before, *after = _EPOCH.split(Path(filepath).name, 1)
-        number = "".join(r"(?P<epoch>\d+)" + _pattern_of(one) for one in after)
+        number = "".join(r"(?P<epoch>\d+)" + _pattern_of(rest) for rest in after)
         self._name = re.compile(_pattern_of(before) + number)
         self._files: dict[int, Path] = {}
-        self._known: set[tuple[Path, int]] = set()
+        self._seen: set[tuple[Path, int]] = set()
         self._last = -math.inf
 
     def state(self) -> FolderState:
         """Look at the folder; see `_Saved`."""
-        found = []
+        changed_files = []
         for path in self._folder.glob("*"):
-            name = self._name.fullmatch(path.name)
+            match = self._name.fullmatch(path.name)
             with contextlib.suppress(FileNotFoundError):
-                if name is not None:
-                    found.append((path.stat().st_mtime_ns, path, int(name.groupdict().get("epoch", 0))))
-        for changed, path, epoch in sorted(found):
-            # A program of plain Keras may still be writing it.
+                if match is not None:
+                    changed_files.append(
+                        (path.stat().st_mtime_ns, path, int(match.groupdict().get("epoch", 0)))
+                    )
+        for changed, path, epoch in sorted(changed_files):
+            # A program of plain Keras may still be writing the file.
             settled = self._clock.wall() - changed / 1e9 >= _SETTLED
-            if settled and (path, changed) not in self._known:
-                self._known.add((path, changed))
+            if settled and (path, changed) not in self._seen:
+                self._seen.add((path, changed))
                 self._files[max(max(self._files, default=0) + 1, epoch)] = path
                 self._last = self._clock.now()
         begun = bool(self._files)
@@ -246,11 +249,12 @@ class _ModelFiles:
         return FolderState(self._clock.now(), trains, begun, self._files)
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load a file; say if it is damaged."""
+        """Load a file; print a note if it is damaged."""
         path = self._files[number]
         _build(evaluator)
         try:
-            # Its variables are not needed, and those of a job with parameter servers may have other shapes.
+            # The optimizer's variables are not needed. In a job with parameter servers, they may have other
+            # shapes.
             with replaced(evaluator.model, "optimizer", None):
                 evaluator.model.load_weights(path)
         except (OSError, BadZipFile) as error:
@@ -271,9 +275,9 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
     """Implement `SidecarEvaluator.start`.
 
     Args:
-        evaluator: its settings.
-        since: seconds since 1970; a job that started or saved a checkpoint then or later counts.
-        clock: the time.
+        evaluator: the settings.
+        since: seconds since 1970. A job that started or saved a checkpoint then or later counts.
+        clock: measures the time.
         pause: waits for a number of seconds.
     """
     folder = Path(evaluator.checkpoint_dir).absolute()
@@ -320,7 +324,7 @@ def _print_note(line: str) -> None:
 
 
 def _listed(evaluator: SidecarEvaluator) -> Any:
-    """Return one callback list for all evaluations, so that callbacks that write keep their files open."""
+    """Return one callback list for all evaluations, so that callbacks keep their files open."""
     callbacks = evaluator.callbacks
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -329,14 +333,16 @@ def _listed(evaluator: SidecarEvaluator) -> Any:
 
 def _without(files: Sequence[Any], callbacks: Any) -> Any:
     """Return callbacks without those that save models: an evaluator does not train."""
-    return [one for one in listed(callbacks) if one not in files] if files else callbacks
+    return [callback for callback in listed(callbacks) if callback not in files] if files else callbacks
 
 
-def _validation(given: dict[str, Any]) -> Any:
-    if given["validation_data"] is not None:
-        return given["validation_data"]
-    if given["validation_split"]:
-        return split_validation(given["x"], given["y"], given["sample_weight"], given["validation_split"])[1]
+def _validation(arguments: dict[str, Any]) -> Any:
+    if arguments["validation_data"] is not None:
+        return arguments["validation_data"]
+    if arguments["validation_split"]:
+        return split_validation(
+            arguments["x"], arguments["y"], arguments["sample_weight"], arguments["validation_split"]
+        )[1]
     raise ConfigError(
         "this process is the evaluator of TF_CONFIG, but fit has no data to evaluate on: give fit "
         "validation_data, in all tasks"

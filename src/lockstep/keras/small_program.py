@@ -2,7 +2,7 @@
 
     python -P -m lockstep.keras.small_program
 
-As a program, it measures how long that takes.
+As a program, it measures the time that this takes.
 """
 
 import os
@@ -37,7 +37,7 @@ def computed_bits() -> str:
     """Return a hash of the results of a fixed small program on the backend.
 
     It has the operations whose bits depend on the processor: products of matrices, convolutions, elementary
-    functions and sums. It changes no random state.
+    functions and sums. It does not change random states.
     """
     digest = xxhash.xxh3_128()
     for array in _program(_SMALL)():
@@ -46,20 +46,20 @@ def computed_bits() -> str:
 
 
 def cost_of_limit(limit: str, patience: float = _PATIENCE) -> float | None:
-    """Return the time of the program with a limit, relative to that without it; None if unknown.
+    """Return the time of the program with a limit, relative to the time without it; None if unknown.
 
-    It takes seconds: each of two processes imports the backend.
+    This takes seconds, because each of two processes imports the backend.
 
     Args:
         limit: the environment variables of the limit, as `lockstep.system.processor.limit_of` returns them.
         patience: the most seconds that it may take; at most a minute.
     """
-    # Threads of other programs would delay several more than one.
-    own = {**os.environ, "KERAS_BACKEND": keras.backend.backend(), "OMP_NUM_THREADS": "1"}
+    # One thread, because threads of other programs would delay several threads more than one.
+    environment = {**os.environ, "KERAS_BACKEND": keras.backend.backend(), "OMP_NUM_THREADS": "1"}
     # At the same time, so that other programs disturb both alike.
     with ThreadPoolExecutor() as threads:
         measure = partial(_seconds, min(patience, _PATIENCE))
-        without, with_limit = threads.map(measure, (own, limited(own, limit)))
+        without, with_limit = threads.map(measure, (environment, limited(environment, limit)))
     return with_limit / without if without and with_limit else None
 
 

@@ -1,16 +1,15 @@
-"""Records hashes of the steps of a training, by which `lockstep diff` finds the first difference of two runs.
+"""Records hashes of steps, with which `lockstep diff` finds the first difference between two runs.
 
-Each worker records what it computes, without asking others: the examples and the partials of its replicas;
-the worker that computes replica 0 also the total and the state, which are equal on all workers. Nothing here
-changes what a step computes.
+Each worker records its own results without asking others: the examples and the partials of its replicas. The
+worker that computes replica 0 also records the total and the state, which are equal on all workers. Recording
+does not change the results of steps.
 
-The first steps of a job are all recorded. Then only those are that a stride divides, a power of two, which
-keeps the time for recording within a small part of the time of the steps. So all workers, and other runs,
-record the same steps, or every second or fourth of them.
+All of the first steps of a job are recorded. Later ones are recorded if a stride divides their number. The
+stride is a power of two that keeps the time for recording within a small part of the time of the steps. So
+all workers, and other runs, record the same steps, or every second or fourth of them.
 
-A worker hashes what it has computed after the update has begun, so recording adds no message and no wait. On
-JAX, whose arrays are immutable, the state after a step is hashed when the next step has waited for it
-anyway.
+A worker hashes its results after the update has begun, so recording does not add a message or a wait. On JAX,
+whose arrays are immutable, the state after a step is hashed once the next step has waited for it anyway.
 """
 
 import platform
@@ -46,7 +45,7 @@ ALL_UNTIL = 128
 """The last step up to which every step is recorded."""
 _FULL_EVERY = 128
 _STATE_EVERY = 16
-"""Every so many recorded steps have the state, if it is large."""
+"""One of so many recorded steps has the state, if it is large."""
 _TESTS = 16
 """The most steps of an evaluation that are recorded."""
 _PART_OF_TIME = 0.005
@@ -58,10 +57,11 @@ _FEW_ROWS = 128
 _ROW_PARTS = 1024
 _FLUSH_EVERY = 1.0
 _MOST_CHARACTERS = 96 * 1024
-"""Of the hashes in one event, whose message must fit in a packet; a step with more has them without parts."""
+"""The most characters of hashes in one event, whose message must fit in a packet. A step with more hashes is
+recorded without parts."""
 
 _CONFIG = ("floatx", "epsilon", "image_data_format")
-"""Functions of `keras.config` for values of keras.json, besides the backend."""
+"""Functions of `keras.config` that return values of keras.json, besides the backend."""
 
 DIGITS = 16
 
@@ -71,20 +71,20 @@ Describe = Callable[[str], str]
 
 @dataclass
 class RecordedStep:
-    """A step that is being recorded; `fields` are those of `StepDigests` so far.
+    """A step that is being recorded.
 
     Attributes:
-        fields: see above.
+        fields: the fields of its `StepDigests` so far.
         full: whether to record everything by name.
         holds_state: whether the state is recorded.
         data: the examples of the replicas that this worker has computed.
-        rounds: the rounds of the step that are still to be hashed, and their totals.
+        rounds: the rounds of the step that have not been hashed, and their totals.
         hashed: number of rounds that were hashed.
         names: the names of the arrays of all rounds, in the order of their hashes.
         partials: the hashes of the arrays of each replica.
         totals: the hashes of the arrays of the totals.
         total_bytes: the size of the totals.
-        values: the values of the variables after the step, if `after` is still to be computed from them.
+        values: the values of the variables after the step, if `after` has not been computed from them yet.
     """
 
     fields: dict[str, Any]
@@ -100,11 +100,11 @@ class RecordedStep:
     values: Sequence[Any] | None = None
 
     def read(self, replica: int, data: Any) -> None:
-        """Take the examples of a replica, which do not change before the step ends."""
+        """Add the examples of a replica, which do not change before the step ends."""
         self.data[replica] = data
 
     def add_round(self, round_: Round, total: Total) -> None:
-        """Take a round, whose arrays do not change before the step ends."""
+        """Add a round, whose arrays do not change before the step ends."""
         self.rounds.append((round_, total))
 
 
@@ -112,8 +112,8 @@ class DigestRecorder:
     """Records the steps of one process.
 
     Args:
-        job: on whose bus it publishes, if someone subscribes to digests.
-        to_numpy: returns an array of the backend as NumPy sees it.
+        job: the job on whose bus it publishes, if there are subscribers to digests.
+        to_numpy: converts an array of the backend to NumPy.
         now: reads a clock, in seconds.
     """
 
@@ -156,7 +156,7 @@ class DigestRecorder:
         return not self._is_off and self._job.events.has_subscribers(DigestsRecorded)
 
     def begin_call(self, call: str, trained: int, settings: Mapping[str, str]) -> None:
-        """Record what the bits of a call depend on, as far as it differs from the call before."""
+        """Record everything on which the bits of a call depend, as far as it differs from the call before."""
         if not self.active:
             return
         job = self._job
@@ -190,7 +190,7 @@ class DigestRecorder:
         Args:
             step: number of training steps of the job, with this one if it trains, without the rounds of loops
                 that Lockstep does not drive.
-            call: such as `fit 1`.
+            call: the name of the call, such as `fit 1`.
             number: the number of the step in its call, from 1.
             trains: whether it is a training step.
         """
@@ -239,10 +239,10 @@ class DigestRecorder:
         """Record the rest of a step, whose update has begun.
 
         Args:
-            record: as `begin` has returned it.
-            program: whose step it is.
-            state: after the step, perhaps still being computed.
-            describe: names an array of the partials for people.
+            record: the result of `begin`.
+            program: the program of the step.
+            state: the state after the step, perhaps still being computed.
+            describe: returns the name of an array of the partials for people.
         """
         if record is None:
             self._busy += self._now() - self._begun
@@ -251,7 +251,7 @@ class DigestRecorder:
         self._record_inputs(record)
         several = len(record.rounds) > 1
         for number, (round_, total) in enumerate(record.rounds, 1):
-            # Of several rounds, each may update other variables.
+            # Each of several rounds may update other variables.
             self._hash_round(record, round_, total, f"round {number}: ".__add__ if several else describe)
         record.rounds.clear()
         self._record_rounds(record)
@@ -271,13 +271,13 @@ class DigestRecorder:
             assert pending.values is not None
             self._finish(pending, *self._hashed(pending.values))
 
-    def record_state_now(self, step: int, what: str, program: TrainingState) -> None:
+    def record_state_now(self, step: int, label: str, program: TrainingState) -> None:
         """Record the state outside of any step.
 
         Args:
             step: number of training steps of the job so far.
-            what: names this point of the run, such as `the end of fit 1`.
-            program: whose state it is; it is in the variables.
+            label: names this point of the run, such as `the end of fit 1`.
+            program: the program whose state it is. The state is in the variables.
         """
         if not self.active or not self._owns_first():
             return
@@ -285,16 +285,16 @@ class DigestRecorder:
         variables = program.lasting_variables()
         digest, parts = self._hashed(program.lasting_values(None, variables))
         names = self._key(tuple(variables))
-        made = StepDigests(
+        digests = StepDigests(
             step=step + self._rounds,
-            call=what,
+            call=label,
             number=0,
             trains=False,
             variables=names,
             before=digest,
             before_parts=parts,
         )
-        self._add(made)
+        self._add(digests)
 
     def end_call(self) -> None:
         """Publish everything that is recorded: a call ends."""
@@ -302,7 +302,7 @@ class DigestRecorder:
         self._flush()
 
     def end(self) -> None:
-        """Publish what is recorded at the end of the script, which may have failed within a step."""
+        """Publish the last records at the end of the script, which may have failed within a step."""
         try:
             self.settle()
         except Exception:
@@ -333,7 +333,7 @@ class DigestRecorder:
         self._add(StepDigests(**record.fields))
         self._count(record, begun)
 
-    def take_loop_round(self, round_: Round, total: Total, *, driven: bool) -> None:
+    def record_loop_round(self, round_: Round, total: Total, *, driven: bool) -> None:
         """Record a round of a custom loop, whose arrays the next round may overwrite.
 
         In a loop that Lockstep does not drive, each round counts as a step.
@@ -351,7 +351,7 @@ class DigestRecorder:
             try:
                 record.read(replica, list(round_.inputs(replica)))
             except LockstepError:
-                # They are not on this worker.
+                # The inputs are not on this worker.
                 continue
         self._hash_round(record, round_, total, f"round {record.hashed + 1}: ".__add__)
         if not driven:
@@ -380,7 +380,7 @@ class DigestRecorder:
         return program.lasting_values(state, self._variables)
 
     def _hashed(self, values: Sequence[Any]) -> tuple[str, str]:
-        """Return the hash of all values, and of each; empty if the memory of one was reused."""
+        """Return the hash of all values, and the hash of each; empty if the memory of one was reused."""
         if any(getattr(value, "is_deleted", bool)() for value in values):
             return "", ""
         arrays = [self._to_numpy(value) for value in values]
@@ -407,7 +407,7 @@ class DigestRecorder:
         record.data.clear()
 
     def _arrays(self, data: Any) -> list[npt.NDArray[Any]]:
-        """Return the leaves of examples as arrays; none if some cannot be hashed by their contents."""
+        """Return the leaves of examples as arrays; empty if some cannot be hashed by their contents."""
         arrays = []
         for leaf in keras.tree.flatten(data):
             if leaf is None:
@@ -463,15 +463,15 @@ class DigestRecorder:
         record.values = self._pending = None
         self._add(StepDigests(**record.fields))
 
-    def _add(self, made: StepDigests) -> None:
-        if _characters(made) > _MOST_CHARACTERS:
-            made = structs.replace(made, rows={}, partial_parts={})
-        if _characters(made) > _MOST_CHARACTERS:
-            made = structs.replace(made, total_parts="", before_parts="", after_parts="")
-        if self._characters + _characters(made) > _MOST_CHARACTERS:
+    def _add(self, digests: StepDigests) -> None:
+        if _characters(digests) > _MOST_CHARACTERS:
+            digests = structs.replace(digests, rows={}, partial_parts={})
+        if _characters(digests) > _MOST_CHARACTERS:
+            digests = structs.replace(digests, total_parts="", before_parts="", after_parts="")
+        if self._characters + _characters(digests) > _MOST_CHARACTERS:
             self._flush()
-        self._steps.append(made)
-        self._characters += _characters(made)
+        self._steps.append(digests)
+        self._characters += _characters(digests)
         if self._now() - self._flushed >= _FLUSH_EVERY:
             self._flush()
 
@@ -491,7 +491,7 @@ class DigestRecorder:
         return key
 
     def _count(self, record: RecordedStep, begun: float) -> None:
-        """Count the time of a step and of recording it; choose the stride."""
+        """Add the time of a step and of recording it; choose the stride."""
         now = self._now()
         self._spent += now - begun
         self._busy += now - self._begun
@@ -500,7 +500,7 @@ class DigestRecorder:
             return
         self._recorded += 1
         if step == 1:
-            # It has compiled.
+            # The first step compiles, so its time does not count.
             self._recorded, self._busy, self._spent = 0, 0.0, 0.0
         elif step >= ALL_UNTIL and self._recorded >= _RECORDS_PER_CHOICE and not self._all:
             part = self._spent / self._busy if self._busy else 0.0
@@ -538,7 +538,7 @@ def recorder_of(job: Job, to_numpy: Callable[[Any], npt.NDArray[Any]]) -> Digest
 
 
 def variable_names(model: Any) -> Describe:
-    """Return what names the gradients and metrics of a model in partials by its variables."""
+    """Return a function that names the gradients and metrics of a model in partials by its variables."""
     names = {f"gradient/{i}": variable.path for i, variable in enumerate(model.trainable_variables)}
     names |= {f"metric/{i}": f"metric {variable.path}" for i, variable in enumerate(model.metrics_variables)}
     return lambda name: names.get(name, name)

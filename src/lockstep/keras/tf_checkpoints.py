@@ -24,14 +24,14 @@ def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
     """Make `tf.train.Checkpoint` and its manager write each checkpoint once on each host.
 
     Args:
-        job: whose workers write.
-        behind: whether this process repeats calls that others have already made and saved.
+        job: the job whose workers write.
+        behind: whether this process repeats calls whose checkpoints others have already saved.
     """
     PATCHES.replace(__name__, *SAVE, functools.partial(shared, job, behind))
 
 
 def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what replaces TensorFlow's `original` method; see `share_checkpoints`."""
+    """Return the replacement of TensorFlow's `original` method; see `share_checkpoints`."""
 
     @functools.wraps(original)
     def save(self: Any, file_prefix: str, *args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -
             Path(file_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
         write_once(
             RunPaths(job.context.folder).saved,
-            # A checkpoint has several files; this one is written, and renamed, last.
+            # A checkpoint has several files. This one is written, and renamed, last.
             f"{file_prefix}{_LAST}",
             digest_arrays(_state(self)),
             lambda path: original(self, path.removesuffix(_LAST), *args, **kwargs),
@@ -56,5 +56,6 @@ def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -
 
 def _state(saver: Any) -> list[npt.NDArray[Any]]:
     """Return the values of all variables that a checkpoint reaches."""
-    variables = [one.value if isinstance(one, keras.Variable) else one for one in reached_by(saver)]
-    return [to_numpy(one.read_value()) for one in variables if isinstance(one, tf.Variable)]
+    reached = reached_by(saver)
+    variables = [part.value if isinstance(part, keras.Variable) else part for part in reached]
+    return [to_numpy(variable.read_value()) for variable in variables if isinstance(variable, tf.Variable)]

@@ -31,8 +31,10 @@ class SymbolicPerReplica(tf.experimental.ExtensionType, DistributedValues):  # t
     def __repr__(self) -> str:
         if not isinstance(self.handle, tf.__internal__.EagerTensor):
             return f"PerReplica({self.dtype.name}, shape={self.shape}, in a graph)"
-        own = current().view.replicas_of(current().worker)
-        return format_values(own, lambda replica: tf.convert_to_tensor(self.source.leaf(self.leaf, replica)))
+        replicas = current().view.replicas_of(current().worker)
+        return format_values(
+            replicas, lambda replica: tf.convert_to_tensor(self.source.leaf(self.leaf, replica))
+        )
 
     __str__ = __repr__
 
@@ -49,15 +51,15 @@ class SymbolicPerReplica(tf.experimental.ExtensionType, DistributedValues):  # t
     @property
     def values(self) -> tuple[Any, ...]:
         """The values of this worker's replicas, in the replicas' order."""
-        own = current().view.replicas_of(current().worker)
+        replicas = current().view.replicas_of(current().worker)
         if tf.executing_eagerly():
-            return tuple(tf.convert_to_tensor(self.source.leaf(self.leaf, replica)) for replica in own)
+            return tuple(tf.convert_to_tensor(self.source.leaf(self.leaf, replica)) for replica in replicas)
 
         def read(handle: Any) -> list[Any]:
             values = ValueStore.numbered(self.store).find(int(handle)).values
-            return [values.leaf(self.leaf, replica) for replica in own]
+            return [values.leaf(self.leaf, replica) for replica in replicas]
 
-        tensors = tf.py_function(read, [self.handle], [self.dtype] * len(own))
+        tensors = tf.py_function(read, [self.handle], [self.dtype] * len(replicas))
         for tensor in tensors:
             tensor.set_shape(self.shape)
         return tuple(tensors)
@@ -68,7 +70,7 @@ class CompositePerReplica(tf.experimental.ExtensionType, DistributedValues):  # 
 
     Attributes:
         parts: its tensors.
-        spec_number: the spec number of its `tf.TypeSpec`.
+        spec_number: the number of its `tf.TypeSpec`.
     """
 
     parts: tuple[SymbolicPerReplica, ...]
@@ -90,13 +92,13 @@ class CompositePerReplica(tf.experimental.ExtensionType, DistributedValues):  # 
         """Return the ragged or sparse tensor of a replica, given its tensors."""
         return tf.nest.pack_sequence_as(_specs[self.spec_number], list(tensors), expand_composites=True)
 
-    def refuse(self, what: str) -> NoReturn:
-        """Raise ModelError: `what` combines dense tensors only."""
-        kind = type(_specs[self.spec_number]).__name__.removesuffix("Spec")
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise ModelError: an operation, such as `all_reduce`, combines only dense tensors."""
+        tensor_class = type(_specs[self.spec_number]).__name__.removesuffix("Spec")
         raise ModelError(
-            f"{what} combines dense tensors, not a {kind} of each replica: make it dense in the function of "
-            "strategy.run, as with ragged.to_tensor() or tf.sparse.to_dense(sparse), or get those of this "
-            "worker with strategy.experimental_local_results"
+            f"{operation} combines dense tensors, not a {tensor_class} of each replica: make it dense in the "
+            "function of strategy.run, as with ragged.to_tensor() or tf.sparse.to_dense(sparse), or get those "
+            "of this worker with strategy.experimental_local_results"
         )
 
     def __repr__(self) -> str:
@@ -110,7 +112,7 @@ _specs: list[Any] = []
 
 
 def parts_of_leaf(leaf: Any) -> Sequence[Any]:
-    """Return the parts of a leaf of arguments, of which each replica may have its own value."""
+    """Return the parts of a leaf of arguments. Each replica may have its own value of a part."""
     return leaf.parts if isinstance(leaf, CompositePerReplica) else (leaf,)
 
 
@@ -146,7 +148,7 @@ def spec_of(tensor: Any) -> Spec:
 
 
 def to_numpy(array: Any) -> Any:
-    """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
+    """Return an array as one of NumPy, which shares its memory on a CPU and is a copy otherwise."""
     # TensorFlow returns a scalar of a dtype that NumPy lacks, such as bfloat16, not as an array.
     scalar = isinstance(array, tf.Tensor) and array.shape.rank == 0
     return np.asarray(array.numpy() if scalar else array)

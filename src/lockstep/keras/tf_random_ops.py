@@ -1,11 +1,11 @@
 """Random numbers of TensorFlow's own operations, such as `tf.random.normal`, in a replica's computation.
 
-Such an operation counts its runs in the process. While a replica computes, a stateless operation replaces it:
-its numbers are derived from the step's seed, the replica, the operation's place in the function (or the seed
-that the program gives it), and the number of its runs in this step. So they do not depend on the worker.
+Such an operation counts its runs in the process. While a replica computes, a stateless operation replaces it.
+Its numbers are derived from the step's seed, the replica, the number of the operation in the function (or the
+seed that the program gives it), and the number of its runs in this step. So they do not depend on the worker.
 
 The counter of the runs is a variable that starts from zero for each replica, so loops draw new numbers.
-Everywhere else TensorFlow's own operations run. Operations that cannot be replaced are refused by name.
+Everywhere else, TensorFlow's own operations run. Operations that cannot be replaced are refused by name.
 """
 
 import random
@@ -40,8 +40,8 @@ from lockstep.worker.patch_registry import PATCHES
 _TIMES = 1 << 31
 """The maximum runs of an operation in a step."""
 
-_GIVEN = 1 << 62
-"""Distinguishes the seeds that the program gives operations from the places of operations."""
+_PROGRAM_SEED = 1 << 62
+"""Distinguishes the seeds that the program gives operations from the numbers of operations."""
 
 Seed = Any
 """Two integers as a tensor of int64, the seed of a stateless operation."""
@@ -50,12 +50,12 @@ Seed = Any
 class Draws(Protocol):
     """The source of the seeds of a function's operations."""
 
-    def seed(self, given: int | None) -> Seed | None:
+    def seed(self, program_seed: int | None) -> Seed | None:
         """Return the seed of an operation that is being created; None if it does not belong to the function.
 
         Args:
-            given: the seed that the program gives the operation, if any; operations with equal seeds draw
-                equal numbers, as TensorFlow's do.
+            program_seed: the seed that the program gives the operation, if any. Operations with equal seeds
+                draw equal numbers, as TensorFlow's do.
         """
 
 
@@ -71,15 +71,15 @@ class EagerDraws:
         self._operations = 0
         self._times: Counter[int] = Counter()
 
-    def seed(self, given: int | None) -> Seed | None:
+    def seed(self, program_seed: int | None) -> Seed | None:
         """Return a new seed."""
         if not tf.executing_eagerly():
             return None
-        if given is None:
+        if program_seed is None:
             self._operations += 1
             return tf.constant([self._key, self._operations * _TIMES], tf.int64)
-        self._times[given] += 1
-        return tf.constant([self._key, _place_of(given) + self._times[given]], tf.int64)
+        self._times[program_seed] += 1
+        return tf.constant([self._key, _start_of(program_seed) + self._times[program_seed]], tf.int64)
 
     @property
     def used(self) -> bool:
@@ -88,7 +88,7 @@ class EagerDraws:
 
 
 class GraphDraws:
-    """The draws of a function that is being traced; a variable counts the runs of each operation.
+    """The draws of a function that is being traced. A variable counts the runs of each operation.
 
     Attributes:
         number: the number of the next operation.
@@ -104,17 +104,17 @@ class GraphDraws:
 
     @property
     def in_function(self) -> bool:
-        """Whether operations that are created now belong to the function: not within `tf.init_scope`."""
+        """Whether operations that are created now belong to the function, and are not in `tf.init_scope`."""
         return all(graph.is_building_function for graph in entered_graphs()[self._depth :])
 
-    def seed(self, given: int | None) -> Seed | None:
+    def seed(self, program_seed: int | None) -> Seed | None:
         """Add operations to the graph that compute another seed whenever they run."""
         if not self.in_function:
             return None
         number, self.number = self.number, self.number + 1
         times = _counter(number)
-        place = number * _TIMES if given is None else _place_of(given)
-        seed = tf.stack([_variable("key").read_value(), times.read_value() + place])
+        start = number * _TIMES if program_seed is None else _start_of(program_seed)
+        seed = tf.stack([_variable("key").read_value(), times.read_value() + start])
         times.assign_add(1)
         return seed
 
@@ -122,11 +122,11 @@ class GraphDraws:
 class ElementDraws:
     """The draws of a function that is being traced to map the elements of a dataset, each with its own seed.
 
-    They also replace the numbers of Keras's generators, which are then neither read nor advanced.
+    They also replace the numbers of Keras's generators, which are neither read nor advanced.
 
     Args:
         seed: the seed of the element, a tensor of the function.
-        number: the number of the function, among those that have the element's seed.
+        number: the number of the function, among the functions with the element's seed.
         drawn: how often these functions draw from each of Keras's generators, by the generator's id.
     """
 
@@ -136,35 +136,35 @@ class ElementDraws:
         self._drawn = drawn
         self._operations = 0
 
-    def seed(self, given: int | None) -> Seed:
-        """Add operations to the graph that mix the element's seed with the place, and with runs of loops.
+    def seed(self, program_seed: int | None) -> Seed:
+        """Add operations to the graph that mix the element's seed with the operation's number and loop runs.
 
         Raises:
             ModelError: the operation runs while the function is traced.
         """
-        place = (self._number, self._operations) if given is None else (given,)
-        self._operations += given is None
-        return self._mixed(place)
+        values = (self._number, self._operations) if program_seed is None else (program_seed,)
+        self._operations += program_seed is None
+        return self._mixed(values)
 
     def seed_from(self, generator: keras.random.SeedGenerator, ordered: bool) -> Seed:
-        """Add operations to the graph that compute what one of Keras's generators yields next.
+        """Add operations to the graph that compute the next seed of one of Keras's generators.
 
-        Generators to which the program has given one seed yield the same, as Keras's do: layers that augment
-        an image and its mask depend on that.
+        Generators with equal seeds from the program yield equal seeds, as Keras's do. Layers that augment an
+        image and its mask depend on that.
 
         Raises:
-            ModelError: as `seed`.
+            ModelError: the operation runs while the function is traced.
         """
-        given = given_seed(generator)
-        if given is None or not ordered:
+        generator_seed = given_seed(generator)
+        if generator_seed is None or not ordered:
             return self.seed(None)
         self._drawn[id(generator)] += 1
-        return self._mixed(("generator", given, self._drawn[id(generator)]))
+        return self._mixed(("generator", generator_seed, self._drawn[id(generator)]))
 
-    def _mixed(self, place: tuple[Any, ...]) -> Seed:
+    def _mixed(self, values: tuple[Any, ...]) -> Seed:
         if tf.executing_eagerly():
             raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
-        seed = tf.bitwise.bitwise_xor(self._seed, tf.constant([signed(seed_of(*place)), 0], tf.int64))
+        seed = tf.bitwise.bitwise_xor(self._seed, tf.constant([signed(seed_of(*values)), 0], tf.int64))
         for runs in counters_of_loops(tf.compat.v1.get_default_graph()):
             seed = tf.random.experimental.stateless_fold_in(seed, runs)
         return seed
@@ -173,7 +173,7 @@ class ElementDraws:
 class VectorizedDraws:
     """The draws of a function that computes several elements at once, which would all get the same seed."""
 
-    def seed(self, given: int | None) -> Seed | None:
+    def seed(self, program_seed: int | None) -> Seed | None:
         """Raise ModelError."""
         raise ModelError(
             "the step draws random numbers in tf.vectorized_map, where all elements would get the same: draw "
@@ -185,7 +185,7 @@ class _Active(threading.local):
     draws: Draws | None = None
 
 
-class _GivenSeed(int):
+class _ProgramSeed(int):
     """The second seed of an operation to which the program has given a seed."""
 
 
@@ -206,9 +206,9 @@ def drawn_from(draws: Draws | None) -> Iterator[None]:
 
 
 def draw_from(draws: Draws | None) -> Draws | None:
-    """Make TensorFlow's operations on this thread draw from `draws`; return what they have drawn from.
+    """Make TensorFlow's operations on this thread draw from `draws`; return the source until now.
 
-    The first call replaces functions of TensorFlow. Without draws, they still do what the originals do.
+    The first call replaces functions of TensorFlow. Without draws, they work like the originals.
     """
     _install()
     before, _active.draws = _active.draws, draws
@@ -231,8 +231,8 @@ def is_counter(variable: tf.Variable) -> bool:
 
 
 def is_own(variable: tf.Variable) -> bool:
-    """Whether a variable is one of this module."""
-    return any(variable is one for one in own_variables())
+    """Whether a variable belongs to this module."""
+    return any(variable is own for own in own_variables())
 
 
 def own_variables() -> list[tf.Variable]:
@@ -262,11 +262,11 @@ def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
 
 def state_of_graphs() -> list[tuple[tf.Variable, Any]]:
     """Return the variables from which the operations of all graphs draw, with their values."""
-    return [(one, one.read_value()) for one in own_variables()]
+    return [(variable, variable.read_value()) for variable in own_variables()]
 
 
 def begin_all(seed: int) -> None:
-    """Begin a computation of no replica: all operations draw the first numbers that follow from `seed`."""
+    """Begin a computation outside of replicas. All operations draw the first numbers of `seed`."""
     set_seed(seed)
     begin(_counters, tf.constant(0, tf.int64))
 
@@ -295,8 +295,8 @@ def counts_its_runs(node: Any) -> bool:
 
 def _refuse(operation: str, name: str = "") -> NoReturn:
     raise ModelError(
-        f"the step draws random numbers with the operation {operation}{name}, whose numbers depend on what "
-        "else this process computes, and which no stateless operation can replace here; draw with "
+        f"the step draws random numbers with the operation {operation}{name}, whose numbers depend on other "
+        "computations of this process, and which no stateless operation can replace here; draw with "
         "tf.random.normal and similar functions in Python, not in a loaded graph, or with keras.random and a "
         "generator that the model owns: self.seed = keras.random.SeedGenerator(1), "
         "keras.random.normal(shape, seed=self.seed)"
@@ -308,8 +308,8 @@ def signed(seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def _place_of(given: int) -> int:
-    return _GIVEN + given * _TIMES
+def _start_of(program_seed: int) -> int:
+    return _PROGRAM_SEED + program_seed * _TIMES
 
 
 def _variable(name: str) -> tf.Variable:
@@ -319,7 +319,7 @@ def _variable(name: str) -> tf.Variable:
 
 
 def _counter(number: int) -> tf.Variable:
-    """Return the variable that counts the runs of operation `number`; functions use it in turn."""
+    """Return the variable that counts the runs of operation `number`. Functions use it in turn."""
     if number == len(_counters):
         _variable("seed")
         _counters.append(_made("counter"))
@@ -374,11 +374,11 @@ _EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "random_gamma": _gamma,
     "random_poisson_v2": _poisson,
 }
-"""The replacements of functions of `GENERATED_RANDOM_OPERATIONS`; their first argument is the seed."""
+"""The replacements of functions of `GENERATED_RANDOM_OPERATIONS`. Their first argument is the seed."""
 
 
 def _install() -> None:
-    """Replace TensorFlow's functions, unless that was done."""
+    """Replace TensorFlow's functions, once per process."""
     with _lock:
         if PATCHES.has(__name__):
             return
@@ -395,16 +395,16 @@ def _install() -> None:
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
     """Mark the seeds of operations to which the program has given one."""
 
-    def get_seed(given: Any) -> Any:
-        first, second = original(given)
-        marked = given is not None and _active.draws is not None
-        return (first, _GivenSeed(second) if marked else second)
+    def get_seed(program_seed: Any) -> Any:
+        first, second = original(program_seed)
+        marked = program_seed is not None and _active.draws is not None
+        return (first, _ProgramSeed(second) if marked else second)
 
     return get_seed
 
 
 def _by_element(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let Keras's generators of TensorFlow's numbers draw by the element for which a function is traced."""
+    """Let Keras's generators in a function that is traced for elements draw by the element."""
 
     def next_seed(generator: Any, ordered: bool = True) -> Any:
         if isinstance(_active.draws, ElementDraws) and isinstance(generator.state.value, tf.Variable):
@@ -415,20 +415,20 @@ def _by_element(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Trace the functions that a traced function calls for this function alone.
+    """Trace the functions that a traced function calls separately for it.
 
-    Graphs traced elsewhere have operations that count their runs, and the counters of this function do not
-    apply elsewhere.
+    Graphs that were traced elsewhere have operations that count their runs, and the counters of this function
+    do not apply elsewhere.
     """
 
     def make_function_context(*args: Any, **options: Any) -> Any:
-        found = original(*args, **options)
+        context = original(*args, **options)
         if isinstance(_active.draws, GraphDraws) and _active.draws.in_function:
-            return with_own_graphs(found, _active.draws)
+            return with_own_graphs(context, _active.draws)
         if isinstance(_active.draws, ElementDraws):
             # Each call draws other numbers.
-            return with_own_graphs(found, object())
-        return found
+            return with_own_graphs(context, object())
+        return context
 
     return make_function_context
 
@@ -447,17 +447,17 @@ def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _drawn(equivalent: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, seed: Any = 0, seed2: Any = 0, name: Any = None, **options: Any) -> Any:
-        given = int(seed2) if isinstance(seed2, _GivenSeed) else None
-        own = None if _active.draws is None else _active.draws.seed(given)
-        if own is None:
+        program_seed = int(seed2) if isinstance(seed2, _ProgramSeed) else None
+        stateless_seed = None if _active.draws is None else _active.draws.seed(program_seed)
+        if stateless_seed is None:
             return original(*args, seed=seed, seed2=seed2, name=name, **options)
-        return equivalent(own, *args, **options)
+        return equivalent(stateless_seed, *args, **options)
 
     return draw
 
 
 def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse an operation that runs eagerly; in a graph, `refuse_random_operations` finds it."""
+    """Refuse an operation that runs eagerly. In a graph, `refuse_random_operations` finds it."""
 
     def refuse(*args: Any, **options: Any) -> Any:
         if (

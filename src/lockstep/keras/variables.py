@@ -41,14 +41,16 @@ class VariableState:
 
     def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
         """Return the present values of variables."""
-        return [one.value if hasattr(one, "assign") else one for one in variables.values()]
+        return [
+            variable.value if hasattr(variable, "assign") else variable for variable in variables.values()
+        ]
 
 
 class NamedVariables(VariableState):
-    """Variables that belong to no model, by name.
+    """Variables that do not belong to a model, by name.
 
     Attributes:
-        name: the name of all.
+        name: the common name of all variables.
         variables: the variables.
     """
 
@@ -86,12 +88,12 @@ def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> Non
     """Assign values to the variables of `step_state` with the same names.
 
     Args:
-        model: built, with built optimizers.
-        arrays: by the names of `step_state`.
+        model: the model, built, with built optimizers.
+        arrays: the values by the names of `step_state`.
         whole: whether there must be a value for every variable.
 
     Raises:
-        CheckpointError: the values do not fit; then none is assigned.
+        CheckpointError: the values do not fit. Then none is assigned.
     """
     variables = step_state(model)
     expected = variables if whole else {name: variables[name] for name in arrays if name in variables}
@@ -102,31 +104,31 @@ def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> Non
 
 def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless there is exactly one array of the same shape and dtype per variable."""
-    if found := misfits(variables, arrays):
+    if text := misfits(variables, arrays):
         raise CheckpointError(
-            f"the script builds a different model from the saved one: {found}. To resume, build "
+            f"the script builds a different model from the saved one: {text}. To resume, build "
             "and compile the model as before; to start over, give another --checkpoint folder"
         )
 
 
-def misfits(own: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
+def misfits(expected: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
     """Return a text on arrays without a counterpart of the same shape and dtype; empty if all have one.
 
     Args:
-        own: the variables of a model, or their values, by name. Within a call, variables may have no values.
+        expected: the variables of a model, or their values, by name. In a call, variables may have no values.
         arrays: the arrays of a checkpoint, by name.
     """
     differing = [
-        f"{name!r} ({' '.join(_kind(arrays[name]))} in the checkpoint, {' '.join(_kind(one))} in the model)"
-        for name, one in own.items()
-        if name in arrays and not _alike(_kind(arrays[name]), _kind(one))
+        f"{name!r} ({' '.join(_form(arrays[name]))} in the checkpoint, {' '.join(_form(value))} in the model)"
+        for name, value in expected.items()
+        if name in arrays and not _alike(_form(arrays[name]), _form(value))
     ]
-    found = {
+    names_by_problem = {
         "of another shape or dtype": differing,
-        "missing in the checkpoint": [repr(name) for name in own if name not in arrays],
-        "missing in the model": [repr(name) for name in arrays if name not in own],
+        "missing in the checkpoint": [repr(name) for name in expected if name not in arrays],
+        "missing in the model": [repr(name) for name in arrays if name not in expected],
     }
-    return "; ".join(f"{what}: {_listed(names)}" for what, names in found.items() if names)
+    return "; ".join(f"{problem}: {_listed(names)}" for problem, names in names_by_problem.items() if names)
 
 
 def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str, Any]:
@@ -151,39 +153,39 @@ def seed_positions(model: Any) -> frozenset[int]:
 
 def flat_metrics(metrics: Iterable[Any]) -> list[Any]:
     """Return the metrics, with the elements of containers of metrics instead of the containers."""
-    found = []
+    flat = []
     for metric in metrics:
         inner = getattr(metric, "metrics", None)
-        found.extend(flat_metrics(inner) if inner else [metric])
-    return found
+        flat.extend(flat_metrics(inner) if inner else [metric])
+    return flat
 
 
 def optimizers_of(model: Any) -> list[Any]:
     """Return the optimizer of `model`, and the optimizers that it and its layers have as attributes."""
-    found = [getattr(model, "optimizer", None)]
+    optimizers = [getattr(model, "optimizer", None)]
     for layer in layers_of(model):
-        found.extend(_optimizers(vars(layer).values()))
-    return list({id(optimizer): optimizer for optimizer in found if optimizer is not None}.values())
+        optimizers.extend(_optimizers(vars(layer).values()))
+    return list({id(optimizer): optimizer for optimizer in optimizers if optimizer is not None}.values())
 
 
 def _optimizers(values: Iterable[Any]) -> list[Any]:
-    found = []
+    optimizers = []
     for value in values:
         if isinstance(value, keras.optimizers.Optimizer):
-            found.append(value)
+            optimizers.append(value)
         elif isinstance(value, dict):
-            found.extend(_optimizers(value.values()))
+            optimizers.extend(_optimizers(value.values()))
         elif isinstance(value, list | tuple):
-            found.extend(_optimizers(value))
-    return found
+            optimizers.extend(_optimizers(value))
+    return optimizers
 
 
-def _kind(array: Any) -> tuple[str, str]:
+def _form(array: Any) -> tuple[str, str]:
     return keras.backend.standardize_dtype(array.dtype), str(list(array.shape))
 
 
 _ON_TORCH = {"uint16": "int32", "uint32": "int64"}
-"""The dtypes in which PyTorch stores variables of others that it lacks; such a variable reports its own."""
+"""The dtypes in which PyTorch stores variables of dtypes that it lacks. The variables report the latter."""
 
 
 def _alike(first: tuple[str, str], second: tuple[str, str]) -> bool:

@@ -1,4 +1,4 @@
-"""What workers tell each other besides partials: facts that must be equal, decisions of the chief, results.
+"""The messages of workers besides partials: facts that must be equal, decisions of the chief, results.
 
 A comparison that fails names the workers that differ, and the cause.
 """
@@ -19,7 +19,7 @@ from lockstep.topology import View
 from lockstep.worker.job import Job
 
 Facts = Mapping[str, str]
-"""Named facts about what a worker is about to do, in the order in which differences are reported."""
+"""Named facts about the next action of a worker, in the order in which differences are reported."""
 
 Array = npt.NDArray[Any]
 
@@ -36,9 +36,9 @@ _ROUNDING = 0.05
 """The largest distance of two arrays, relative to their norm, in `CHECK_EVERY` steps of rounding."""
 
 _TAKEN = "memory that a step has reused"
-"""In place of the value of a variable whose memory, shared with another variable, was donated to a JAX step.
+"""Replaces the value of a variable whose memory, shared with another variable, was donated to a JAX step.
 
-Keras fails when it reads such a variable; a comparison, which reads more than the program, tolerates it.
+Keras fails when it reads such a variable. A comparison, which reads more than the program, tolerates it.
 """
 
 ADVICE_ON_CALLS = (
@@ -85,111 +85,119 @@ _ADVICE = {
 }
 
 
-def agree(job: Job, what: str, facts: Facts) -> None:
+def agree(job: Job, label: str, facts: Facts) -> None:
     """Check that every worker calls this with equal facts.
 
     Raises:
-        DisagreementError: facts differ; raised on every worker, names two workers and the first difference.
+        DisagreementError: facts differ. Every worker raises it, with two workers and the first difference.
     """
-    job.exchange(lambda _, communicator: compare_all(job, communicator, what, facts))
+    job.exchange(lambda _, communicator: compare_all(job, communicator, label, facts))
 
 
-def compare_all(job: Job, communicator: Communicator, what: str, facts: Facts) -> None:
-    """Check in one call of the exchange that all hosts have what bits depend on, and all workers equal facts.
+def compare_all(job: Job, communicator: Communicator, label: str, facts: Facts) -> None:
+    """Check in one call of the exchange that all hosts can compute equal bits, and that facts are equal.
 
     Raises:
         DisagreementError: as for `agree`, or hosts differ.
     """
-    gathered = _gather(job.worker, communicator, what, facts, own_report(job))
+    gathered = _gather(job.worker, communicator, label, facts, own_report(job))
     # Facts may differ because the hosts do.
     reports = [report for _, _, report in gathered]
-    compare_reports(job, what, reports, texts_of_all(communicator, what))
-    _compare(what, gathered, hosts_of(reports))
+    compare_reports(job, label, reports, texts_of_all(communicator, label))
+    _compare(label, gathered, hosts_of(reports))
 
 
-def texts_of_all(communicator: Communicator, what: str) -> Callable[[str], list[str]]:
-    """Return what gives a text to all workers of a call of the exchange, and returns theirs."""
-    return lambda text: [one.decode() for one in communicator.gather(text.encode(), what=what)]
+def texts_of_all(communicator: Communicator, label: str) -> Callable[[str], list[str]]:
+    """Return a function that gathers a text of each worker in a call of the exchange."""
+    return lambda text: [blob.decode() for blob in communicator.gather(text.encode(), what=label)]
 
 
 def chiefs_state(
-    job: Job, what: str, to_numpy: Callable[[Any], Array], arrays: Mapping[str, Any]
+    job: Job, label: str, to_numpy: Callable[[Any], Array], arrays: Mapping[str, Any]
 ) -> dict[str, Array] | None:
-    """Return the state of the chief, if this worker has another one by rounding; None if it has an equal one.
+    """Return the chief's state, if this worker's state differs from it by rounding; None if they are equal.
 
-    For hosts that compute different bits: their states part, although all apply the same totals.
+    Hosts that compute different bits need this: their states diverge, although all apply the same totals.
 
     Args:
         job: the job of this worker.
-        what: names the call.
+        label: names the call.
         to_numpy: converts an array of the backend to NumPy.
         arrays: the state of this worker by variable name.
 
     Raises:
-        DisagreementError: the states differ by more than rounding; raised on every worker.
+        DisagreementError: the states differ by more than rounding. Every worker raises it.
     """
-    own = {name: to_numpy(value) for name, value in arrays.items()}
-    packed = [pack(name, one) for name, one in own.items()]
+    state = {name: to_numpy(value) for name, value in arrays.items()}
+    packed = [pack(name, array) for name, array in state.items()]
 
     def receive(_: View, communicator: Communicator) -> dict[str, Array]:
         blob = msgspec.msgpack.encode(packed) if job.is_chief else b""
-        given = next(one for one in communicator.gather(blob, what=what) if one)
-        return dict(map(unpack, msgspec.msgpack.decode(given, type=list[Packed])))
+        chief_blob = next(blob for blob in communicator.gather(blob, what=label) if blob)
+        return dict(map(unpack, msgspec.msgpack.decode(chief_blob, type=list[Packed])))
 
     chiefs = job.exchange(receive)
-    far = [name for name, one in own.items() if not (name in chiefs and _is_near(one, chiefs[name]))]
-    agree(job, what, {f"variable {name}": "far from the chief's" for name in far[:1]})
-    equal = all(one.tobytes() == chiefs[name].tobytes() for name, one in own.items())
+    far = [name for name, array in state.items() if not (name in chiefs and _is_near(array, chiefs[name]))]
+    agree(job, label, {f"variable {name}": "far from the chief's" for name in far[:1]})
+    equal = all(array.tobytes() == chiefs[name].tobytes() for name, array in state.items())
     return None if equal else chiefs
 
 
-def _is_near(own: Array, other: Array) -> bool:
-    if own.shape != other.shape or own.dtype != other.dtype:
+def _is_near(array: Array, chiefs_array: Array) -> bool:
+    if array.shape != chiefs_array.shape or array.dtype != chiefs_array.dtype:
         return False
-    if own.dtype.kind in "biu":
-        return bool((own == other).all())
-    first, second = own.astype("float64"), other.astype("float64")
-    return bool(np.linalg.norm(first - second) <= _ROUNDING * (np.linalg.norm(second) + 1e-6))
+    if array.dtype.kind in "biu":
+        return bool((array == chiefs_array).all())
+    values, chiefs_values = array.astype("float64"), chiefs_array.astype("float64")
+    return bool(np.linalg.norm(values - chiefs_values) <= _ROUNDING * (np.linalg.norm(chiefs_values) + 1e-6))
 
 
-def chiefs_decision(job: Job, what: str, own: bool) -> bool:
-    """Return the chief's `own` on every worker."""
+def chiefs_decision(job: Job, label: str, decision: bool) -> bool:
+    """Return the chief's `decision` on every worker."""
 
     def receive(_: View, communicator: Communicator) -> bool:
         # The chief is the first worker of the view in which the call completes.
-        return gather(job.worker, communicator, what, {}, bytes([own]))[0] == bytes([True])
+        return gather(job.worker, communicator, label, {}, bytes([decision]))[0] == bytes([True])
 
     return job.exchange(receive)
 
 
-def gather(worker: int, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
+def gather(worker: int, communicator: Communicator, label: str, facts: Facts, blob: bytes) -> list[bytes]:
     """Return the blobs of all workers, in the order of the workers of the view in which the call completes.
 
     Args:
-        worker: the id of this one, which travels with its facts: the view may be an earlier one.
+        worker: the id of this worker, which is sent with its facts, because the view may be an earlier one.
         communicator: the communicator of the current view.
-        what: names the call.
+        label: names the call.
         facts: the facts that must be equal on all workers.
         blob: the blob of this worker.
 
     Raises:
-        DisagreementError: the workers differ in `what` or in `facts`; raised on every worker.
+        DisagreementError: the workers differ in `label` or in `facts`. Every worker raises it.
     """
-    gathered = _gather(worker, communicator, what, facts, blob)
-    _compare(what, gathered)
-    return [other for _, _, other in gathered]
+    gathered = _gather(worker, communicator, label, facts, blob)
+    _compare(label, gathered)
+    return [gathered_blob for _, _, gathered_blob in gathered]
 
 
-def _gather(worker: int, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[_Gathered]:
-    own = msgspec.msgpack.encode((worker, list({"call": what, **facts}.items()), blob))
-    return [msgspec.msgpack.decode(other, type=_Gathered) for other in communicator.gather(own, what=what)]
+def _gather(
+    worker: int, communicator: Communicator, label: str, facts: Facts, blob: bytes
+) -> list[_Gathered]:
+    message = msgspec.msgpack.encode((worker, list({"call": label, **facts}.items()), blob))
+    return [
+        msgspec.msgpack.decode(answer, type=_Gathered) for answer in communicator.gather(message, what=label)
+    ]
 
 
-def _compare(what: str, gathered: Sequence[_Gathered], hosts: Sequence[str] = ()) -> None:
+def _compare(label: str, gathered: Sequence[_Gathered], hosts: Sequence[str] = ()) -> None:
     workers, facts = [worker for worker, _, _ in gathered], [dict(heading) for _, heading, _ in gathered]
     if difference := describe_difference(workers, facts, hosts):
-        others = tuple(worker for worker, own in zip(workers, facts, strict=True) if own != facts[0])
-        raise DisagreementError(f"{what}: {difference}", others)
+        others = tuple(
+            worker
+            for worker, facts_of_worker in zip(workers, facts, strict=True)
+            if facts_of_worker != facts[0]
+        )
+        raise DisagreementError(f"{label}: {difference}", others)
 
 
 def describe_difference(
@@ -198,17 +206,19 @@ def describe_difference(
     """Compare every worker's facts with those of the first one; return the first difference, if any.
 
     Args:
-        workers: their ids.
-        gathered: the facts of each.
-        hosts: the name of the host of each; empty if all are on one.
+        workers: the ids of the workers.
+        gathered: the facts of each worker.
+        hosts: the name of the host of each worker; empty if all are on one host.
     """
     first = gathered[0]
-    for at, (worker, other) in enumerate(zip(workers, gathered, strict=True)):
-        for name in [*first, *(name for name in other if name not in first)]:
-            ours, theirs = first.get(name, "nothing"), other.get(name, "nothing")
+    for position, (worker, facts) in enumerate(zip(workers, gathered, strict=True)):
+        for name in [*first, *(name for name in facts if name not in first)]:
+            ours, theirs = first.get(name, "nothing"), facts.get(name, "nothing")
             if ours != theirs and _TAKEN not in (ours, theirs):
                 subject = name.split(" ")[0]
-                files = _FILES.format(hosts[0], hosts[at]) if hosts and hosts[at] != hosts[0] else ""
+                files = (
+                    _FILES.format(hosts[0], hosts[position]) if hosts and hosts[position] != hosts[0] else ""
+                )
                 return (
                     f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
                     f"{files if subject in _OF_FILES else ''}"
@@ -218,7 +228,7 @@ def describe_difference(
 
 
 def _suspect() -> str:
-    """Return a hint on an imported library that is known to differ between workers."""
+    """Return a hint about an imported library whose results differ between workers."""
     return _OPTUNA if "optuna" in sys.modules else ""
 
 

@@ -191,7 +191,7 @@ class ModelMethods:
 
     def trained(self) -> TrainingEnded:
         """Return the number of training steps, and the name and digest of the model that was trained last."""
-        return TrainingEnded(self._record.steps, **self._last.facts())
+        return TrainingEnded(self._record.steps, **self._last.summary())
 
     def train_begun(self, logs: Any = None) -> None:
         """Note that the callbacks of a `fit` have processed `on_train_begin`."""

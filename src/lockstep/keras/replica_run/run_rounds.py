@@ -98,7 +98,7 @@ class RunRounds:
 
     def _summed(self, round_: Round, total: Total) -> Total:
         self.job.timer.lap("exchange")
-        self._digests.take_loop_round(round_, total, driven=self.job.driven)
+        self._digests.record_loop_round(round_, total, driven=self.job.driven)
         return total
 
     def agree(self, what: str, facts: Facts) -> None:
