@@ -17,13 +17,13 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.parameter_server import Applied, Push, Question, ReadRows, ServedValues
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 from lockstep.worker.job import Job, JobContext
 from thread_hub import Hub
 
 PATIENCE = 120.0
 WORKER, SERVER = 1, 2
-Inbox = queue.SimpleQueue[Arrival]
+Inbox = queue.SimpleQueue[QuestionArrival]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def leave(meshes: list[Mesh], call: int) -> None:
         mesh.leave(call)
 
 
-def ask(mesh: Mesh, inbox: Inbox, question: Question) -> Arrival:
+def ask(mesh: Mesh, inbox: Inbox, question: Question) -> QuestionArrival:
     """Ask the server, and answer for it; return the question as it has arrived."""
     (server,) = mesh.servers([[SERVER]])
     server.send(question, [np.ones(2)])

@@ -13,7 +13,7 @@ from lockstep.keras.parameter_server.server_process import ServerProcess, Server
 from lockstep.keras.parameter_server.server_tables import ServerTables
 from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink
 from lockstep.protocol.parameter_server import EndCall, Keep, Pull, Push, Read, ReadRows, WriteRows
-from lockstep.transport.array_channel import Arrival, AskingChannel
+from lockstep.transport.array_channel import AskingChannel, QuestionArrival
 from lockstep.worker import job
 
 KINDS: dict[str, Any] = {
@@ -74,7 +74,7 @@ def stop_server(server: str, limit: str, task: str = "") -> None:
         if task in ("", tasks.of(here.worker)[0]):
             self.timeout = float(limit)
 
-    def put_(self: ServerProcess, arrival: Arrival) -> None:
+    def put_(self: ServerProcess, arrival: QuestionArrival) -> None:
         message = arrival.message.question if isinstance(arrival.message, Keep) else arrival.message
         if isinstance(message, Push) and message.step >= 5:
             # Stops this thread, too, before it continues.
@@ -117,11 +117,11 @@ def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
         seen += current == kind
         reach("received")
 
-    def arrived(self: ServerShards, arrival: Arrival) -> None:
+    def arrived(self: ServerShards, arrival: QuestionArrival) -> None:
         received(arrival.message)
         arrive(self, arrival)
 
-    def ended(self: ServerShards, arrival: Arrival) -> None:
+    def ended(self: ServerShards, arrival: QuestionArrival) -> None:
         received(arrival.message)
         end_call(self, arrival)
 
@@ -140,7 +140,7 @@ def lose_this_process(call: str, kind: str, number: int, when: str) -> None:
             reach("repeated")
         repeat(self, kept)
 
-    def put_(self: ServerTables, arrival: Arrival) -> None:
+    def put_(self: ServerTables, arrival: QuestionArrival) -> None:
         nonlocal seen, current
         if call == "others" and isinstance(arrival.message, ReadRows):
             seen, current = seen + 1, kind

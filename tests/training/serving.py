@@ -33,7 +33,7 @@ import lockstep
 from lockstep.keras.parameter_server.dispatcher import Dispatcher
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.protocol.parameter_server import Push
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 from lockstep.worker import job
 
 layers = keras.layers
@@ -169,7 +169,7 @@ class StopsOnceReplaced(keras.callbacks.Callback):
         self.file, self.step, self.last = file, 0, int(file.read_text()) if file.exists() else None
         process_done = Dispatcher._process_done
 
-        def taken(dispatcher: Dispatcher, arrival: Arrival) -> None:
+        def taken(dispatcher: Dispatcher, arrival: QuestionArrival) -> None:
             process_done(dispatcher, arrival)
             if arrival.worker == worker and self.last is None:
                 self.last = self.step + 30
@@ -287,7 +287,7 @@ def restarted() -> None:
 def lose_a_server() -> None:
     arrive = ServerShards.arrive
 
-    def arrived(self: ServerShards, arrival: Arrival) -> None:
+    def arrived(self: ServerShards, arrival: QuestionArrival) -> None:
         if isinstance(arrival.message, Push) and arrival.message.step >= LOSE_AT:
             os.kill(os.getpid(), signal.SIGKILL)
         arrive(self, arrival)

@@ -20,7 +20,7 @@ from lockstep.parameter_server import order
 from lockstep.parameter_server.order import OrderFile, OrderWriter, Record, RecordKind
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.parameter_server import Applied, EndCall, Keep, Pull, Push, Question, Read, Write
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 
 WORKERS = 3
 STEPS = 6
@@ -73,9 +73,9 @@ class Client:
         self.process = process
         self.answers: list[int] = []
         self.rows: list[set[int]] = []
-        self.arrival: Arrival | None = None
+        self.arrival: QuestionArrival | None = None
 
-    def ask(self) -> Arrival:
+    def ask(self) -> QuestionArrival:
         """Return the next question, or the same again if the server was lost before it has answered."""
         number = len(self.answers)
         question: Question
@@ -85,7 +85,7 @@ class Client:
         else:
             question = Push(number // 2 * WORKERS + self.process, (0,)) if number % 2 else Pull(number // 2)
         arrays = [] if isinstance(question, Pull | Read) else [seen]
-        self.arrival = Arrival(self.process, question, arrays)
+        self.arrival = QuestionArrival(self.process, question, arrays)
         return self.arrival
 
     def receive(self) -> None:
@@ -106,7 +106,7 @@ class Link:
 
     def send(self, message: Question, arrays: Sequence[Any] = ()) -> None:
         self.lose("unsent")
-        self.answer = Arrival(9, message, [array.copy() for array in arrays])
+        self.answer = QuestionArrival(9, message, [array.copy() for array in arrays])
         self.kept.receive(self.answer)
         self.lose("sent")
 
@@ -234,7 +234,7 @@ def test_a_server_whose_shards_were_taken_over_answers_and_writes_nothing() -> N
         linked(Link(kept, lambda _: None)),
     )
     kept.take_over()
-    arrival = Arrival(1, Pull(0))
+    arrival = QuestionArrival(1, Pull(0))
     with pytest.raises(TakenOverError, match="parameter server 1 has taken over the shards of this server"):
         shards.arrive(arrival)
     shards.close()
@@ -255,7 +255,7 @@ def test_a_server_continues_without_its_standby() -> None:
     link = linked(Broken(KeptServer(), lambda _: None), confirmed.append)
     shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
     for step in range(2):
-        arrival = Arrival(1, Pull(step))
+        arrival = QuestionArrival(1, Pull(step))
         shards.arrive(arrival)
         assert arrival._answer.get_nowait() is not None
     assert [str(error) for error in confirmed] == ["parameter server 1 has ended"]
@@ -264,7 +264,7 @@ def test_a_server_continues_without_its_standby() -> None:
 def test_a_server_answers_nothing_without_a_standby_that_may_take_over() -> None:
     link = linked(Broken(KeptServer(), lambda _: None), fail)
     shards = ServerShards(Variables(), OrderWriter(None), None, link)  # type: ignore[arg-type]
-    arrival = Arrival(1, Pull(0))
+    arrival = QuestionArrival(1, Pull(0))
     with pytest.raises(PeerLostError, match="parameter server 1 has ended"):
         shards.arrive(arrival)
     assert arrival._answer.empty()

@@ -33,7 +33,7 @@ from lockstep.protocol.parameter_server import (
     WorkDone,
 )
 from lockstep.transport import array_channel
-from lockstep.transport.array_channel import AnsweringEnd, Arrival, AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, AskingChannel, QuestionArrival
 
 PATIENCE = 120.0
 WORK_DONE = WorkDone(AtCall(1, 2), 3, (), ("loss", "accuracy"), 2, b"check")
@@ -43,7 +43,7 @@ MANY = 3 << 20
 """Bytes that do not fit into the buffers of a socket."""
 
 Array = npt.NDArray[Any]
-Inbox = queue.SimpleQueue[Arrival]
+Inbox = queue.SimpleQueue[QuestionArrival]
 Connect = Callable[..., AskingChannel]
 
 
@@ -219,7 +219,7 @@ def test_a_message_without_arrays_arrives_equal(connect: Connect, inbox: Inbox) 
 
 
 def test_asking_waits_for_the_answer() -> None:
-    def put(arrival: Arrival) -> None:
+    def put(arrival: QuestionArrival) -> None:
         if isinstance(arrival.message, Push):
             arrival.answer(Applied(arrival.message.step), [2 * array for array in arrival.arrays])
 

@@ -97,8 +97,8 @@ class CompositePerReplica(tf.experimental.ExtensionType, DistributedValues):  # 
         tensor_class = type(_specs[self.spec_number]).__name__.removesuffix("Spec")
         raise ModelError(
             f"{operation} combines dense tensors, not a {tensor_class} of each replica: make it dense in the "
-            "function of strategy.run, as with ragged.to_tensor() or tf.sparse.to_dense(sparse), or get those "
-            "of this worker with strategy.experimental_local_results"
+            "function of strategy.run, as with ragged.to_tensor() or tf.sparse.to_dense(sparse), or get "
+            "those of this worker with strategy.experimental_local_results"
         )
 
     def __repr__(self) -> str:

@@ -386,7 +386,7 @@ class AskingChannel:
 
 
 @dataclass(eq=False)
-class Arrival:
+class QuestionArrival:
     """A question that has arrived, or the end of the questions of a process.
 
     Attributes:
@@ -438,13 +438,13 @@ class AnsweringEnd:
 
     def __init__(
         self,
-        put: Callable[[Arrival], object],
+        put: Callable[[QuestionArrival], object],
         accept: Callable[[socket.socket], socket.socket] | None = None,
     ) -> None:
         self._put, self._complete = put, accept
         self._open: set[socket.socket] = set()
         self._introductions: dict[socket.socket, Introduction] = {}
-        self._unanswered: set[Arrival] = set()
+        self._unanswered: set[QuestionArrival] = set()
         self._closed = False
         self._lock = threading.Lock()
         self._listeners: list[socket.socket] = []
@@ -566,7 +566,7 @@ class AnsweringEnd:
                     continue
                 if asks is None:
                     return
-                arrival = Arrival(asks.process, message, arrays, asks.server, asks.worker, asks.call)
+                arrival = QuestionArrival(asks.process, message, arrays, asks.server, asks.worker, asks.call)
                 with self._lock:
                     if self._closed:
                         return
@@ -587,7 +587,9 @@ class AnsweringEnd:
     def _leave(self, asks: Introduction | None) -> None:
         """Note that a process asks no more in the call of its introduction."""
         if asks is not None:
-            self._put(Arrival(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call))
+            self._put(
+                QuestionArrival(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call)
+            )
 
 
 def _end(connection: socket.socket) -> None:

@@ -58,7 +58,7 @@ from lockstep.protocol.parameter_server import (
     WorkDone,
 )
 from lockstep.system.notes import note
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 
 Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
@@ -85,7 +85,7 @@ class ComputedHere(Protocol):
     def assign(self, worker: int, assigned: Assigned, layers: Sequence[Array]) -> None:
         """Assign a step to a worker, with the layers' state."""
 
-    def done(self, worker: int, step: int) -> Arrival:
+    def done(self, worker: int, step: int) -> QuestionArrival:
         """Compute a step; return what its worker told the chief when it had completed the step."""
 
 
@@ -174,11 +174,11 @@ class Dispatcher:
         self._replacements = call.replacements
         self._assignments = Assignments(call.max_staleness, 0 if scheduled else None)
         self._writer, self._recorded, self._here = call.writer, call.recorded, call.here
-        self._inbox: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[QuestionArrival | None] = queue.SimpleQueue()
         self._drop = call.drop
         self._changed = threading.Condition()
-        self._parked: dict[int, Arrival] = {}
-        self._arrived: dict[Record, Arrival] = {}
+        self._parked: dict[int, QuestionArrival] = {}
+        self._arrived: dict[Record, QuestionArrival] = {}
         self._followed: dict[int, Answered] = {}
         self._layers: dict[str, Array] | None = None
         self._assigns = True
@@ -207,7 +207,7 @@ class Dispatcher:
         """Answer workers from now on."""
         self._thread.start()
 
-    def put(self, arrival: Arrival) -> None:
+    def put(self, arrival: QuestionArrival) -> None:
         """Receive a question of a worker, or the end of its questions."""
         self._inbox.put(arrival)
 
@@ -538,7 +538,7 @@ class Dispatcher:
                     worker = self._worker(process)
                     self._drop(worker)
                     # It may have been lost before it has connected.
-                    self._inbox.put(Arrival(process, None, worker=worker))
+                    self._inbox.put(QuestionArrival(process, None, worker=worker))
                 self.look()
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
 
@@ -583,7 +583,7 @@ class Dispatcher:
                     self._failure = error
                 self._changed.notify_all()
 
-    def _handle(self, arrival: Arrival) -> None:
+    def _handle(self, arrival: QuestionArrival) -> None:
         """Process a question of a worker, and park it until it can be answered."""
         process = arrival.process
         match arrival.message:
@@ -613,7 +613,7 @@ class Dispatcher:
         following = self._recorded.next_of(process)
         return following is None or following.kind is not RecordKind.ASSIGN
 
-    def _process_done(self, arrival: Arrival) -> None:
+    def _process_done(self, arrival: QuestionArrival) -> None:
         """Process a completed work."""
         done = arrival.message
         assert isinstance(done, WorkDone)
@@ -651,7 +651,7 @@ class Dispatcher:
             self._forgotten.remove(step)
             del self._results[step]
 
-    def _answer(self, process: int, arrival: Arrival) -> Answered | None:
+    def _answer(self, process: int, arrival: QuestionArrival) -> Answered | None:
         """Return the answer to a parked question; None if it has to wait."""
         at = _call_of(arrival)
         if self._over:
@@ -703,7 +703,7 @@ class Dispatcher:
         """Return the worker id of a process."""
         return self._workers.get(process, process)
 
-    def _admit(self, arrival: Arrival) -> None:
+    def _admit(self, arrival: QuestionArrival) -> None:
         """Accept a worker that replaces a lost one."""
         process, worker = arrival.process, arrival.worker
         # At the beginning of a call, a worker may connect before the worker ids of the processes are known.
@@ -817,7 +817,7 @@ class Dispatcher:
             recorded.advance()
 
 
-def _call_of(arrival: Arrival) -> AtCall:
+def _call_of(arrival: QuestionArrival) -> AtCall:
     """Return the call at which the process of a question waits."""
     message = arrival.message
     assert isinstance(message, AtCall | WorkDone)

@@ -31,7 +31,7 @@ from lockstep.keras.parameter_server.standby import record_of
 from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Question, Read, Write
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 
 Array = npt.NDArray[Any]
 Answered = tuple[Any, list[Array]]
@@ -149,7 +149,7 @@ class FollowedServer:
 
     def answer(self, process: int, message: Question, arrays: Sequence[Array]) -> Answered:
         """Return the answer to a question whose turn it is; its arrays are copies."""
-        arrival = Arrival(process, message, [np.array(array) for array in arrays], self.number)
+        arrival = QuestionArrival(process, message, [np.array(array) for array in arrays], self.number)
         if isinstance(message, EndCall):
             self.shards.end_call(arrival)
         else:
@@ -190,7 +190,7 @@ class FollowedOrders:
         """Assign a step to a worker, with the layers' state."""
         self._attempts[worker, assigned.step] = Attempt(worker, assigned, layers)
 
-    def done(self, worker: int, step: int) -> Arrival:
+    def done(self, worker: int, step: int) -> QuestionArrival:
         """Compute a step; return what its worker told the chief when it had completed the step."""
         attempt = self._attempt(worker, step)
         self._compute(attempt)
@@ -200,7 +200,7 @@ class FollowedOrders:
         self._workers.completed(step)
         assert attempt.returned is not None
         message, arrays = attempt.returned
-        return Arrival(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
+        return QuestionArrival(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
 
     def rows(self, attempt: Attempt, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table within a step; see `Servers.pull_rows`.

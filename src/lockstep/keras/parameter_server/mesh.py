@@ -17,7 +17,7 @@ from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.server_channel import ServerChannel
 from lockstep.parameter_server.tasks import ServerPlace
 from lockstep.protocol.parameter_server import CopyRows, ReadRows
-from lockstep.transport.array_channel import AnsweringEnd, Arrival, AskingChannel
+from lockstep.transport.array_channel import AnsweringEnd, AskingChannel, QuestionArrival
 from lockstep.worker.job import Job
 
 _ADDRESS = struct.Struct(">IH")
@@ -48,8 +48,8 @@ class Mesh:
         self.places: tuple[ServerPlace, ...] = ()
         self.call = 0
         self._begins = False
-        self.answer_rows: Callable[[Arrival], object] = Arrival.abandon
-        self._receive: Callable[[Arrival], object] = Arrival.abandon
+        self.answer_rows: Callable[[QuestionArrival], object] = QuestionArrival.abandon
+        self._receive: Callable[[QuestionArrival], object] = QuestionArrival.abandon
         self._channels: dict[tuple[int, int], AskingChannel] = {}
         self._end: AnsweringEnd | None = None
         # A worker that joins has no task before it replaces a lost one.
@@ -93,7 +93,9 @@ class Mesh:
             self._begins = False
         return [[process_of[worker] for worker in host] for host in hosts], data_of
 
-    def begin(self, call: int, receive: Callable[[Arrival], object] = Arrival.abandon) -> None:
+    def begin(
+        self, call: int, receive: Callable[[QuestionArrival], object] = QuestionArrival.abandon
+    ) -> None:
         """Begin a call, before the processes meet for it.
 
         Args:
@@ -111,7 +113,7 @@ class Mesh:
         """
         if self.call != call:
             return
-        self.call, self._receive = 0, Arrival.abandon
+        self.call, self._receive = 0, QuestionArrival.abandon
         for channel in self._channels.values():
             channel.leave()
         if self._end is not None:
@@ -210,7 +212,7 @@ class Mesh:
         if self._end is not None:
             self._end.close()
 
-    def _put(self, arrival: Arrival) -> None:
+    def _put(self, arrival: QuestionArrival) -> None:
         """Pass a question on; called in the thread of its connection."""
         message = arrival.message
         if isinstance(message, CopyRows) or (isinstance(message, ReadRows) and not message.in_turn):

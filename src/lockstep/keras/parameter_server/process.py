@@ -31,7 +31,7 @@ from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
-from lockstep.transport.array_channel import Arrival, AskingChannel
+from lockstep.transport.array_channel import AskingChannel, QuestionArrival
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
@@ -182,7 +182,7 @@ class TaskProcess:
             here=here,
         )
 
-    def meet(self, receive: Callable[[Arrival], object] = Arrival.abandon) -> None:
+    def meet(self, receive: Callable[[QuestionArrival], object] = QuestionArrival.abandon) -> None:
         """Begin the call, together with the other processes.
 
         Args:

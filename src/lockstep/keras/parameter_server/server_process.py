@@ -50,7 +50,7 @@ from lockstep.protocol.parameter_server import (
 )
 from lockstep.system.notes import note
 from lockstep.system.prose import count
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 from lockstep.worker.job import GRACE_FOR_AGENT, Job
 
 Array = npt.NDArray[Any]
@@ -92,7 +92,7 @@ class ServerShards:
     ) -> None:
         self._variables, self._writer, self._standby = variables, writer, standby
         self._answer_rows = answer_rows
-        self._arrivals = OrderedArrivals[tuple[Arrival, bool]](writer, recorded)
+        self._arrivals = OrderedArrivals[tuple[QuestionArrival, bool]](writer, recorded)
         self.ended = self.closed = False
         self.pushed: list[int] = []
         self._version = 0
@@ -123,7 +123,7 @@ class ServerShards:
         if kept.messages:
             self._process(*kept.messages.popleft())
 
-    def arrive(self, arrival: Arrival) -> None:
+    def arrive(self, arrival: QuestionArrival) -> None:
         """Process a message, at its turn.
 
         Raises:
@@ -156,7 +156,7 @@ class ServerShards:
         """Return the tables as they are now, by the positions of their shards."""
         return self._variables.tables()
 
-    def end_call(self, arrival: Arrival) -> None:
+    def end_call(self, arrival: QuestionArrival) -> None:
         """End the call: the order is complete."""
         self._writer.end()
         self._writer.close()
@@ -175,7 +175,7 @@ class ServerShards:
         """Write the rest of the order."""
         self._writer.close()
 
-    def _answer(self, arrival: Arrival, *, again: bool = False) -> None:
+    def _answer(self, arrival: QuestionArrival, *, again: bool = False) -> None:
         """Process a message, while the standby receives it, and answer."""
         message: Any = arrival.message
         if self._standby is None or isinstance(message, ReadRows):
@@ -256,7 +256,7 @@ class ServerProcess(TaskProcess):
         super().__init__(job, call, "")
         self._make, self._trained = make, trained
         self._updates = 0
-        self._inbox: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[QuestionArrival | None] = queue.SimpleQueue()
         self._variables: dict[int, ServedVariables] = {}
         self._served: dict[int, ServerShards] = {}
         self._repeating: dict[int, ServerShards] = {}
@@ -357,7 +357,7 @@ class ServerProcess(TaskProcess):
         answer_rows = None if self.tables is None else self.tables.answers_of(server)
         return ServerShards(self._variables[server], writer, recorded, link, answer_rows)
 
-    def _answer(self, shards: ServerShards, arrival: Arrival) -> None:
+    def _answer(self, shards: ServerShards, arrival: QuestionArrival) -> None:
         shards.arrive(arrival)
         self.job.timer.lap("update" if shards.pushed else "exchange")
         for step in shards.pushed:
@@ -365,7 +365,7 @@ class ServerProcess(TaskProcess):
             self.job.timer.end(self._updates, trained=self._trained + step + 1)
         shards.pushed.clear()
 
-    def _put(self, arrival: Arrival) -> None:
+    def _put(self, arrival: QuestionArrival) -> None:
         if isinstance(arrival.message, Keep | KeepState):
             self._kept.setdefault(arrival.server, KeptServer()).receive(arrival)
             if self.tables is None:
@@ -377,7 +377,7 @@ class ServerProcess(TaskProcess):
         if server in self._repeating:
             self._repeating[server].repeat(self._kept[server])
 
-    def _closed(self, arrival: Arrival) -> None:
+    def _closed(self, arrival: QuestionArrival) -> None:
         """Note that a process has closed its connection."""
         shards = self._served.get(arrival.server)
         if shards is None:
@@ -388,7 +388,7 @@ class ServerProcess(TaskProcess):
                 raise PeerLostError(f"the chief has ended within {self.call.name}; its log says why")
             shards.closed = True
 
-    def _shards(self, arrival: Arrival) -> ServerShards:
+    def _shards(self, arrival: QuestionArrival) -> ServerShards:
         """Return the shards that a question is about. Take them over if their server is lost."""
         if arrival.server not in self._served:
             kept = self._kept.setdefault(arrival.server, KeptServer())
@@ -404,7 +404,7 @@ class ServerProcess(TaskProcess):
             )
         return self._served[arrival.server]
 
-    def _next(self) -> Arrival | None:
+    def _next(self) -> QuestionArrival | None:
         begun = time.monotonic()
         while True:
             try:

@@ -67,7 +67,7 @@ from lockstep.protocol.parameter_server import (
 )
 from lockstep.system.notes import note
 from lockstep.topology import View
-from lockstep.transport.array_channel import Arrival
+from lockstep.transport.array_channel import QuestionArrival
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
@@ -507,7 +507,7 @@ class ServerTables:
         slots = tuple((message.table, nth) for nth in rows.slots)
         return ServedValues(slots), [rows.read(message.slot, *arrays)]
 
-    def _put(self, arrival: Arrival) -> None:
+    def _put(self, arrival: QuestionArrival) -> None:
         message: Any = arrival.message
 
         def has_arrived() -> bool:

@@ -31,7 +31,7 @@ from lockstep.protocol.parameter_server import (
     Write,
     WriteRows,
 )
-from lockstep.transport.array_channel import Arrival, AskingChannel
+from lockstep.transport.array_channel import AskingChannel, QuestionArrival
 
 Array = npt.NDArray[Any]
 Ordered = Pull | PullRows | Push | Read | Write
@@ -157,7 +157,7 @@ class KeptServer:
         self._is_taken_over = False
         self._lock = threading.Lock()
 
-    def receive(self, arrival: Arrival) -> None:
+    def receive(self, arrival: QuestionArrival) -> None:
         """Keep a `Keep` or `KeepState`, and answer; called in the thread of its connection."""
         with self._lock:
             is_taken_over = self._is_taken_over
@@ -170,7 +170,7 @@ class KeptServer:
         with self._lock:
             self._is_taken_over = True
 
-    def _keep(self, arrival: Arrival) -> None:
+    def _keep(self, arrival: QuestionArrival) -> None:
         if isinstance(arrival.message, KeepState):
             self.state = arrival.arrays
             self.messages.clear()
