@@ -18,15 +18,15 @@ Entered = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class Compiled:
-    """What is known of a model since it was last compiled.
+class Compilation:
+    """The last compilation of a model, and what its calls have shown since then.
 
     Attributes:
-        compared: the kinds of steps for which workers have compared it, in calls for single batches.
-        measured: the kinds of steps of which the parts per replica are known.
+        compared: the kinds of steps for which workers have compared the model, in calls for single batches.
+        measured: the kinds of steps whose parts per replica were measured.
         witnessed: the kinds of steps that were compared with plain Keras.
-        named: its parts that are per replica.
-        trained: the variables that its training function updates; None before that is made.
+        named: the parts of the model that are per replica.
+        trained: the variables that its training function updates; None before the function is made.
     """
 
     compared: set[StepKind] = field(default_factory=set)
@@ -40,12 +40,12 @@ class AdoptedModels:
     """The adopted models of a process.
 
     Attributes:
-        adopts_all: whether models outside of all scopes are adopted, too: the script has no strategy.
+        adopts_all: whether models outside of all scopes are adopted, too, because the script has no strategy.
     """
 
     def __init__(self) -> None:
         self.adopts_all = False
-        self._compiled: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
+        self._compilations: weakref.WeakKeyDictionary[Any, Compilation] = weakref.WeakKeyDictionary()
         self._subjects: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._entered: weakref.WeakKeyDictionary[Any, Entered] = weakref.WeakKeyDictionary()
         self._options: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -53,10 +53,10 @@ class AdoptedModels:
         self._numbered = 0
 
     def __contains__(self, model: Any) -> bool:
-        return model in self._compiled
+        return model in self._compilations
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._compiled))
+        return iter(list(self._compilations))
 
     @contextmanager
     def scope(self, entered: Entered, options: Any = None) -> Iterator[None]:
@@ -74,11 +74,11 @@ class AdoptedModels:
 
     def compiled(self, model: Any) -> bool:
         """Note that a model was just compiled; return whether it is adopted now."""
-        if model in self._compiled:
-            self._compiled[model] = Compiled()
+        if model in self._compilations:
+            self._compilations[model] = Compilation()
         if not self._scopes and not self.adopts_all:
             return False
-        self._compiled[model] = Compiled()
+        self._compilations[model] = Compilation()
         self._note_subject(model)
         seed_traces(model, self._subjects[model])
         self._entered[model], options = self._scopes[-1] if self._scopes else (nullcontext, None)
@@ -87,12 +87,12 @@ class AdoptedModels:
             self._options[model] = options
         return True
 
-    def facts(self, model: Any) -> Compiled:
-        """Return what is known of an adopted model."""
-        return self._compiled[model]
+    def compilation(self, model: Any) -> Compilation:
+        """Return the last compilation of an adopted model."""
+        return self._compilations[model]
 
     def subject(self, model: Any) -> str:
-        """Return what identifies an adopted model on all workers, in the calls of threads."""
+        """Return the name of an adopted model in the keys of calls of threads, equal on all workers."""
         return self._subjects[model]
 
     def options(self, model: Any) -> Any:
@@ -106,9 +106,9 @@ class AdoptedModels:
             return strategy
 
     def step_context(self, model: Any) -> Entered:
-        """Return what returns the context of the program's own `train_step`: its strategy is the current one.
+        """Return a function that returns the context of the program's own `train_step`, with its strategy.
 
-        Keras's own step must not see a strategy, by whose number of replicas it would divide losses.
+        Keras's own step must not see a strategy, because it would divide losses by the number of replicas.
         """
         return self._entered[model] if has_own(model, "train_step") else nullcontext
 
@@ -125,5 +125,5 @@ class AdoptedModels:
 
 
 def settings_text(model: Any) -> str:
-    """Return the settings of a model as a text, which is equal for models alike."""
+    """Return the settings of a model as a text, which is equal for models with equal settings."""
     return repr({**settings_of_call(model, (), first=True), **settings_of_model(model)})

@@ -51,28 +51,28 @@ class CallInputs:
                 for name, data in (("x", x), ("validation_data", validation))
             )
 
-    def of_training(self, given: Mapping[str, Any]) -> tuple[GlobalInput, Any]:
-        """Return the input that a `fit` with arguments `given` trains on, and its validation data."""
-        x, y, weight, validation = (given[key] for key in ("x", "y", "sample_weight", "validation_data"))
-        if validation is None and given["validation_split"]:
-            (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
+    def of_training(self, arguments: Mapping[str, Any]) -> tuple[GlobalInput, Any]:
+        """Return the training input of a `fit` with these arguments, and its validation data."""
+        x, y, weight, validation = (arguments[key] for key in ("x", "y", "sample_weight", "validation_data"))
+        if validation is None and arguments["validation_split"]:
+            (x, y, weight), validation = split_validation(x, y, weight, arguments["validation_split"])
         training = self.of_call(
             x,
             y,
             weight,
-            batch_size=given["batch_size"],
-            steps=given["steps_per_epoch"],
-            shuffle=given["shuffle"],
-            class_weight=given["class_weight"],
+            batch_size=arguments["batch_size"],
+            steps=arguments["steps_per_epoch"],
+            shuffle=arguments["shuffle"],
+            class_weight=arguments["class_weight"],
         )
         return training, validation
 
-    def of_validation(self, given: Mapping[str, Any], validation: Any) -> GlobalInput:
-        """Return the input of the validations of a `fit` with arguments `given`."""
+    def of_validation(self, arguments: Mapping[str, Any], validation: Any) -> GlobalInput:
+        """Return the input of the validations of a `fit` with these arguments."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
-        batch_size = given["validation_batch_size"] or given["batch_size"]
-        # A joiner begins none of the validations before it joins, so it could not number passes over shards.
-        options = {"batch_size": batch_size, "steps": given["validation_steps"], "in_order": True}
+        batch_size = arguments["validation_batch_size"] or arguments["batch_size"]
+        # A joiner does not begin validations before it joins, so it could not number passes over shards.
+        options = {"batch_size": batch_size, "steps": arguments["validation_steps"], "in_order": True}
         return self.of_call(x, y, weight, **options)
 
     def of_call(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
@@ -97,10 +97,10 @@ class CallInputs:
     def sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
         """Return a batch to build a model with, read from the data as Keras reads one.
 
-        Reading draws random numbers, so it is only done where each process does it.
+        Reading draws random numbers, so either all processes do it here or none.
         """
-        known = self._models.awaits(model) or self._models.was_built(model, kind)
-        if keras.backend.backend() == "tensorflow" or known or not self._resumable.may_sample:
+        was_built = self._models.awaits(model) or self._models.was_built(model, kind)
+        if keras.backend.backend() == "tensorflow" or was_built or not self._resumable.may_sample:
             return data.peek()
         self._calls.current.samples += 1
         data.on_epoch_begin()
@@ -113,11 +113,11 @@ class CallInputs:
             model, "predict", lambda: self.sample(data, model, "predict") if on_jax else data.peek()
         )
         if on_jax:
-            # While some layer is not built, Keras first calls the model on a batch of its own.
+            # While a layer is not built, Keras first calls the model on a batch of its own.
             data.plain_first = not all(layer.built for layer in layers_of(model))
 
     def first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield the first batch in the form of Keras's epoch iterators; read it only when asked for it."""
+        """Yield the first batch in the form of Keras's epoch iterators. It is read when it is needed."""
         yield 0, 0, [self.sample(data, model, "train")]
 
 

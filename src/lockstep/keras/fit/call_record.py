@@ -1,4 +1,4 @@
-"""What a process publishes and records of the calls on models, and what workers compare of them."""
+"""The record of the calls on models that a process publishes, and the comparisons of workers in them."""
 
 import contextlib
 from collections.abc import Callable, Mapping
@@ -37,15 +37,15 @@ class CallRecord:
 
     Args:
         job: the job of the process.
-        backend: of Keras.
+        backend: the backend of Keras.
         calls: the calls of the process.
-        resumable: their positions.
+        resumable: the positions of the calls.
         saves: compares states without waiting.
         last: the model that was trained last.
 
     Attributes:
         plain_steps: number of steps that Keras's own training functions took, which no call counts.
-        meet: what all workers do at the beginning of a call, given its model and its name.
+        meet: is called by all workers at the beginning of a call, with its model and its name.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class CallRecord:
         self._digests = recorder_of(job, backend.to_numpy)
         self._trained_by_batch: tuple[Any, int] | None = None
         self.plain_steps = 0
-        self.meet: Callable[[Any, str], None] = lambda model, what: None
+        self.meet: Callable[[Any, str], None] = lambda model, label: None
 
     @property
     def steps(self) -> int:
@@ -83,36 +83,36 @@ class CallRecord:
         """Check that all workers begin the same call with the same model; publish that it begins.
 
         Args:
-            call: that begins.
-            model: of the call.
-            facts: returns what must be equal on all workers.
-            settings: returns what is recorded of the call besides.
+            call: the call.
+            model: the model of the call.
+            facts: returns facts that must be equal on all workers.
+            settings: returns further settings of the call, which are only recorded.
         """
         if self._resumable.catches_up:
             return
         self._job.events.publish(CallStarted(call.name, *call.extent))
         self.meet(model, call.name)
         several = len(self._job.view.workers) > 1
-        found = facts() if several or self._digests.active else {}
+        compared_facts = facts() if several or self._digests.active else {}
         seeds = {"the seeds of the script": f"{call.seed:x}"}
         recorded = settings() if self._digests.active else {}
-        self._digests.begin_call(call.name, self._calls.taken, {**seeds, **found, **recorded})
+        self._digests.begin_call(call.name, self._calls.taken, {**seeds, **compared_facts, **recorded})
         if several:
             arrays = model_state(model)
             if self._job.settings.allow_unlike:
-                if given := chiefs_state(self._job, call.name, self._backend.to_numpy, arrays):
-                    assign(model, given)
+                if chiefs := chiefs_state(self._job, call.name, self._backend.to_numpy, arrays):
+                    assign(model, chiefs)
                 arrays = {}
             state = state_facts(self._backend.to_numpy, arrays)
-            agree(self._job, call.name, {"call": call.name} | seeds | dict(found) | state)
+            agree(self._job, call.name, {"call": call.name} | seeds | dict(compared_facts) | state)
 
     def begin_plain(self, call: NumberedCall, model: Any, settings: Facts) -> None:
-        """Record how a `fit` begins whose steps are Keras's own."""
+        """Record the beginning of a `fit` whose steps are Keras's own."""
         self._digests.begin_call(call.name, self.steps, settings)
         self.state(f"the beginning of {call.name}", model)
 
     def begin_functions(self, call: NumberedCall) -> None:
-        """Record and publish that functions begin, which other calls may follow before they end."""
+        """Record and publish that functions begin. Other calls may follow before they end."""
         self._job.events.publish(CallStarted(call.name))
         seeds = {"the seeds of the script": f"{call.seed:x}"}
         self._digests.begin_call(call.name, self.steps, seeds)
@@ -137,39 +137,39 @@ class CallRecord:
                 self._job.events.publish(CallEnded(call.name))
         return result
 
-    def state(self, what: str, model: Any, more: int = 0) -> None:
+    def state(self, label: str, model: Any, more: int = 0) -> None:
         """Record the state of a model, which is in its variables, outside of any step.
 
         Args:
-            what: names the position in the script.
+            label: names the position in the script.
             model: the model, or variables by name.
-            more: number of steps that are not yet counted.
+            more: number of steps that have not been counted yet.
         """
         named = isinstance(model, NamedVariables)
         state: Any = model if named else self._backend.training_state(model)
-        self._digests.record_state_now(self.steps + more, what, state)
+        self._digests.record_state_now(self.steps + more, label, state)
 
     def state_at_exit(self) -> None:
         """Record, at the end of the script, the state of the model that was trained last."""
         if self._last.model is not None:
-            # As for its digest, a failed step may have taken its memory.
+            # As for its digest, a failed step may have freed its memory.
             with contextlib.suppress(Exception):
                 self.state("the end of the script", self._last.model)
 
-    def compare_states(self, what: str, model: Any) -> None:
+    def compare_states(self, label: str, model: Any) -> None:
         """Check that all workers have equal states of a model, which is in its variables.
 
         Raises:
-            DisagreementError: states differ; raised on every worker.
+            DisagreementError: states differ. Every worker raises it.
         """
         if len(self._job.view.workers) == 1 or self._resumable.behind:
             return
         arrays = model_state(model)
         if not self._job.settings.allow_unlike:
             facts = state_facts(self._backend.to_numpy, arrays)
-            agree(self._job, what, {**facts, **python_facts(model)})
-        elif given := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
-            assign(model, given)
+            agree(self._job, label, {**facts, **python_facts(model)})
+        elif chiefs := chiefs_state(self._job, label, self._backend.to_numpy, arrays):
+            assign(model, chiefs)
 
     def note_batch(self, model: Any) -> None:
         """Note that a model was trained on a single batch."""
@@ -180,8 +180,8 @@ class CallRecord:
     def compare_last_batch(self) -> None:
         """At the end of the script, compare the states after the last `train_on_batch`.
 
-        Here no worker waits for another, which may still have long work of its own. If the program has
-        changed variables since, perhaps on one worker only, there is nothing to compare.
+        Workers do not wait for each other here, because one may still have long work of its own. If the
+        program has changed variables since then, perhaps on one worker only, nothing is compared.
         """
         if self._trained_by_batch is not None and self._trained_by_batch[1] == assignments.count():
             self._saves.compare("the end of the script", self._trained_by_batch[0])
@@ -191,20 +191,20 @@ class CallRecord:
         if self._resumable.catches_up or call.forwarding or len(self._job.view.workers) == 1:
             return
         if event == "on_epoch_end" or call.by_batch:
-            what = f"the decision to stop after step {call.steps} of {call.name}"
-            call.model.stop_training = chiefs_decision(self._job, what, bool(call.model.stop_training))
+            label = f"the decision to stop after step {call.steps} of {call.name}"
+            call.model.stop_training = chiefs_decision(self._job, label, bool(call.model.stop_training))
 
-    def settings_of_fit(self, model: Any, given: Mapping[str, Any]) -> Facts:
+    def settings_of_fit(self, model: Any, arguments: Mapping[str, Any]) -> Facts:
         """Return settings of a `fit` that may differ between runs, but not between workers."""
-        callbacks = listed(given["callbacks"] or ())
-        arguments = {name: given[name] for name in _ARGUMENTS}
+        callbacks = listed(arguments["callbacks"] or ())
+        recorded = {name: arguments[name] for name in _ARGUMENTS}
         return {
-            **{f"call {name.replace('_', ' ')}": str(value) for name, value in arguments.items()},
+            **{f"call {name.replace('_', ' ')}": str(value) for name, value in recorded.items()},
             **self.settings_of_call(model, callbacks),
         }
 
     def settings_of_call(self, model: Any, callbacks: Any = ()) -> Facts:
-        """Return how a call trains, as is recorded of it."""
+        """Return the settings of a call that are recorded."""
         return setting_facts(settings_of_call(model, callbacks, first=self._calls.outermost == 1))
 
 
@@ -213,17 +213,19 @@ def model_facts(model: Any) -> Facts:
     return setting_facts({**settings_of_call(model, (), first=False), **settings_of_model(model)})
 
 
-def extent_of_fit(given: Mapping[str, Any], training: GlobalInput) -> tuple[int, int, int | None]:
-    """Return the first epoch of a `fit` from 0, the last one from 1, and the steps of an epoch if known."""
-    steps = given["steps_per_epoch"] or training.known_batches
-    return int(given["initial_epoch"]), int(given["epochs"]), int(steps) if steps else None
+def extent_of_fit(arguments: Mapping[str, Any], training: GlobalInput) -> tuple[int, int, int | None]:
+    """Return the first epoch of a `fit`, from 0, its last one, from 1, and the steps of an epoch if known."""
+    steps = arguments["steps_per_epoch"] or training.known_batches
+    return int(arguments["initial_epoch"]), int(arguments["epochs"]), int(steps) if steps else None
 
 
-def fit_facts(model: Any, given: Mapping[str, Any], training: GlobalInput, validation: Any = None) -> Facts:
-    """Return what must be equal on all workers that begin a `fit`."""
+def fit_facts(
+    model: Any, arguments: Mapping[str, Any], training: GlobalInput, validation: Any = None
+) -> Facts:
+    """Return facts that must be equal on all workers that begin a `fit`."""
     checked = validation.facts() if isinstance(validation, GlobalInput) else {}
     return {
-        "call epochs": f"{given['initial_epoch']} to {given['epochs']}",
+        "call epochs": f"{arguments['initial_epoch']} to {arguments['epochs']}",
         **training.facts(),
         **{f"validation {name}": fact for name, fact in checked.items()},
         **model_facts(model),

@@ -1,11 +1,11 @@
 """Keras's own callbacks that write: on the current chief only, or on one worker of each host.
 
-A program may read what `ModelCheckpoint` and `BackupAndRestore` write, so each host has an own copy of these
-files, unless the hosts share the disk. The logs are the chief's.
+A program may read the files of `ModelCheckpoint` and `BackupAndRestore`, so each host has its own copy of
+them, unless the hosts share the disk. Only the chief writes logs.
 
 The other workers follow the decisions of these callbacks, and `fit` returns when the chief's files are
-complete. Callbacks of the user run on every worker. In a file system that hosts can share, the chief alone
-writes for all. `BackupAndRestore` compares its folder on all hosts before it restores.
+complete. Callbacks of the user run on every worker. In a file system that hosts can share, only the chief
+writes. `BackupAndRestore` compares its folder on all hosts before it restores.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ class HostOrbaxCheckpoint(OrbaxWriter):
     directory: str
 
     def save_to(self, step: int, write: Callable[[], None]) -> None:
-        """Write on each host; not again what another process has completed before it was lost."""
+        """Write on each host, unless another process completed the checkpoint before it was lost."""
         folder = Path(self.directory) / str(step)
         existed = folder.exists()
         _once_per_disk(self.directory, lambda: None if folder.exists() and not existed else write())
 
 
 class HostBackup(BackupWriter):
-    """Restores on every worker; writes and removes on each host."""
+    """Restores on every worker. Writes and removes on each host."""
 
     resumes: bool
 
@@ -67,12 +67,12 @@ class HostBackup(BackupWriter):
             DisagreementError: hosts have different backups.
         """
         if not self.resumes:
-            own = job.current()
-            if len(own.view.hosts) > 1:
-                agree(own, "the beginning of the training", {"backup": self._found()})
+            current_job = job.current()
+            if len(current_job.view.hosts) > 1:
+                agree(current_job, "the beginning of the training", {"backup": self._description()})
             super().on_train_begin(logs)
 
-    def _found(self) -> str:
+    def _description(self) -> str:
         """Describe the backup on this host."""
         hashes = [file_hash(Path(file)) for file in self.files() if "://" not in file]
         return " ".join(f"#{text[:16]}" for text in hashes if text) or "none"
@@ -92,7 +92,7 @@ class HostBackup(BackupWriter):
 
 
 class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
-    """Writes on the chief; every worker counts the rows, so that a new chief can continue the file."""
+    """Writes on the chief. Every worker counts the rows, so that a new chief can continue the file."""
 
     append: bool
     resumes: bool
@@ -110,10 +110,10 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
         """Write a row, on the chief."""
         rows, self.rows = self.rows, self.rows + 1
         here = _with_chief()
-        # If this is repeated by another chief, later callbacks have changed `logs`.
+        # If another chief repeats this, later callbacks have changed `logs`.
         as_of_now = dict(logs or {})
         job.current().as_chief(lambda: self._write(rows, epoch, as_of_now))
-        # Also if this worker was not on the chief's host before.
+        # This worker may not have been on the chief's host before.
         self.here = self.here or here
 
     def on_train_end(self, logs: Any = None) -> None:
@@ -122,16 +122,16 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
 
     def _write(self, rows: int, epoch: int, logs: Any) -> None:
         if self.csv_file is None or self.csv_file.closed:
-            # Another process has written these rows, and perhaps further ones or part of one.
+            # Another process has written these rows, and perhaps more rows or a part of one.
             path = Path(self.filename)
-            # If that was on another host, a file here is of another training.
-            found = _lines(path) if self.here or is_shared(path.absolute()) else []
-            if len(found) <= rows and len(job.current().view.hosts) > 1:
+            # If it was on another host, a file here belongs to another run.
+            lines = _lines(path) if self.here or is_shared(path.absolute()) else []
+            if len(lines) <= rows and len(job.current().view.hosts) > 1:
                 note(f"{path} lacks the rows that another host has written")
-            path.write_bytes(b"".join(found[: 1 + rows]))
-            own, self.append = self.append, True
+            path.write_bytes(b"".join(lines[: 1 + rows]))
+            append, self.append = self.append, True
             super().on_train_begin()
-            self.append = own
+            self.append = append
         super().on_epoch_end(epoch, logs)
 
     def _close(self) -> None:
@@ -160,7 +160,7 @@ class ChiefProgbar(ProgressBar):
 
 
 class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
-    """Calls another callback on the chief; a new chief starts with its `on_train_begin`."""
+    """Calls another callback on the chief. A new chief starts with its `on_train_begin`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -237,8 +237,8 @@ def writing_once(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
     The program's own callbacks, including subclasses of Keras's, stay unchanged.
 
     Args:
-        callbacks: as the program passes them.
-        verbose: as the program passes it.
+        callbacks: the callbacks that the program passes.
+        verbose: the argument that the program passes.
         resumes: whether the call began in another process, which has created the files.
 
     Raises:
@@ -246,63 +246,63 @@ def writing_once(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    given: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
-    if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in given):
-        given = [*given, ChiefProgbar()]
-    return [_writing_once(callback, resumes) for callback in given]
+    flat: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
+    if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in flat):
+        flat = [*flat, ChiefProgbar()]
+    return [_writing_once(callback, resumes) for callback in flat]
 
 
 def chief_files(callbacks: Any) -> tuple[str, ...]:
-    """Return the absolute paths that only the chief writes, of files that hosts do not share."""
-    found = []
+    """Return the absolute paths of files that only the chief writes and that hosts do not share."""
+    paths = []
     for callback in keras.tree.flatten(callbacks or []):
         inner = getattr(callback, "_inner", callback)
         names = [vars(inner).get(name) for name in ("filename", "log_dir")]
         if isinstance(callback, (ChiefCSVLogger, OnChief)):
-            found += [name for name in names if isinstance(name, str)]
-    return tuple(str(Path(path).absolute()) for path in found if not _shared(path))
+            paths += [name for name in names if isinstance(name, str)]
+    return tuple(str(Path(path).absolute()) for path in paths if not _shared(path))
 
 
-def note_different_paths(own: job.Job, callbacks: Any, what: str, told: set[str]) -> None:
+def note_different_paths(current_job: job.Job, callbacks: Any, label: str, told: set[str]) -> None:
     """Note on the chief, before a `fit` trains, that callbacks of other workers have other paths.
 
     All workers of the view call this.
 
     Args:
-        own: the job of this worker.
+        current_job: the job of this worker.
         callbacks: the callbacks of the call.
-        what: names the call.
-        told: what was noted before; this adds to it.
+        label: names the call.
+        told: the notes that were printed before, to which this adds new ones.
     """
-    blob = msgspec.msgpack.encode((own.worker, paths_of(callbacks)))
-    gathered = own.exchange(
-        lambda _, exchange: exchange.gather(blob, what=f"the paths of callbacks in {what}")
+    blob = msgspec.msgpack.encode((current_job.worker, paths_of(callbacks)))
+    gathered = current_job.exchange(
+        lambda _, exchange: exchange.gather(blob, what=f"the paths of callbacks in {label}")
     )
     texts = different_paths(
-        [msgspec.msgpack.decode(one, type=tuple[int, dict[str, str]]) for one in gathered]
+        [msgspec.msgpack.decode(blob, type=tuple[int, dict[str, str]]) for blob in gathered]
     )
-    for text in texts if own.is_chief else ():
+    for text in texts if current_job.is_chief else ():
         if text not in told:
             note(text)
     told.update(texts)
 
 
 def paths_of(callbacks: Any) -> dict[str, str]:
-    """Return the paths that callbacks of Keras write once, as the program gives them, by position."""
-    found = {}
-    for at, callback in enumerate(keras.tree.flatten(listed(callbacks) if callbacks else [])):
+    """Return the program's paths of the callbacks of Keras that write once, by position and class."""
+    paths = {}
+    for position, callback in enumerate(keras.tree.flatten(listed(callbacks) if callbacks else [])):
         if type(callback) in _WRITERS or type(callback) is keras.callbacks.TensorBoard:
             for name in _PATHS:
                 if isinstance(path := vars(callback).get(name), (str, os.PathLike)):
-                    found[f"{at} {type(callback).__name__}"] = os.fspath(path)
-    return found
+                    paths[f"{position} {type(callback).__name__}"] = os.fspath(path)
+    return paths
 
 
 def different_paths(gathered: Sequence[tuple[int, dict[str, str]]]) -> list[str]:
     """Describe the paths of callbacks in which a worker differs from the first one, one for each callback.
 
     Args:
-        gathered: the id of each worker, the chief first, and what `paths_of` returns there.
+        gathered: the id of each worker, the chief first, and the result of `paths_of` there.
     """
     (chief, paths), *others = gathered
     texts = []
@@ -320,8 +320,8 @@ def different_paths(gathered: Sequence[tuple[int, dict[str, str]]]) -> list[str]
 
 def _once_per_disk(path: os.PathLike[str] | str, write: Callable[[], object]) -> None:
     """Call `write` on one worker of each host, or on the chief if all hosts see the same file."""
-    own = job.current()
-    (own.as_chief if _shared(path) else own.on_each_host)(write)
+    current_job = job.current()
+    (current_job.as_chief if _shared(path) else current_job.on_each_host)(write)
 
 
 def _shared(path: os.PathLike[str] | str) -> bool:
@@ -330,31 +330,31 @@ def _shared(path: os.PathLike[str] | str) -> bool:
 
 def _with_chief() -> bool:
     """Whether this worker is on the chief's host."""
-    own = job.current()
-    return own.worker in own.view.hosts[0]
+    current_job = job.current()
+    return current_job.worker in current_job.view.hosts[0]
 
 
 def writes(callbacks: Any) -> bool:
     """Whether the chief's callbacks may still be writing when `fit` returns on other workers."""
-    kinds = (*_WRITERS, keras.callbacks.TensorBoard)
-    return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
+    classes = (*_WRITERS, keras.callbacks.TensorBoard)
+    return any(isinstance(callback, classes) for callback in keras.tree.flatten(callbacks or []))
 
 
 def without_writers(callbacks: Any) -> list[Any]:
-    """Return the callbacks without those of Keras that write files; models are saved at the end."""
+    """Return the callbacks without those of Keras that write files. Models are saved at the end."""
     return [
-        SavesAtEnd(one) if isinstance(one, keras.callbacks.ModelCheckpoint) else one
-        for one in keras.tree.flatten(callbacks or [])
-        if isinstance(one, keras.callbacks.ModelCheckpoint) or not writes([one])
+        SavesAtEnd(callback) if isinstance(callback, keras.callbacks.ModelCheckpoint) else callback
+        for callback in keras.tree.flatten(callbacks or [])
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) or not writes([callback])
     ]
 
 
 def has_batch_methods(callbacks: Any) -> bool:
     """Whether one of the program's own callbacks has a method for training batches."""
     methods = [getattr(callback, name, None) for callback in listed(callbacks) for name in _ON_BATCH]
-    known = ("keras.", "lockstep.")
+    libraries = ("keras.", "lockstep.")
     return any(
-        method and not (getattr(method, "__module__", "") or "").startswith(known) for method in methods
+        method and not (getattr(method, "__module__", "") or "").startswith(libraries) for method in methods
     )
 
 
@@ -366,17 +366,17 @@ def _writing_once(callback: Any, resumes: bool) -> Any:
                 "lockstep run --tensorboard DIR, which needs the package tensorboard alone"
             )
         return OnChief(callback)
-    kind = _WRITERS.get(type(callback))
-    if kind is None:
+    writer_class = _WRITERS.get(type(callback))
+    if writer_class is None:
         return callback
-    made = kind.__new__(kind)
-    # The same state, not a copy: the program may read it later, and the next fit continues with it.
+    made = writer_class.__new__(writer_class)
+    # It shares its state with the original: the program may read it later, and the next fit continues it.
     made.__dict__ = vars(callback)
     vars(callback)["resumes"] = resumes
     return made
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file, with their ends; none if there is no file."""
+    """Return the complete lines of a file, with their ends; empty if the file does not exist."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [line for line in lines if line.endswith(b"\n")]

@@ -1,11 +1,11 @@
 """Whether two computations of a value differ by more than rounding, and how.
 
 Rounding is measured, not guessed: `others` are computations of the same value from inputs that differ in the
-last bits. A value that is zero but for rounding, or that jumps where an input crosses a threshold, differs
+last bits. A value that is zero except for rounding, or that jumps when an input crosses a threshold, differs
 between them, too.
 
-A difference counts if it is 32 times as large as what those inputs change, and more than about 1e-4 of the
-largest element.
+A difference counts if it is 32 times as large as the changes due to those inputs, and more than about 1e-4 of
+the largest element.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ _TIMES_ROUNDING = 32
 """A difference is more than rounding if it is this many times larger than the measured one."""
 
 _EPSILONS, _MOST = 1024, 0.03
-"""A difference of this many units in the last place of the largest element is always rounding, up to `_MOST`
-of it: in half precision, the units are large."""
+"""A difference of this many units in the last place of the largest element is always rounding, up to the part
+`_MOST` of it, because the units are large in half precision."""
 
 _ALIKE = 0.02
-"""A value is a multiple of another one if what remains is at most this part of it."""
+"""A value is a multiple of another one if the remainder is at most this part of it."""
 
 _FACTORS = {0.5: "half", 2.0: "double", -1.0: "the negative of"}
 
@@ -57,12 +57,12 @@ def deviation(
     """Return how a value deviates from a reference; None for rounding.
 
     Args:
-        reference: the value as one process computes it.
-        value: the same as replicas compute it.
+        reference: the value that one process computes.
+        value: the value that replicas compute.
         others: the reference, computed from inputs that differ in the last bits.
         epsilon: the distance from 1 to the next number in the precision of the computation.
-        scale: the largest element of all values that are computed together: a value of rounding errors alone
-            is measured by it.
+        scale: the largest element of all values that are computed together. It is the measure for a value
+            that consists only of rounding errors.
     """
     if reference.shape != value.shape:
         return Deviation(np.inf, f"of shape {list(value.shape)} instead of {list(reference.shape)}")
@@ -100,6 +100,8 @@ def _described(reference: Array, value: Array) -> Deviation:
     factor = float(np.vdot(reference, value) / np.vdot(reference, reference))
     direction = ""
     if np.max(np.abs(value - factor * reference)) <= _ALIKE * np.max(np.abs(value)):
-        known = next((name for size, name in _FACTORS.items() if abs(factor / size - 1) < _ALIKE), None)
-        direction = known or (f"{factor:.3g} times" if abs(factor - 1) > _ALIKE else "")
+        name_of_factor = next(
+            (name for size, name in _FACTORS.items() if abs(factor / size - 1) < _ALIKE), None
+        )
+        direction = name_of_factor or (f"{factor:.3g} times" if abs(factor - 1) > _ALIKE else "")
     return Deviation(difference / largest, direction)

@@ -1,6 +1,6 @@
 """Parts of a model that are not additive over replicas: rejected metrics, and parts computed per replica.
 
-The latter differ from one process on the global batch by more than rounding.
+Parts that are computed per replica differ from one process on the global batch by more than rounding.
 """
 
 import warnings
@@ -23,10 +23,10 @@ from lockstep.topology import View
 Result = TypeVar("Result")
 
 OCCURRENCES = "with repeated ids of an Embedding"
-"""The end of the name of an optimizer that tells occurrences of an id apart."""
+"""The end of the name of an optimizer that distinguishes occurrences of an id."""
 
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
-"""Attributes of Keras's layers that draw no random numbers if all of these are zero."""
+"""Attributes of Keras's layers. A layer whose attributes here are all zero does not draw random numbers."""
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
@@ -55,11 +55,11 @@ def kinds_per_replica(model: Any) -> list[str]:
 
 
 def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
-    """Name the states of layers that are not means over examples, as a trial shows.
+    """Name the states of layers that a trial shows not to be means over examples.
 
     Args:
-        model: built.
-        batch: whose rows to try.
+        model: the model, built.
+        batch: the batch whose rows to try.
     """
     return _states_across_examples(model, batch)
 
@@ -68,7 +68,7 @@ def summed_occurrences(model: Any) -> list[str]:
     """Name the optimizers that update an Embedding differently from plain Keras where ids repeat.
 
     On TensorFlow, the gradient of an Embedding is a list of occurrences of ids, which plain Keras passes to
-    the optimizer. Replicas add the occurrences of an id up first. Whether that differs is tried.
+    the optimizer. Replicas first add up the occurrences of an id. A trial shows whether that differs.
     """
     if keras.backend.backend() != "tensorflow":
         return []
@@ -90,17 +90,17 @@ def occurrences_note(parts: Sequence[str]) -> str:
 
 
 def _tells_occurrences_apart(optimizer: Any) -> bool:
-    """Whether an update from two occurrences of a row is not that from their sum."""
+    """Whether an update from two occurrences of a row differs from one with their sum."""
     import tensorflow as tf
 
     def updated(gradient: Any) -> list[Any]:
         tried = type(optimizer).from_config(optimizer.get_config())
-        variable = keras.Variable(np.ones((2, 1), "float32"))
-        # The second update depends on what the first one has left.
+        weight = keras.Variable(np.ones((2, 1), "float32"))
+        # Two updates, because the second one depends on the state that the first one has left.
         for _ in range(2):
-            tried.apply([gradient], [variable])
-        # A large `epsilon` or a loss scale may hide in the weight what its averages show.
-        return [keras.ops.convert_to_numpy(each) for each in (variable, *tried.variables)]
+            tried.apply([gradient], [weight])
+        # A large `epsilon` or a loss scale may hide a difference in the weight that its averages show.
+        return [keras.ops.convert_to_numpy(part) for part in (weight, *tried.variables)]
 
     with random_numbers(0):
         try:
@@ -114,7 +114,7 @@ def _tells_occurrences_apart(optimizer: Any) -> bool:
 
 
 def _statistics_and_draws(layer: Any) -> list[str]:
-    """Return the kinds of a layer, or of the modules in it, that normalize over the batch or draw numbers."""
+    """Return the class of a layer, or of modules in it, that normalizes over the batch or draws numbers."""
     if (isinstance(layer, keras.layers.BatchNormalization) and layer.trainable) or _draws(layer):
         return [type(layer).__name__]
     modules = modules_of(layer)
@@ -126,10 +126,10 @@ def _statistics_and_draws(layer: Any) -> list[str]:
 
 
 def _draws(layer: Any) -> bool:
-    """Whether a layer holds a generator of random numbers, and its rates let it draw some."""
-    own = vars(layer)
-    rates = [own[name] for name in _RATES if isinstance(own.get(name), (int, float))]
-    holds = any(isinstance(value, keras.random.SeedGenerator) for value in own.values())
+    """Whether a layer has a generator of random numbers, and its rates let it draw numbers."""
+    attributes = vars(layer)
+    rates = [attributes[name] for name in _RATES if isinstance(attributes.get(name), (int, float))]
+    holds = any(isinstance(value, keras.random.SeedGenerator) for value in attributes.values())
     return holds and (any(rates) or not rates)
 
 
@@ -137,8 +137,8 @@ def different_denominators(model: Any, batch: TriedBatch) -> list[str]:
     """Name several losses if one of them is a mean over unmasked elements, or over the sum of weights."""
     if model.loss is None:
         return []
-    given = keras.tree.flatten(model.loss)
-    weighs = any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in given)
+    losses = keras.tree.flatten(model.loss)
+    weighs = any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in losses)
     if len(getattr(model, "output_names", None) or (None, None)) < 2:
         return []
     if not (weighs or any(map(_masks, layers_of(model, include_self=False)))):
@@ -146,17 +146,17 @@ def different_denominators(model: Any, batch: TriedBatch) -> list[str]:
     name = "the sum of losses with different denominators"
     try:
         x, y, weight = batch.whole.data
-        with random_numbers(0), keras.StatelessScope(), observed_denominators() as own:
+        with random_numbers(0), keras.StatelessScope(), observed_denominators() as denominators:
             compiled_loss(model)(y, model(x, training=False), weight)
     except Exception:  # A custom step may pass anything to losses.
         return [f"{name} (possibly: it could not be tested)"]
-    return [name] if len(own) > 1 and any(own) else []
+    return [name] if len(denominators) > 1 and any(denominators) else []
 
 
 def _masks(layer: Any) -> bool:
     """Whether a layer may give its outputs a mask that its inputs do not have."""
-    own = not type(layer).compute_mask.__module__.startswith("keras.")
-    return bool(getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking) or own)
+    has_own_mask = not type(layer).compute_mask.__module__.startswith("keras.")
+    return bool(getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking) or has_own_mask)
 
 
 def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
@@ -169,18 +169,18 @@ def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
     def states(x: Any, _: Any) -> list[Any]:
         with keras.StatelessScope() as scope:
             model(x, training=True)
-        found = map(scope.get_current_value, variables)
-        return [old if value is None else _float64(value) for old, value in zip(before, found, strict=True)]
+        values = map(scope.get_current_value, variables)
+        return [old if value is None else _float64(value) for old, value in zip(before, values, strict=True)]
 
     try:
         parts = _each_part(batch, states)
     except Exception:  # The program may call the model in another way.
-        return [f"the variable {one.path} (possibly: it could not be tested)" for one in variables]
+        return [f"the variable {variable.path} (possibly: it could not be tested)" for variable in variables]
     if not parts:
         return []
     return [
-        f"the variable {one.path}"
-        for one, old, whole, first, second in zip(variables, before, *parts, strict=True)
+        f"the variable {variable.path}"
+        for variable, old, whole, first, second in zip(variables, before, *parts, strict=True)
         if not np.allclose(whole, (first + second) / 2, 1e-5, 1e-4 * np.max(np.abs(whole - old), initial=0))
     ]
 
@@ -190,7 +190,7 @@ def _float64(value: Any) -> Any:
 
 
 def _own_states(model: Any) -> list[Any]:
-    """Return the variables that layers of the program may update, so no frozen weights."""
+    """Return the variables that layers of the program may update, without frozen weights."""
     owners: dict[int, tuple[Any, Any]] = {}
     weights: set[int] = set()
     for layer in layers_of(model):
@@ -205,7 +205,7 @@ def _own_states(model: Any) -> list[Any]:
 
 
 def _each_part(batch: TriedBatch, compute: Callable[[Any, Any], Result]) -> list[Result]:
-    """Return `compute(x, y)` of some rows of `batch` and of each half of them; none for fewer than two."""
+    """Return `compute(x, y)` for some rows of `batch` and for each half of them; empty for fewer than two."""
 
     def of(rows: TriedRows) -> Result:
         x, y, _ = rows.data
@@ -219,22 +219,22 @@ def _each_part(batch: TriedBatch, compute: Callable[[Any, Any], Result]) -> list
 def refuse_metrics_that_do_not_add(model: Any, batch: TriedBatch) -> None:
     """Raise ModelError if a metric's state is not a sum over examples; leave the model unchanged.
 
-    Replicas start a step from zero, and their states are added to that of the metric, which may be that of
-    earlier epochs, if `reset_state` keeps it. Keras's own metrics are additive. A user's metric is tested:
+    Replicas start a step from zero, and their states are added to that of the metric. If `reset_state` keeps
+    the state, it includes earlier epochs. Keras's own metrics are additive. A user's metric is tested:
     updating it with some rows and then with others must give the sum of the separate updates, and an update
-    must not depend on a state that it keeps.
+    must not depend on a state that `reset_state` keeps.
 
     Args:
-        model: built, with its metrics.
-        batch: the batch of the input; read only if a metric is tested.
+        model: the model, built, with its metrics.
+        batch: the batch of the input. It is read only if a metric is tested.
     """
     for metric in model.metrics:
         with keras.StatelessScope() as scope:
             metric.reset_state()
         for variable in metric.variables:
             _refuse_unless_zero(variable, scope.get_current_value(variable))
-    own = _own_metrics(model)
-    if not own:
+    own_metrics = _own_metrics(model)
+    if not own_metrics:
         return
     try:
         if batch.count > 1:
@@ -244,15 +244,16 @@ def refuse_metrics_that_do_not_add(model: Any, batch: TriedBatch) -> None:
         raise
     except Exception as error:  # A custom step may pass anything to metrics.
         warnings.warn(
-            f"cannot check whether the metric {own[0].name!r} adds up over replicas, because the model or "
-            f"its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it keeps "
-            "sums and counts, and computes the rest in result()",
+            f"cannot check whether the metric {own_metrics[0].name!r} adds up over replicas, because the "
+            f"model or its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it "
+            "keeps sums and counts, and computes the rest in result()",
             stacklevel=2,
         )
 
 
 def _own_metrics(model: Any) -> list[Any]:
-    return [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
+    metrics = flat_metrics(model.metrics)
+    return [metric for metric in metrics if not type(metric).__module__.startswith("keras.")]
 
 
 def _refuse_unless_zero(variable: Any, value: Any) -> None:
@@ -261,8 +262,8 @@ def _refuse_unless_zero(variable: Any, value: Any) -> None:
         raise ModelError(f"the metric variable {variable.path!r} is a bool, which cannot be summed")
     if value is not None and np.any(keras.ops.convert_to_numpy(value) != 0):
         raise ModelError(
-            f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
-            "their examples contribute, so keep sums and counts, and compute the rest in result()"
+            f"the metric variable {variable.path!r} does not start from zero: replicas add up the "
+            "contributions of their examples, so keep sums and counts, and compute the rest in result()"
         )
 
 
@@ -280,7 +281,7 @@ def _try(model: Any, batch: TriedBatch) -> None:
     starts = [keras.ops.convert_to_numpy(variable.value) for variable in model.metrics_variables]
     if not any(np.any(start != 0) for start in starts):
         return
-    for variable, start, found, alone in zip(
+    for variable, start, after, change in zip(
         model.metrics_variables,
         starts,
         _state(model, [first], starts),
@@ -288,7 +289,7 @@ def _try(model: Any, batch: TriedBatch) -> None:
         strict=True,
     ):
         tolerance = 1e-5 * max(1.0, float(np.max(np.abs(start), initial=0)))
-        if not np.allclose(found - start, alone, rtol=1e-4, atol=tolerance, equal_nan=True):
+        if not np.allclose(after - start, change, rtol=1e-4, atol=tolerance, equal_nan=True):
             raise ModelError(
                 f"the metric variable {variable.path!r} does not add up: reset_state keeps its value, and an "
                 "update changes it by an amount that depends on this; keep sums and counts, and compute the "
@@ -308,7 +309,7 @@ def _state(
 ) -> list[Any]:
     """Return the metrics' state after updates from `starts`, or from zero."""
     variables = model.metrics_variables
-    values = [keras.ops.zeros_like(one.value) for one in variables] if starts is None else starts
+    values = [keras.ops.zeros_like(variable.value) for variable in variables] if starts is None else starts
     mapping = [
         (variable, keras.ops.convert_to_tensor(value, dtype=variable.dtype))
         for variable, value in zip(variables, values, strict=True)

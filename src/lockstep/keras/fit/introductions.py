@@ -1,6 +1,6 @@
-"""The first batch of a compiled model: what replicas compute in another way than one process, tried and told.
+"""The first batch of a compiled model: trials show which parts replicas compute differently from one process.
 
-A job that only checks the script also compares a step with plain Keras there.
+Notes name these parts. A job that only checks the script also compares a step with plain Keras there.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Introductions:
     """Tries each model once for each kind of step.
 
     Args:
-        parts: of the trainer.
+        parts: the parts of the trainer.
         new_step: returns a new step of a model.
         tries: whether a model may be called as often as a trial needs.
     """
@@ -63,9 +63,9 @@ class Introductions:
         """Try a model, and compare a step of it if the job checks the script.
 
         Args:
-            call: in progress.
-            model: built.
-            kind: of the step.
+            call: the call in progress.
+            model: the model, built.
+            kind: the kind of the step.
             read: returns the first batch.
 
         Raises:
@@ -77,19 +77,19 @@ class Introductions:
     def compared(
         self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]
     ) -> AbstractContextManager[None]:
-        """Return a context in which to try a model; a job that checks the script compares a step there."""
+        """Return a context in which to try a model. A job that checks the script compares a step in it."""
         checks = self._job.settings.checks
-        facts = self._models.facts(model)
-        if not checks or (checks != "every-fit" and kind in facts.witnessed):
+        compilation = self._models.compilation(model)
+        if not checks or (checks != "every-fit" and kind in compilation.witnessed):
             return nullcontext()
-        facts.witnessed.add(kind)
-        return self._witness.compared(call.name, model, kind, read(), lambda: facts.named)
+        compilation.witnessed.add(kind)
+        return self._witness.compared(call.name, model, kind, read(), lambda: compilation.named)
 
     def _compared_step(self, model: Any, kind: StepKind) -> GlobalStep:
         """Return the step of a model to compare, which lasts as long as the step of Keras's loops.
 
-        The two differ, because the compared one draws constants. Both may have learned in an earlier call
-        what is wrong in this one.
+        The two differ, because the compared one draws constants. In an earlier call, both may have learned
+        facts about the model that are wrong in this call, and a comparison must detect that.
         """
         compared, steps = self._compared_steps
         if compared is not model:
@@ -99,35 +99,35 @@ class Introductions:
         return steps[kind]
 
     def _measure(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
-        """Measure how replicas combine what a step of a model computes; name each part that is per replica.
+        """Measure how replicas combine the results of a model's step; name each part that is per replica.
 
         This is done once for a compiled model. The first note says that a script without a strategy is
         distributed.
         """
         batch = TriedBatch(read)
         adopts_all = self._models.adopts_all
-        facts = self._models.facts(model)
+        compilation = self._models.compilation(model)
         with unchanged(model):
             if kind != "predict":
                 refuse_metrics_that_do_not_add(model, batch)
-            if kind in facts.measured:
+            if kind in compilation.measured:
                 return
             context = self._models.step_context(model)
             tries = self._tries(model)
             trial = Trial(self._job, self._parts.backend, model, batch, context, tries=tries)
             if kind == "predict":
                 # A trial of training has tried the same layers.
-                if not facts.measured or has_own(model, "predict_step"):
+                if not compilation.measured or has_own(model, "predict_step"):
                     trial.name_predictions()
                 kinds, parts = [], trial.names
             else:
                 trial.measure(["train", "test"] if kind == "train" else [kind])
                 kinds = kinds_per_replica(model) if adopts_all else []
                 parts = [*(tried_parts(model, batch) if adopts_all else ()), *trial.names]
-            facts.measured.update(["train", "test"] if kind == "train" else [kind])
+            compilation.measured.update(["train", "test"] if kind == "train" else [kind])
             occurrences = summed_occurrences(model) if kind == "train" else []
         self._tell(call, model, kinds, parts, introduces=kind != "predict")
-        facts.named += occurrences
+        compilation.named += occurrences
         if (new := [part for part in occurrences if part not in self._told]) and self._notes_here:
             note(occurrences_note(new))
         if (new := [part for part in trial.exact if part not in self._told]) and self._notes_here:
@@ -142,19 +142,19 @@ class Introductions:
     def _tell(
         self, call: NumberedCall, model: Any, kinds: list[str], parts: list[str], *, introduces: bool
     ) -> None:
-        """Note which parts of a model are per replica, kinds of layers once, others once for models alike.
+        """Print which parts of a model are per replica: classes of layers once, others once for equal models.
 
         Args:
-            call: in progress.
-            model: of the call.
-            kinds: of layers.
-            parts: of this model.
+            call: the call in progress.
+            model: the model of the call.
+            kinds: the classes of layers.
+            parts: the other parts of the model.
             introduces: whether the first note says that a script without a strategy is distributed.
         """
         alike = settings_text(model) if parts else ""
         named = [*((kind, kind) for kind in kinds), *((f"{alike}{part}", part) for part in parts)]
-        facts = self._models.facts(model)
-        facts.named = list(dict.fromkeys([*facts.named, *parts]))
+        compilation = self._models.compilation(model)
+        compilation.named = list(dict.fromkeys([*compilation.named, *parts]))
         text = ""
         if introduces and self._models.adopts_all and not self._introduced:
             self._introduced = True

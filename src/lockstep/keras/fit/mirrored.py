@@ -1,4 +1,4 @@
-"""The trainer of replicas: every worker computes its share of a call, and returns what all others return."""
+"""The trainer of replicas: every worker computes its share of a call, and returns the results of all."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -37,10 +37,10 @@ from lockstep.observability.events import ChiefWrites
 
 
 class Mirrored:
-    """The `Trainer` of replicas; those of one replica and of servers override what is another way there.
+    """The `Trainer` of replicas. Those of one replica and of servers override the methods that differ.
 
     Args:
-        parts: of the trainer.
+        parts: the parts of the trainer.
 
     Attributes:
         keeps_state: whether workers join and leave, and checkpoints are saved, after single batches.
@@ -55,7 +55,7 @@ class Mirrored:
         self._told_paths: set[str] = set()
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call in its turn; in a thread that reads the examples of a call, let Keras make it."""
+        """Make a call in its turn. In a thread that reads the examples of a call, let Keras make it."""
         parts = self._parts
         if parts.turns.is_within() and method in FUNCTIONS:
             with parts.functions.made_by_keras(model, FUNCTIONS[method]):
@@ -68,44 +68,44 @@ class Mirrored:
         parts = self._parts
         self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
-        given = bound.arguments
+        arguments = bound.arguments
         parts.last.trains(model)
-        asked = checkpoint_in(given["callbacks"])
-        callbacks = without_checkpoint(asked, given["callbacks"])
+        checkpoint = checkpoint_in(arguments["callbacks"])
+        callbacks = without_checkpoint(checkpoint, arguments["callbacks"])
         if self._job.settings.checks:
             callbacks = without_writers(callbacks)
         with self._resumable.call("fit") as call:
-            if asked is not None:
-                parts.checkpoints.begin(asked)
-            parts.inputs.note_held(call, model, given["x"], given["validation_data"])
+            if checkpoint is not None:
+                parts.checkpoints.begin(checkpoint)
+            parts.inputs.note_held(call, model, arguments["x"], arguments["validation_data"])
             if finished := self._resumable.resume():
                 return replay_fit(model, callbacks, finished)
-            training, validation = self._inputs_of_fit(given)
+            training, validation = self._inputs_of_fit(arguments)
             inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
             explain_memory(self._job, sum(data.held for data in inputs))
-            call.extent = extent_of_fit(given, training)
+            call.extent = extent_of_fit(arguments, training)
             self._begin(
                 call,
                 model,
                 "train",
                 training,
-                lambda: fit_facts(model, given, training, validation),
-                lambda: parts.record.settings_of_fit(model, given),
+                lambda: fit_facts(model, arguments, training, validation),
+                lambda: parts.record.settings_of_fit(model, arguments),
             )
             if isinstance(validation, GlobalInput):
                 with self._introductions.compared(call, model, "test", validation.peek):
                     pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
                 note_different_paths(self._job, callbacks, call.name, self._told_paths)
-            given.update(x=training, y=None, sample_weight=None, class_weight=None)
-            given.update(validation_data=validation, validation_split=0.0)
-            call.callbacks = writing_once(callbacks, given["verbose"], resumes=call.forwarding)
+            arguments.update(x=training, y=None, sample_weight=None, class_weight=None)
+            arguments.update(validation_data=validation, validation_split=0.0)
+            call.callbacks = writing_once(callbacks, arguments["verbose"], resumes=call.forwarding)
             if len(self._job.view.hosts) > 1 and (files := chief_files(call.callbacks)):
                 self._job.events.publish(ChiefWrites(files))
             parts.snapshots.note_settings(model)
             call.callback_hashes = [attribute_hashes(call.callbacks)]
             call.model, call.by_batch = model, has_batch_methods(call.callbacks)
-            given.update(callbacks=call.callbacks)
+            arguments.update(callbacks=call.callbacks)
             try:
                 result = original(*bound.args, **bound.kwargs)
             except CallFinishedElsewhere:
@@ -118,7 +118,7 @@ class Mirrored:
             return result
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate on global batches; every worker returns the global figures."""
+        """Evaluate on global batches. Every worker returns the global figures."""
         parts = self._parts
         self._job.note_distribution()
         if kwargs.get(CACHED_VALIDATION):
@@ -130,52 +130,52 @@ class Mirrored:
                 parts.record.begin(call, model, dict)
                 return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)
-        given = bound.arguments
+        arguments = bound.arguments
         with self._resumable.call("evaluate") as call:
-            parts.inputs.note_held(call, model, given["x"])
+            parts.inputs.note_held(call, model, arguments["x"])
             if finished := self._resumable.resume():
                 return finished.result
             if not self._prepares(model):
                 return parts.record.finish(original(model, *args, **kwargs))
-            options = {"batch_size": given["batch_size"], "steps": given["steps"]}
-            data = parts.inputs.of_call(given["x"], given["y"], given["sample_weight"], **options)
+            options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"]}
+            data = parts.inputs.of_call(arguments["x"], arguments["y"], arguments["sample_weight"], **options)
             explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
-            given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
+            arguments.update(x=data, y=None, sample_weight=None, verbose=self._verbose(arguments["verbose"]))
             with self._reading():
                 return parts.record.finish(original(*bound.args, **bound.kwargs))
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict on global batches; every worker returns all rows, in their order."""
+        """Predict on global batches. Every worker returns all rows, in their order."""
         parts = self._parts
         self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
-        given = bound.arguments
+        arguments = bound.arguments
         with self._resumable.call("predict") as call:
-            parts.inputs.note_held(call, model, given["x"])
+            parts.inputs.note_held(call, model, arguments["x"])
             if finished := self._resumable.resume():
                 return finished.result
             if not self._prepares(model):
                 return parts.record.finish(original(model, *args, **kwargs))
-            options = {"batch_size": given["batch_size"], "steps": given["steps"], "in_order": True}
-            data = parts.inputs.of_call(given["x"], **options)
+            options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"], "in_order": True}
+            data = parts.inputs.of_call(arguments["x"], **options)
             explain_memory(self._job, data.held)
             parts.inputs.build_to_predict(data, model)
             self._introduce(call, model, "predict", data.peek)
             parts.record.begin(call, model, data.facts)
-            given.update(x=data, verbose=self._verbose(given["verbose"]))
+            arguments.update(x=data, verbose=self._verbose(arguments["verbose"]))
             with self._reading():
                 return parts.record.finish(original(*bound.args, **bound.kwargs))
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Split a batch that all workers pass; in the first call, check that they have the same model."""
+        """Split a batch that all workers pass. In the first call, check that they have the same model."""
         kind, parts = KINDS[method], self._parts
         self._job.note_distribution()
         if kind == "train":
             parts.last.trains(model)
         with self._resumable.call(method) as call:
             call.at_end = True
-            compared = parts.models.facts(model).compared
+            compared = parts.models.compilation(model).compared
             if finished := self._resumable.resume():
                 compared.add(kind)
                 return self._replay_batch(kind, finished, original, model, *args, **kwargs)
@@ -191,14 +191,14 @@ class Mirrored:
 
     def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
         """Make the function that takes a step of all replicas, if the model has none."""
-        attribute, facts = f"{kind}_function", self._parts.models.facts(model)
+        attribute, compilation = f"{kind}_function", self._parts.models.compilation(model)
         if kind == "train" and getattr(model, attribute) is not None:
-            trained = model.trainable_variables if facts.trained is None else facts.trained
+            trained = model.trainable_variables if compilation.trained is None else compilation.trained
             refuse_other_weights(model, trained)
         if getattr(model, attribute) is None or force:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
-            facts.trained = model.trainable_variables
+            compilation.trained = model.trainable_variables
             step = self._new_step(model, kind)
             setattr(model, attribute, self._parts.backend.function(model, step.take, kind))
         return getattr(model, attribute)
@@ -210,14 +210,14 @@ class Mirrored:
         """Hold the state, whose digest the last step has recorded."""
         self._parts.hold(call)
 
-    def _inputs_of_fit(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
-        training, validation = self._parts.inputs.of_training(given)
+    def _inputs_of_fit(self, arguments: dict[str, Any]) -> tuple[GlobalInput, Any]:
+        training, validation = self._parts.inputs.of_training(arguments)
         training.before_pass = self._resumable.begin_pass
-        return training, None if validation is None else self._validation(given, validation)
+        return training, None if validation is None else self._validation(arguments, validation)
 
-    def _validation(self, given: dict[str, Any], validation: Any) -> Any:
+    def _validation(self, arguments: dict[str, Any], validation: Any) -> Any:
         """Return the validation data as Keras's loop gets it."""
-        return self._parts.inputs.of_validation(given, validation)
+        return self._parts.inputs.of_validation(arguments, validation)
 
     def _begin(
         self,
@@ -228,7 +228,7 @@ class Mirrored:
         facts: Callable[[], Facts],
         settings: Callable[[], Facts] = dict,
     ) -> None:
-        """Build what needs the first batch, refuse what replicas cannot compute, and begin the call."""
+        """Build the model with the first batch, refuse what replicas cannot compute, and begin the call."""
         self._models.build(model, kind, lambda: self._sample(data, model, kind))
         self._introduce(call, model, kind, data.peek)
         self._parts.record.begin(call, model, facts, settings)
@@ -246,7 +246,7 @@ class Mirrored:
         if self._models.is_built(model):
             record = self._parts.record
             record.begin(call, model, lambda: model_facts(model), lambda: record.settings_of_call(model))
-            self._parts.models.facts(model).compared.add(kind)
+            self._parts.models.compilation(model).compared.add(kind)
 
     def _replay_batch(
         self,
@@ -257,11 +257,11 @@ class Mirrored:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Return the result of a finished single-batch call; resume after it, if it was the last one."""
+        """Return the result of a finished single-batch call. Resume after it, if it was the last one."""
         if self._resumable.at_its_end:
             self._models.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
             if self._job.joins:
-                # Compile the step before others wait for this worker; its results are overwritten.
+                # Compile the step before others wait for this worker. Its results are overwritten.
                 original(model, *args, **kwargs)
                 self._resumable.join()
                 finished = self._resumable.replay()
@@ -309,7 +309,7 @@ class Mirrored:
 def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
     """Return the result of a `fit` that finished before this process began; restore its callbacks.
 
-    If it raised an error, raise that. `finished.kept` is None if its callbacks had not begun.
+    If it raised an error, raise it again. `finished.kept` is None if its callbacks had not begun.
     """
     if finished.kept is not None:
         model.history = keras.callbacks.History()
@@ -321,5 +321,5 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
 
 def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
     """Return the (x, y, sample_weight) that was passed to a single-batch method."""
-    given = bind(original, model, args, kwargs).arguments
-    return given["x"], given.get("y"), given.get("sample_weight")
+    arguments = bind(original, model, args, kwargs).arguments
+    return arguments["x"], arguments.get("y"), arguments.get("sample_weight")

@@ -1,12 +1,12 @@
 """The methods of `keras.Model` in a job: `compile`, `fit`, `evaluate`, `predict`, and on single batches.
 
 A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: the job
-computes its calls. Who computes them is chosen here (`_trainer`); see `trainer.py`. Everything else in
+computes its calls. `_trainer` chooses the trainer that computes them; see `trainer.py`. Everything else in
 Keras's loops (callbacks, logs, epochs) stays Keras's own.
 
 The chief decides whether training stops (`decide`): at the end of each epoch, and at the end of each batch
-if one of the user's callbacks has a batch method. That is one small exchange; without such a callback a step
-has none.
+if one of the user's callbacks has a batch method. This takes one small exchange. Without such a callback, a
+step does not have one.
 """
 
 from contextlib import AbstractContextManager
@@ -39,11 +39,11 @@ _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
 class ModelMethods:
-    """Replaces methods of `keras.Model` in one process; each replacement gets Keras's own as `original`.
+    """Replaces methods of `keras.Model` in one process. Each replacement gets Keras's own as `original`.
 
     Attributes:
         step_loops: drives custom loops.
-        turns: of the script's threads.
+        turns: the turns of the script's threads.
         served: numbers scheduled functions; None in a job without parameter servers.
     """
 
@@ -51,9 +51,9 @@ class ModelMethods:
         self._job = job
         saves = SharedSaves(job, backend, self._occasion)
         self._saves, self._kept_saves = saves, KeptSaves.of(job)
-        # Before the recorder, which publishes at the end what it has recorded.
+        # This runs before the recorder's own function for the exit, which publishes the records.
         job.at_exit(lambda: self._record.state_at_exit())
-        # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
+        # With one replica, Keras's own methods evaluate and predict. These calls never count, whether or not
         # checkpoints are saved.
         unnumbered = _NOT_TRAINING if job.view.replicas == 1 else frozenset()
         self._calls = calls = NumberedCalls(job.settings.seed, unnumbered=unnumbered)
@@ -91,7 +91,7 @@ class ModelMethods:
             self._resumable.begin(job.checkpoints.resumed)
 
     def _trainer(self, model: Any) -> Trainer:
-        """Return what computes the calls on a model, as `trainer.py` describes it."""
+        """Return the trainer that computes the calls on a model; see `trainer.py`."""
         if model not in self._models:
             return self._outside
         if self._job.view.replicas > 1:
@@ -168,7 +168,7 @@ class ModelMethods:
 
     @property
     def behind(self) -> bool:
-        """Whether the script has not yet reached the position at which the training resumes."""
+        """Whether the script has not yet reached the position at which it resumes."""
         return self._resumable.behind
 
     def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -235,7 +235,7 @@ class ModelMethods:
 
 
 def _reported(model: Any, epoch: int) -> dict[str, Any]:
-    """Return what the `History` of a `fit` has for an epoch: callbacks may have added to Keras's logs."""
+    """Return the values in the `History` of a `fit` for an epoch, to which callbacks may have added some."""
     history = getattr(model, "history", None)
     if history is None or history.epoch[-1:] != [epoch]:
         return {}

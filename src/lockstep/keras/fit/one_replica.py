@@ -1,6 +1,6 @@
 """The trainers of one replica: Keras's own methods and steps.
 
-Nothing is divided, tried or agreed on. A `fit` is still numbered and recorded, like that of any other job.
+They do not divide, try or compare anything. A `fit` is still numbered and recorded, as in any other job.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class Outside:
     """The `Trainer` of models that the job has not adopted.
 
     Args:
-        parts: of the trainer.
+        parts: the parts of the trainer.
     """
 
     def __init__(self, parts: TrainerParts) -> None:
@@ -88,7 +88,7 @@ class Checkpointed(Mirrored):
         if kind == "train":
             self._parts.record.begin_plain(call, model, settings())
 
-    def _validation(self, given: dict[str, Any], validation: Any) -> Any:
+    def _validation(self, arguments: dict[str, Any], validation: Any) -> Any:
         """Return the validation data as Keras reads it."""
         return validation
 
@@ -97,14 +97,14 @@ class Checkpointed(Mirrored):
         return self._models.awaits(model)
 
     def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
-        """Do nothing: one replica computes what one process does."""
+        """Do nothing: one replica computes like one process."""
 
 
 class OneReplica(Checkpointed):
-    """The `Trainer` of one replica that saves nothing: Keras's own methods evaluate and predict, at any time.
+    """The `Trainer` of one replica without checkpoints. Keras's own methods evaluate and predict anywhere.
 
     Args:
-        parts: of the trainer.
+        parts: the parts of the trainer.
         outside: makes the calls that are Keras's own.
     """
 
@@ -116,7 +116,7 @@ class OneReplica(Checkpointed):
         self._evaluator_fit = EvaluatorFit()
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call; only those that train have turns."""
+        """Make a call. Only calls that train have turns."""
         parts = self._parts
         if parts.turns.is_within():
             # This thread reads the examples of a call, for which that call waits.
@@ -127,7 +127,7 @@ class OneReplica(Checkpointed):
             return method_of(self, method)(original, model, *args, **kwargs)
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train on the whole batches; in an evaluator, evaluate what others train."""
+        """Train on whole batches. In an evaluator, evaluate the model that others train."""
         if self._job.evaluates:
             self._job.note_distribution()
             return self._evaluator_fit.fit(model, bind(original, model, args, kwargs).arguments)

@@ -2,17 +2,17 @@
 
 Plain Keras joins the outputs of batches along the first axis, whatever they are. The output of a batch
 follows from those of its replicas in two cases: it has rows for the examples in their order, or it does not
-depend on them, as a table of embeddings. A trial tells which: the first replica computes again, with other
-numbers of its rows. Any other output is refused.
+depend on the examples, as a table of embeddings. A trial distinguishes these cases: the first replica
+computes again, with other numbers of its rows. Any other output is refused.
 
-Equal numbers prove neither: a table may have as many rows as a replica. So the first replica with examples
-computes two of its rows again, once in a call for each form of outputs; on JAX, this is traced only. An
-output that has no row for each example, or several, is tried with all rows of the replica twice: the values
-must come twice, or be the same. The result of the trial travels with the outputs, so all workers put them
-together in the same way. Outputs that do not depend on the examples must agree bit for bit. If only one
-replica has examples, its outputs are those of the batch.
+Equal numbers of rows do not prove either case, because a table may have as many rows as a replica. So the
+first replica with examples computes two of its rows again, once in a call for each form of outputs. On JAX,
+this is only traced. If an output does not have one row for each example, or has several, it is tried with all
+rows of the replica twice: the values must come twice, or stay the same. The result of the trial is sent with
+the outputs, so all workers put them together in the same way. Outputs that do not depend on the examples must
+agree bit for bit. If only one replica has examples, its outputs are those of the batch.
 
-What a compiled step of `evaluate` or `predict` does besides may depend on which inputs it has, so each
+The other effects of a compiled step of `evaluate` or `predict` may depend on the inputs that it has, so each
 structure of inputs has its own program.
 """
 
@@ -39,11 +39,11 @@ _ADVICE = "return it from another method of the model, or run with one replica (
 
 
 class OutputTrial(msgspec.Struct, array_like=True, frozen=True):
-    """What a trial has shown about the outputs of a replica.
+    """The result of a trial of the outputs of a replica.
 
     Attributes:
-        joins: for each leaf, whether it is joined along the rows or taken once; None if it is neither.
-        reasons: for each leaf why it is neither, as a predicate; otherwise empty.
+        joins: for each leaf, whether it is joined along the rows or taken once; None if neither is possible.
+        reasons: for each leaf, why neither is possible, as a predicate; otherwise empty.
     """
 
     joins: list[bool | None]
@@ -54,9 +54,9 @@ class ReplicaOutputs(msgspec.Struct, array_like=True, frozen=True):
     """The outputs of one replica, in a form for messages.
 
     Attributes:
-        replica: its id.
+        replica: the id of the replica.
         leaves: the leaves of the nest of outputs, named by path.
-        trial: the trial of the first replica with examples if others have examples, too; otherwise None.
+        trial: the trial, for the first replica with examples if others have examples, too; otherwise None.
     """
 
     replica: int
@@ -80,10 +80,10 @@ def leaves_by_path(outputs: Any, to_numpy: Callable[[Any], Array]) -> list[tuple
 
 
 class OutputTrials:
-    """The trials of one call, whose results hold for all of its batches with outputs of the same form."""
+    """The trials of one call. Their results hold for all of its batches with outputs of the same form."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, bool] = {}
+        self._joins_by_form: dict[Any, bool] = {}
 
     def of(
         self,
@@ -98,24 +98,24 @@ class OutputTrials:
             leaves: the outputs.
             examples: the number of the replica's rows.
             shapes: returns the shapes of the outputs for another number of rows.
-            computed: returns the outputs for another number of rows, the same ones from the beginning again.
+            computed: returns the outputs for another number of rows, which are the same rows repeated.
         """
         joins = [self._recall(*leaf, examples) for leaf in leaves]
         reasons = [""] * len(leaves)
         if None in joins:
-            # One row would be an exception for programs that drop axes of length 1.
+            # Not with one row, because programs may drop axes of length 1.
             joins = _with_rows(leaves, examples, 2 if examples != 2 else 3, shapes)
         if None in joins:
             doubled, reasons = _doubled(leaves, examples, computed)
             joins = [other if join is None else join for join, other in zip(joins, doubled, strict=True)]
         for leaf, join in zip(leaves, joins, strict=True):
             if join is not None:
-                self._known[_form(*leaf, examples, exact=not join)] = join
+                self._joins_by_form[_form(*leaf, examples, exact=not join)] = join
         return OutputTrial(joins, reasons)
 
     def _recall(self, name: str, array: Array, examples: int) -> bool | None:
         forms = (_form(name, array, examples, exact=exact) for exact in (True, False))
-        return next((self._known[form] for form in forms if form in self._known), None)
+        return next((self._joins_by_form[form] for form in forms if form in self._joins_by_form), None)
 
 
 def joined(parts: Sequence[ReplicaOutputs]) -> list[Array]:
@@ -167,7 +167,7 @@ def joined(parts: Sequence[ReplicaOutputs]) -> list[Array]:
 
 
 def _form(name: str, array: Array, examples: int, *, exact: bool) -> Any:
-    """Return the key of a leaf; not exact, it is the same for other numbers of rows."""
+    """Return the key of a leaf. If it is not exact, it is equal for other numbers of rows."""
     if exact or not array.ndim:
         return name, array.dtype, array.shape, examples
     return name, array.dtype, array.shape[1:], len(array) == examples
@@ -176,27 +176,27 @@ def _form(name: str, array: Array, examples: int, *, exact: bool) -> Any:
 def _with_rows(
     leaves: Leaves, examples: int, count: int, shapes: Callable[[int], Sequence[Shape]]
 ) -> list[bool | None]:
-    """Return True for each leaf with one row for each example, also of `count` examples; otherwise None."""
-    own = [array.shape for _, array in leaves]
-    if any(shape[:1] == (examples,) for shape in own):
+    """Return True for each leaf with one row for each example, even of `count` examples; otherwise None."""
+    own_shapes = [array.shape for _, array in leaves]
+    if any(shape[:1] == (examples,) for shape in own_shapes):
         try:
             others = shapes(count)
         except Exception:
-            # Perhaps the program needs a minimum of rows.
+            # The program may need a minimum number of rows.
             others = []
-        if len(others) == len(own):
-            pairs = zip(own, others, strict=True)
+        if len(others) == len(own_shapes):
+            pairs = zip(own_shapes, others, strict=True)
             return [
-                True if (one, other[:1]) == ((examples, *other[1:]), (count,)) else None
-                for one, other in pairs
+                True if (shape, other[:1]) == ((examples, *other[1:]), (count,)) else None
+                for shape, other in pairs
             ]
-    return [None] * len(own)
+    return [None] * len(own_shapes)
 
 
 def _doubled(
     leaves: Leaves, examples: int, computed: Callable[[int], Leaves]
 ) -> tuple[list[bool | None], list[str]]:
-    """Return what is done with each leaf, and why nothing: computed for all rows twice, it comes twice."""
+    """Compute with all rows twice; return how to put each leaf together, and why some cannot be."""
     try:
         doubled = computed(2 * examples)
     except Exception as error:
@@ -208,44 +208,44 @@ def _doubled(
         return [None] * len(leaves), [reason] * len(leaves)
     joins: list[bool | None] = []
     reasons = []
-    for (_, one), (_, other) in zip(leaves, doubled, strict=True):
-        join, reason = _compared(one, other, examples)
+    for (_, once), (_, twice) in zip(leaves, doubled, strict=True):
+        join, reason = _compared(once, twice, examples)
         joins.append(join)
         reasons.append(reason)
     return joins, reasons
 
 
-def _compared(one: Array, other: Array, examples: int) -> tuple[bool | None, str]:
-    if one.ndim and other.shape == (2 * len(one), *one.shape[1:]):
-        if _close(np.concatenate([one, one]), other):
+def _compared(once: Array, twice: Array, examples: int) -> tuple[bool | None, str]:
+    if once.ndim and twice.shape == (2 * len(once), *once.shape[1:]):
+        if _close(np.concatenate([once, once]), twice):
             return True, ""
         return (
             None,
-            f"has {len(one)} rows for {examples} examples, which are not in the order of the examples",
+            f"has {len(once)} rows for {examples} examples, which are not in the order of the examples",
         )
-    if other.shape == one.shape:
-        if _close(one, other):
+    if twice.shape == once.shape:
+        if _close(once, twice):
             return False, ""
         return None, "has no row for each example, and changes with their number"
     return None, (
-        f"has the shape {list(one.shape)} for {examples} rows and {list(other.shape)} for {2 * examples}"
+        f"has the shape {list(once.shape)} for {examples} rows and {list(twice.shape)} for {2 * examples}"
     )
 
 
-def _close(one: Array, other: Array) -> bool:
-    if one.dtype.kind in "OSUbiu":
-        return np.array_equal(one, other)
-    wide = "complex128" if one.dtype.kind == "c" else "float64"
-    one, other = one.astype(wide), other.astype(wide)
-    finite = np.abs(one[np.isfinite(one)])
+def _close(left: Array, right: Array) -> bool:
+    if left.dtype.kind in "OSUbiu":
+        return np.array_equal(left, right)
+    wide = "complex128" if left.dtype.kind == "c" else "float64"
+    left, right = left.astype(wide), right.astype(wide)
+    finite = np.abs(left[np.isfinite(left)])
     largest = float(finite.max()) if finite.size else 0.0
-    return np.allclose(one, other, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
+    return np.allclose(left, right, rtol=_ROUNDING, atol=_ROUNDING * largest, equal_nan=True)
 
 
-def _same_bits(one: Array, other: Array) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+def _same_bits(left: Array, right: Array) -> bool:
+    if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
-    return one.tolist() == other.tolist() if one.dtype.kind == "O" else one.tobytes() == other.tobytes()
+    return left.tolist() == right.tolist() if left.dtype.kind == "O" else left.tobytes() == right.tobytes()
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -17,24 +17,24 @@ Draw = Callable[..., Any]
 
 
 _BETWEEN = ("lockstep.", *RANDOM_MODULES, "jax.", "tensorflow.", "torch.")
-"""The modules between what draws numbers, a function of the program or a layer, and the operation."""
+"""The modules between an operation and the function of the program, or the layer, that draws with it."""
 
 _DROPOUT = "torch.nn.modules.dropout"
-"""The module of PyTorch's layers that draw numbers, which the note names by their kinds."""
+"""The module of PyTorch's layers that draw numbers, which the note names by their classes."""
 
 
 @contextmanager
 def equal_draws(note: Callable[[str], object], *, constant: bool = False) -> Iterator[None]:
     """Within the block, operations that draw an array draw one row of it and repeat the row.
 
-    These are the operations of Keras, which its layers use, and the usual ones of the backend. Numbers that
-    a layer or a module of a library draws are its own; `note` gets the name of each function of the program
-    that draws others.
+    These are the operations of Keras, which its layers use, and the usual ones of the backend. `note` gets
+    the name of each function of the program that draws numbers, but not those of layers or modules of a
+    library.
 
     Args:
-        note: gets names.
+        note: receives names.
         constant: whether all draws of an operation are equal, so that they do not depend on a seed, and
-            dropout drops nothing.
+            dropout does not drop anything.
     """
     with ExitStack() as stack:
         for name, mean in _MEANS.items() if constant else ():
@@ -62,7 +62,7 @@ def _drawing_function() -> str | None:
         if not f"{module}.".startswith(_BETWEEN):
             parts = getattr(frame.f_locals.get("self"), "__dict__", {}).values()
             generator = any(isinstance(part, keras.random.SeedGenerator) for part in parts)
-            # A layer with a generator is named by its kind.
+            # A layer with a generator is named by its class elsewhere.
             return None if generator else frame.f_code.co_qualname
         frame = frame.f_back
     return None
@@ -102,14 +102,14 @@ _MEANS = {
     "categorical": _most_likely,
     "shuffle": _in_order,
 }
-"""What replaces the operations of Keras that draw a number for each row from parameters of the row, where all
-draws are constant."""
+"""The replacements, if draws are constant, of Keras's operations that draw a number for each row from
+parameters of the row."""
 
 _SEED = 1337
 
 
 def _constant(draw: Draw) -> Draw:
-    """Return an operation that draws the same numbers each time; dropout returns its input."""
+    """Return an operation that draws the same numbers each time. For dropout, it returns its input."""
     if draw.__name__ == "dropout":
         return lambda inputs, *args, **kwargs: inputs
     backend, library = keras.backend.backend(), (draw.__module__ or "").partition(".")[0]
@@ -130,17 +130,17 @@ def _constant(draw: Draw) -> Draw:
         parameters = inspect.signature(draw)
 
         def of_tensorflow(*args: Any, **kwargs: Any) -> Any:
-            given = parameters.bind(*args, **kwargs).arguments
-            return stateless(**{**given, "seed": (_SEED, 0)})
+            arguments = parameters.bind(*args, **kwargs).arguments
+            return stateless(**{**arguments, "seed": (_SEED, 0)})
 
         return of_tensorflow
     signature = inspect.signature(draw)
 
     @wraps(draw)
     def of_keras(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.arguments["seed"] = _SEED
-        return draw(*given.args, **given.kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["seed"] = _SEED
+        return draw(*bound.args, **bound.kwargs)
 
     return of_keras
 
@@ -183,12 +183,12 @@ def _of_jax(draw: Draw) -> Draw:
 
     def repeated(key: Any, *args: Any, **kwargs: Any) -> Any:
         rest = list(args)
-        given = kwargs if "shape" in kwargs or len(rest) <= shape_at else None
-        shape = kwargs.get("shape", ()) if given is not None else rest[shape_at]
+        named = kwargs if "shape" in kwargs or len(rest) <= shape_at else None
+        shape = kwargs.get("shape", ()) if named is not None else rest[shape_at]
         sizes = _sizes(shape)
         if not sizes:
             return draw(key, *args, **kwargs)
-        if given is not None:
+        if named is not None:
             kwargs = {**kwargs, "shape": (1, *sizes[1:])}
         else:
             rest[shape_at] = (1, *sizes[1:])
@@ -230,7 +230,7 @@ def _torch_dropout(dropout: Draw) -> Draw:
 
 
 def _sizes(shape: Any) -> tuple[Any, ...]:
-    """Return the numbers of elements along each axis; those that only a graph knows are tensors."""
+    """Return the numbers of elements along each axis. Sizes that are only known in a graph are tensors."""
     if getattr(shape, "ndim", None) == 0 or isinstance(shape, int):
         return (int(shape),)
     sizes = keras.ops.unstack(shape) if keras.ops.is_tensor(shape) else shape

@@ -1,8 +1,8 @@
 """The trainers of a job with parameter servers, which have the weights in `fit` and in scheduled functions.
 
 Outside of these, all processes are workers of one view and have the same state, so they evaluate and predict
-as `Mirrored` does. Within `fit`, each process is apart from the view, as if it were alone; what it does there
-is in `keras/parameter_server/fit.py`.
+as `Mirrored` does. Within `fit`, each process is apart from the view, and runs `fit_on_servers` of
+`keras/parameter_server/fit.py`.
 """
 
 import inspect
@@ -43,7 +43,7 @@ from lockstep.system.notes import note
 
 
 class OutsideServed(Outside):
-    """The `Trainer` of models that the job has not adopted: each process reads rows at another moment."""
+    """The `Trainer` of models that the job has not adopted. Each process reads rows at another moment."""
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Call Keras's own method."""
@@ -67,7 +67,7 @@ class WithinServed(OneReplica):
 
 
 class Served(Mirrored):
-    """The `Trainer` of a job with parameter servers, outside of `fit`; also numbers scheduled functions."""
+    """The `Trainer` of a job with parameter servers, outside of `fit`; it also numbers functions."""
 
     def __init__(self, parts: TrainerParts) -> None:
         super().__init__(parts)
@@ -97,25 +97,25 @@ class Served(Mirrored):
             return self._fit(call, original, model, bound)
 
     def _fit(self, call: NumberedCall, original: Original, model: Any, bound: inspect.BoundArguments) -> Any:
-        parts, given = self._parts, bound.arguments
-        training, given["validation_data"] = parts.inputs.of_training(given)
-        call.extent = extent_of_fit(given, training)
+        parts, arguments = self._parts, bound.arguments
+        training, arguments["validation_data"] = parts.inputs.of_training(arguments)
+        call.extent = extent_of_fit(arguments, training)
         self._begin(
             call,
             model,
             "train",
             training,
-            lambda: fit_facts(model, given, training),
-            lambda: parts.record.settings_of_fit(model, given),
+            lambda: fit_facts(model, arguments, training),
+            lambda: parts.record.settings_of_fit(model, arguments),
         )
         tables, joins = self._tables(call, model, training), None
         if self._resumable.behind:
             if self._job.joins and self._resumable.join_apart():
-                return replay_fit(model, given["callbacks"], self._resumable.replay())
+                return replay_fit(model, arguments["callbacks"], self._resumable.replay())
             joins = parts.snapshots.join_apart(call.name, model)
-            if is_loader(given["x"]):
-                # The pass that was begun to build the model has drawn its order from other states.
-                training, _ = parts.inputs.of_training(given)
+            if is_loader(arguments["x"]):
+                # The pass that has begun to build the model has drawn its order from other states.
+                training, _ = parts.inputs.of_training(arguments)
         served = ServedCall(
             job=self._job,
             backend=parts.backend,
@@ -137,7 +137,7 @@ class Served(Mirrored):
         model.train_function = model.test_function = model.predict_function = None
         if self._job.is_chief:
             call.model = model
-        callbacks = writing_once(given["callbacks"], given["verbose"], resumes=False)
+        callbacks = writing_once(arguments["callbacks"], arguments["verbose"], resumes=False)
         call.callbacks, call.callback_hashes = callbacks, [attribute_hashes(callbacks)]
         with rows_read_together(self._job):
             history = fit_on_servers(served, original, bound, training, callbacks)
@@ -169,14 +169,14 @@ class Served(Mirrored):
         """Let a strategy schedule functions.
 
         Args:
-            join: waits for them; called before all processes evaluate or predict together.
-            end: ends them, with `end_functions`.
+            join: waits for the functions. It is called before all processes evaluate or predict together.
+            end: ends the functions, for `end_functions`.
         """
         self._joins_functions.append(join)
         self._ends_functions.append(end)
 
     def end_functions(self) -> None:
-        """End the functions of all strategies: one call of the servers at a time has an order of arrival."""
+        """End the functions of all strategies, because only one call at a time has an order of arrival."""
         for end in self._ends_functions:
             end()
 
@@ -203,17 +203,17 @@ class Served(Mirrored):
         """Return how workers join in the functions that were numbered last."""
         return FunctionJoining(self._job, self._parts.snapshots, self._parts.calls)
 
-    def functions_changed(self, what: str, functions: int, variables: Mapping[str, Any]) -> None:
+    def functions_changed(self, label: str, functions: int, variables: Mapping[str, Any]) -> None:
         """Record the variables after a call of a `ClusterCoordinator`.
 
         Args:
-            what: names the call.
+            label: names the call.
             functions: number of scheduled functions.
-            variables: that they train and change, by name.
+            variables: the variables that they train and change, by name.
         """
         trained = NamedVariables("functions", variables)
         self._parts.last.trains(trained)
-        self._parts.record.state(what, trained, functions)
+        self._parts.record.state(label, trained, functions)
 
     def functions_closed(self, name: str, functions: int) -> None:
         """Note that functions are complete, and that no more follow under this name."""
@@ -222,22 +222,22 @@ class Served(Mirrored):
     def may_save(self, model: Any) -> bool:
         """Whether this process may save a model.
 
-        While functions are scheduled that train tables on the servers, only the chief saves: it does not wait
-        for others, which would read rows of another moment.
+        While functions are scheduled that train tables on the servers, only the chief saves. It does not wait
+        for others, which would read rows at another moment.
         """
         return self._job.is_chief or not only_chief_reads(self._job, model)
 
     def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
-        """Return the embedding tables of a model of which workers read rows; say which others it has."""
-        known = self._built_with.get(model)
+        """Return the embedding tables of a model of which workers read rows; print which others it has."""
+        inputs = self._built_with.get(model)
         # Reading another batch may draw random numbers.
         tables, others = find_tables(
             model,
-            lambda: _inputs_of(training.peek()) if known is None else known,
+            lambda: _inputs_of(training.peek()) if inputs is None else inputs,
             self._parts.backend.to_numpy,
         )
         for layer in server_layers(model):
-            if (reason := others.get(layer.path)) or all(layer is not one.layer for one in tables.tables):
+            if (reason := others.get(layer.path)) or all(layer is not table.layer for table in tables.tables):
                 raise ModelError(
                     f"layer {layer.path!r} is a ServerEmbedding, of which workers read rows only, but "
                     f"{reason or 'it is not trainable, or the model does not call it'}; use "
@@ -256,27 +256,27 @@ class Served(Mirrored):
         return batch
 
     def _tries(self, model: Any) -> bool:
-        """Whether a trial may call a model: all processes read tables of servers together, and as often."""
+        """Whether a trial may call a model: all processes must read tables of servers equally often."""
         return not server_layers(model)
 
     def _reading(self) -> AbstractContextManager[None]:
         """Return a context in which all processes read rows."""
         return rows_read_together(self._job)
 
-    def _refuse_within_function(self, what: str) -> None:
+    def _refuse_within_function(self, method: str) -> None:
         """In a function that a `ClusterCoordinator` has scheduled, raise ModelError."""
         if current_replica() is not None:
             raise ModelError(
-                f"{what} within a scheduled function is not supported: call the model, or call {what} in the "
-                "script, after join"
+                f"{method} within a scheduled function is not supported: call the model, or call {method} in "
+                "the script, after join"
             )
 
 
-def _refuse_unserved(parts: TrainerParts, model: Any, what: str) -> None:
+def _refuse_unserved(parts: TrainerParts, model: Any, method: str) -> None:
     """Raise ScopeError for a model outside of a strategy with parameter servers."""
     if parts.models.options(model) is None:
         raise ScopeError(
-            f"{what} of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
+            f"{method} of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
             "scope of a lockstep.ParameterServerStrategy, or start the job without --ps"
         )
 

@@ -11,28 +11,28 @@ from lockstep.worker.patch_registry import replaced
 
 @contextmanager
 def constant_modules(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within the block, BatchNorm uses its averages, also in training; afterwards nothing has changed.
+    """Within the block, BatchNorm uses its averages, even in training. Afterwards, nothing has changed.
 
     Args:
-        modules: with all inner ones.
+        modules: the modules, with all inner ones.
     """
-    modes = [(one, one.training) for one in modules]
+    modes = [(module, module.training) for module in modules]
     buffers = [
-        (one, name, buffer, buffer.clone())
-        for one in modules
-        for name, buffer in one.named_buffers(recurse=False)
+        (module, name, buffer, buffer.clone())
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
     ]
     with ExitStack() as stack:
-        for one in modules:
-            if normalizes(one):
-                one.training = False
-                stack.enter_context(replaced(one, "train", lambda mode=True, one=one: one))
+        for module in modules:
+            if normalizes(module):
+                module.training = False
+                stack.enter_context(replaced(module, "train", lambda mode=True, module=module: module))
         try:
             yield
         finally:
-            for one, name, buffer, copy in buffers:
-                setattr(one, name, buffer)
+            for module, name, buffer, copy in buffers:
+                setattr(module, name, buffer)
                 with torch.no_grad():
                     buffer.copy_(copy)
-            for one, mode in modes:
-                one.training = mode
+            for module, mode in modes:
+                module.training = mode

@@ -1,21 +1,21 @@
-"""What computes the calls on a model: one replica, several, or a job with parameter servers.
+"""The trainers that compute the calls on a model: of one replica, of several, or with parameter servers.
 
     ModelMethods            Keras's methods on models; chooses the trainer, in `_trainer` and nowhere else
       `-- Trainer
             Outside         the model is not the job's: Keras's own methods
             Mirrored        replicas: every worker returns the results on global batches
             Checkpointed    one replica, whose calls a process can resume: Keras's own steps, counted
-            OneReplica      one replica that saves nothing: Keras's own methods, but `fit` is recorded
+            OneReplica      one replica without checkpoints: Keras's own methods, but `fit` is recorded
             Served          a job with parameter servers; within `fit`: WithinServed
 
-`Served` is `Mirrored`, except for `fit`: outside of it, all processes have the same state and share the work.
-Within it, each process is apart from the view, and is like a job of its own with one replica. So three facts
-decide: whether the model is adopted, how many replicas the view has now, and whether anything is saved or
-resumed. The last one changes when a `fit` of the script asks for checkpoints.
+`Served` is `Mirrored`, except for `fit`. Outside of `fit`, all processes have the same state and share the
+work. Within it, each process is apart from the view, and is like a job of its own with one replica. So three
+facts decide: whether the model is adopted, how many replicas the view has now, and whether the job saves or
+resumes. The last one changes when a `fit` of the script asks for checkpoints.
 
-What all trainers share is in `TrainerParts`: which models are adopted (`adoption.py`), the calls of the
+`TrainerParts` has the common parts of all trainers: the adopted models (`adoption.py`), the calls of the
 process and their positions (`keras/numbered_calls.py`, `keras/state`), their inputs (`call_inputs.py`), and
-what is recorded and compared of them (`call_record.py`). What is per replica is tried in `introductions.py`.
+their records and comparisons (`call_record.py`). `introductions.py` tries which parts are per replica.
 """
 
 import functools
@@ -68,7 +68,7 @@ class Trainer(Protocol):
         """Note that callbacks have processed the end of one execution of steps of a `fit`."""
 
     def steps_ended(self, call: NumberedCall) -> None:
-        """Record and hold the state after the last step of an epoch: no other step may follow."""
+        """Record and hold the state after the last step of an epoch, which may be the last of all."""
 
 
 class KerasFunctions:
@@ -103,17 +103,17 @@ class _ThreadByItself(threading.local):
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """What all trainers of a process share.
+    """The common parts of all trainers of a process.
 
     Attributes:
         job: the job of the process.
-        backend: of Keras.
+        backend: the backend of Keras.
         calls: the calls of the process.
         snapshots: the state of the process.
-        checkpoints: those that the script requests.
+        checkpoints: the checkpoints that the script requests.
         models: the adopted models.
         inputs: makes the inputs of calls.
-        record: of the calls.
+        record: the record of the calls.
         last: the model that was trained last.
         functions: lets Keras make functions by itself.
     """
@@ -153,7 +153,7 @@ class TrainerParts:
 
 
 def method_of(trainer: Any, method: str) -> Callable[..., Any]:
-    """Return what a trainer does in a call of a method of models."""
+    """Return the trainer's method for a call of a method of models."""
     return functools.partial(trainer.on_batch, method) if method in KINDS else getattr(trainer, method)
 
 

@@ -1,4 +1,4 @@
-"""Some rows of a batch, as a whole and in two parts, to try what a program does with its examples."""
+"""Some rows of a batch, as a whole and in two parts, to try how a program combines its examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class TriedRows:
     """Some rows of a batch.
 
     Attributes:
-        batch: these rows, in the form in which the program's step gets a batch.
-        weight: their number divided by that of all rows to try.
-        rows: their places among the rows to try.
+        batch: these rows, in the form of a batch for the program's step.
+        weight: the number of these rows divided by that of all rows to try.
+        rows: their range among the rows to try.
     """
 
     batch: Nest
@@ -45,7 +45,7 @@ class TriedBatch:
     """The rows of one batch to try.
 
     Args:
-        read: reads the batch; called once, when rows are first needed.
+        read: reads the batch. It is called once, when rows are first needed.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -64,7 +64,7 @@ class TriedBatch:
 
     @property
     def parts(self) -> list[TriedRows]:
-        """Two parts of unlike sizes, which tell a sum from a mean that is multiplied by their number."""
+        """Two parts of different sizes, which distinguish a sum from a mean multiplied by their number."""
         first = max(1, self.count // 3)
         return [self._rows(0, first), self._rows(first, self.count)]
 
@@ -87,7 +87,7 @@ class TriedBatch:
         return self._batch
 
     def _rows(self, start: int, stop: int) -> TriedRows:
-        # Spread over the batch, whose first rows may all have one label.
+        # The rows are spread over the batch, whose first rows may all have one label.
         step = self.examples // self.count
         part = slice(start * step, (stop - 1) * step + 1, step)
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], self._data)
