@@ -20,7 +20,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.errors import ModelError
-from lockstep.keras.private.common import given_seed
+from lockstep.keras.private.common import explicit_seed
 from lockstep.keras.private.tensorflow import (
     GENERATED_RANDOM_OPERATIONS,
     GET_SEED,
@@ -155,7 +155,7 @@ class ElementDraws:
         Raises:
             ModelError: the operation runs while the function is traced.
         """
-        generator_seed = given_seed(generator)
+        generator_seed = explicit_seed(generator)
         if generator_seed is None or not ordered:
             return self.seed(None)
         self._drawn[id(generator)] += 1

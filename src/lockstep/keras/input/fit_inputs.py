@@ -59,6 +59,7 @@ from lockstep.keras.private.common import (
     TFDatasetAdapter,
     TorchDataLoaderAdapter,
     array_parts,
+    backend_sparse,
     batches_of,
     can_convert_arrays,
     get_data_adapter,
@@ -66,7 +67,6 @@ from lockstep.keras.private.common import (
     is_grain_dataset,
     is_tf_dataset,
     is_torch_dataloader,
-    own_sparse,
     sliceable,
     sliced_array,
     split_rows,
@@ -862,7 +862,7 @@ def _own_leaf(leaf: Any) -> Any:
     if leaf is None or is_ragged(leaf):
         return leaf
     if is_sparse(leaf) and keras.backend.backend() != "torch":
-        return own_sparse(leaf)
+        return backend_sparse(leaf)
     return on_host(leaf)
 
 

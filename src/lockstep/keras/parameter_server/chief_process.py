@@ -26,7 +26,7 @@ from lockstep.keras.parameter_server.reading_states import ReadingStates
 from lockstep.keras.parameter_server.served_variables import slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
 from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
-from lockstep.keras.private.common import embedding_table, given_rate
+from lockstep.keras.private.common import embedding_table, rate_object
 from lockstep.keras.randomness import random_states
 from lockstep.keras.state.snapshots import ApartState
 
@@ -271,7 +271,7 @@ class ChiefProcess(FitProcess):
 
     def _refuse_another_rate(self, state: Any) -> None:
         """Raise ModelError if a callback has changed the learning rate within an epoch."""
-        rate = given_rate(self.model.optimizer)
+        rate = rate_object(self.model.optimizer)
         if not isinstance(rate, keras.Variable):
             return
         if self._rate is None:

@@ -52,8 +52,8 @@ from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
     RATE,
     SET_BY_BUILD,
-    given_rate,
     names_without_decay,
+    rate_object,
     trained_by,
     variables_without_decay,
 )
@@ -601,7 +601,7 @@ def _unbuilt_copy(optimizer: Any) -> Any:
     Raises:
         ModelError: it cannot be made from its config.
     """
-    schedule = given_rate(optimizer)
+    schedule = rate_object(optimizer)
     is_variable = isinstance(schedule, keras.Variable)
     try:
         # A schedule is shared between the optimizers. It is not made from its config.
@@ -699,7 +699,7 @@ def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
         return f"{name} may not update each row on its own"
     if optimizer.use_ema or optimizer.gradient_accumulation_steps:
         return f"{name} has use_ema or gradient_accumulation_steps, which are for all rows"
-    rate = int(isinstance(given_rate(optimizer), keras.Variable))
+    rate = int(isinstance(rate_object(optimizer), keras.Variable))
     if sum(position < 0 for position, _ in slots_of(optimizer, variables)) > 1 + rate:
         return f"{name} has variables that belong to no weight"
     return ""

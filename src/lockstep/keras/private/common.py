@@ -1,4 +1,4 @@
-"""The private parts of Keras that belong to no backend; when Keras changes one, only this file changes.
+"""The private parts of Keras that belong to no backend: only this file changes when Keras changes one.
 
 Keras promises nothing about modules below `keras.src` and attributes that begin with an underscore.
 Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. `get_file`, which is replaced
@@ -63,11 +63,11 @@ def script_seed() -> int | None:
 
 
 def set_script_seed(seed: int | None) -> None:
-    """Set the result of `script_seed`; seeds no generator."""
+    """Set the result of `script_seed`, without seeding a generator."""
     global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
 
 
-def given_seed(generator: keras.random.SeedGenerator) -> int | None:
+def explicit_seed(generator: keras.random.SeedGenerator) -> int | None:
     """Return the seed with which the program has created a generator; None if Keras has drawn one."""
     seed: int | None = generator._initial_seed
     return seed
@@ -82,17 +82,17 @@ ASSIGN = "_direct_assign"
 def stored_value(variable: Any) -> Any:
     """Return the array, tensor or variable of the backend that a variable holds; None before it has one.
 
-    `variable.value` may return another: in a `StatelessScope`, or in another dtype under autocast. Within
-    `fit` on JAX, Keras takes the values out of the variables.
+    `variable.value` may return another object: in a `StatelessScope`, or in another dtype under autocast.
+    Within `fit` on JAX, Keras moves the values out of the variables.
     """
     return getattr(variable, "_value", None)
 
 
 @contextmanager
 def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[None]:
-    """Within the block, variables hold any objects as their values; afterwards, their values from before.
+    """Within the block, variables hold any objects as their values. Afterwards, they have their old values.
 
-    Keras reads a value by `variable.value` only, and checks nothing.
+    Keras reads a value by `variable.value` only, and does not check it.
     """
     before = [variable._value for variable in variables]
     try:
@@ -131,7 +131,7 @@ CACHED_VALIDATION = "_use_cached_eval_dataset"
 TRACKED_CONTAINERS = "keras.src.utils.tracking"
 """The module of the containers that replace lists, dicts and sets among the attributes of layers.
 
-They iterate over what they contain, and nothing else.
+An iteration over them yields their elements.
 """
 
 
@@ -147,7 +147,7 @@ CHANGED_PLACES = "_lockstep_changed_places"
 """An attribute of models of Lockstep's own, set past Keras's tracking of attributes."""
 
 TRACE_SEED = "_lockstep_trace_seed"
-"""Another one."""
+"""The attribute of models with the seed of their traces, set in the same way."""
 
 OWN_ATTRIBUTES: frozenset[str] = frozenset(
     {
@@ -273,7 +273,7 @@ MODEL_ATTRIBUTES: frozenset[str] = frozenset(
         "unrolled_steps_per_execution",
     }
 )
-"""Those of models only: a layer of the program may have attributes with these names."""
+"""The attributes that Keras keeps in models only: a layer of the program may use their names."""
 
 
 def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
@@ -310,7 +310,7 @@ def takes_training(model: Any) -> bool:
 
 @contextmanager
 def run_eagerly(model: Any) -> Iterator[None]:
-    """Within the block, the steps of a model that are made run eagerly."""
+    """Within the block, Keras makes steps of a model that run eagerly."""
     before = model.run_eagerly, model.jit_compile
     model.run_eagerly, model.jit_compile = True, False
     try:
@@ -359,7 +359,7 @@ def graph_kept(model: Any) -> Iterator[None]:
     """
     names = global_state.get_global_attribute(_OBJECT_NAMES)
     before = None if names is None else dict(names)
-    nodes = [(one, len(one._inbound_nodes), len(one._outbound_nodes)) for one in layers_of(model)]
+    nodes = [(layer, len(layer._inbound_nodes), len(layer._outbound_nodes)) for layer in layers_of(model)]
     try:
         yield
     finally:
@@ -376,9 +376,9 @@ SAVING = saving_api
 """The module with the functions `load_model` and `load_weights`, which the methods of models call."""
 
 RAISE_LOADING_FAILURE: Part = saving_lib, "_raise_loading_failure"
-"""Raises an error about those of layers that could not load, or warns: (error_msgs, warn_only=).
+"""Raises an error about the layers that could not load, or warns of them: (error_msgs, warn_only=).
 
-`error_msgs` has a layer and what it has raised for each.
+`error_msgs` has each of these layers with the error that it raised.
 """
 
 
@@ -407,7 +407,7 @@ apply_mask = loss_functions.apply_mask
 
 
 def compiled_loss(model: Any) -> Any:
-    """Return the loss given to `compile`, called as (y, y_pred), which has `metrics`; None without one."""
+    """Return the loss that `compile` made, which has `metrics`; None without one. Call it as (y, y_pred)."""
     return model._compile_loss
 
 
@@ -418,7 +418,7 @@ def wrapped_function(loss_or_metric: Any) -> tuple[Any, Mapping[str, Any]]:
     the program's own may give such a name to anything, such as a variable with false negatives.
     """
     attributes = (getattr(loss_or_metric, name, None) for name in ("fn", "_fn"))
-    function = next((one for one in attributes if callable(one)), None)
+    function = next((attribute for attribute in attributes if callable(attribute)), None)
     options = getattr(loss_or_metric, "_fn_kwargs", None)
     return function, vars(loss_or_metric) if options is None else options
 
@@ -462,14 +462,14 @@ SET_BY_BUILD = frozenset({"_lock", "built"})
 """The attributes of an optimizer that are not variables, and that `build` changes."""
 
 
-def given_rate(optimizer: Any) -> Any:
+def rate_object(optimizer: Any) -> Any:
     """Return `RATE`, where `optimizer.learning_rate` would return a number."""
     return optimizer._learning_rate
 
 
 @contextmanager
 def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
-    """Within the block, layers may add losses, and be given those of a stateless call; they forget both."""
+    """Within the block, layers may add losses or get those of a stateless call. They forget both after it."""
     before = [(list(layer._losses), layer._losses_override) for layer in layers]
     try:
         yield
@@ -480,7 +480,7 @@ def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def trained_by(optimizer: Any) -> list[Any]:
-    """Return the variables for which an optimizer was built, in this order; empty before."""
+    """Return the variables for which an optimizer was built, in this order; an empty list before that."""
     variables: list[Any] = optimizer._trainable_variables
     return variables
 
@@ -520,8 +520,8 @@ They read it by the `get_jax_iterator`, `get_tf_dataset` or `get_torch_dataloade
 ArrayDataAdapter: TypeAlias = array_data_adapter.ArrayDataAdapter
 """The adapter of arrays, which draws the order of the rows when a pass begins.
 
-It draws it from the random states of what it is asked for: NumPy's for `get_numpy_iterator`, PyTorch's for
-`get_torch_dataloader().batch_sampler`, TensorFlow's for `get_tf_dataset`.
+Its random states are NumPy's for `get_numpy_iterator`, PyTorch's for `get_torch_dataloader().batch_sampler`,
+and TensorFlow's for `get_tf_dataset`.
 """
 
 can_convert_arrays = array_data_adapter.can_convert_arrays
@@ -558,7 +558,7 @@ get_tensor_spec = data_adapter_utils.get_tensor_spec
 """Returns the form that some batches have in common, with any number of examples."""
 
 
-def own_sparse(array: Any) -> Any:
+def backend_sparse(array: Any) -> Any:
     """Return a sparse array as Keras passes it to its backend, JAX or TensorFlow."""
     utils = data_adapter_utils
     if keras.backend.backend() == "jax":
@@ -592,7 +592,7 @@ def split_rows(arrays: Any, fraction: float) -> tuple[Any, Any]:
 
 
 def standardized(adapter: PyDatasetAdapter) -> Callable[[Any], Any]:
-    """Return what converts a batch of a `PyDataset` to the (x, y, sample_weight) that Keras trains on."""
+    """Return the function that converts a batch of a `PyDataset` to (x, y, sample_weight), as `fit` does."""
     convert: Callable[[Any], Any] = adapter._standardize_batch
     return convert
 
@@ -625,7 +625,7 @@ def tensorflow_not_imported() -> Iterator[None]:
 
 
 class _NoOrbaxCheckpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Replaces the `OrbaxCheckpoint` of a version of Keras that has none."""
+    """Replaces `OrbaxCheckpoint` on a version of Keras without it."""
 
 
 ORBAX_CHECKPOINT: Any = getattr(keras.callbacks, "OrbaxCheckpoint", _NoOrbaxCheckpoint)
@@ -668,8 +668,8 @@ SET_BY_PROCESS: Mapping[type, tuple[str, ...]] = {
 class CheckpointWriter(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """A `ModelCheckpoint` whose subclass decides where a file is written.
 
-    Keras calls `_save_model` wherever it may save. That asks `_should_save_model`, which also keeps the best
-    value, and then writes to the path of `_get_file_path`.
+    Keras calls `_save_model` wherever it may save. This method asks `_should_save_model`, which also keeps
+    the best value, and then writes to the path of `_get_file_path`.
     """
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
@@ -685,7 +685,7 @@ class CheckpointWriter(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
             del self.__dict__["_should_save_model"]
 
     def save_to(self, path: str, write: Callable[[], None]) -> None:
-        """Save to a path: call `write`, or do not."""
+        """Decide about saving to a path, and call `write` to do so."""
         raise NotImplementedError
 
 
@@ -703,7 +703,7 @@ class BackupWriter(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         return self._weights_path, self._training_metadata_path
 
     def save_to(self, path: str, write: Callable[[], None]) -> None:
-        """Write a backup below a path: call `write`, or do not."""
+        """Decide about a backup below a path, and call `write` to write it."""
         raise NotImplementedError
 
 
@@ -719,7 +719,7 @@ class OrbaxWriter(ORBAX_CHECKPOINT):  # type: ignore[misc]
         self.save_to(step, lambda: write(step, logs))
 
     def save_to(self, step: int, write: Callable[[], None]) -> None:
-        """Write a checkpoint with a number: call `write`, or do not."""
+        """Decide about the checkpoint with a number, and call `write` to write it."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""The private parts of Keras's trainer on JAX; when Keras changes one, only this file changes.
+"""The private parts of Keras's trainer on JAX: only this file changes when Keras changes one.
 
 Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. The private part of JAX itself
 is in `lockstep.worker.private_modules`, because it is replaced before JAX is imported.
@@ -20,7 +20,7 @@ TRAINING_STATE = "_jax_state"
 SETATTR_HOOK: Part = keras.Model, "_setattr_hook"
 """Called as `hook(model, name, value)` for each attribute that is set; returns the pair that is set.
 
-Keras searches a dict that is set for layers and variables; it does not search other mappings.
+Keras searches a dict that is set for layers and variables, but not other mappings.
 """
 
 
@@ -35,7 +35,7 @@ def set_synced(model: Any, synced: bool) -> None:
 def batches_read_for_the_first() -> int:
     """Return how many batches the trainer reads from an adapter to get the first one.
 
-    It reads one ahead on GPUs, and up to Keras 3.14 also on CPUs.
+    It reads one batch ahead on GPUs, and up to Keras 3.14 also on CPUs.
     """
     counted = _Counted()
     next(iter(JAXEpochIterator(counted)._get_iterator()))

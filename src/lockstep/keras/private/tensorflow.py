@@ -1,4 +1,4 @@
-"""The private parts of TensorFlow that Lockstep uses; when TensorFlow changes one, only this file changes.
+"""The private parts of TensorFlow that Lockstep uses: only this file changes when TensorFlow changes one.
 
 TensorFlow promises nothing about modules below `tensorflow.python`, nor about attributes that begin with an
 underscore. Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. The random state of
@@ -87,7 +87,7 @@ def call_flat(function: ConcreteFunction, tensors: list[Any]) -> Any:
 
 
 def register_lookups() -> None:
-    """Tell TensorFlow that lookups in a table do not change the table; to do so again has no effect."""
+    """Tell TensorFlow that lookups in a table do not change the table. Another call has no effect."""
     for operation in ("LookupTableFindV2", "LookupTableSizeV2"):
         auto_control_deps_utils.register_read_only_resource_op(operation)
 
@@ -124,8 +124,8 @@ def with_own_graphs(key: Any, owner: object) -> Any:
 
 def eagerly() -> AbstractContextManager[None]:
     """Return a context in which operations run eagerly, also on a thread that is building a graph."""
-    found: AbstractContextManager[None] = _context.eager_mode()
-    return found
+    context: AbstractContextManager[None] = _context.eager_mode()
+    return context
 
 
 def wait_for_operations() -> None:
@@ -150,19 +150,19 @@ def uncounted_variable(initial: Any, dtype: Any, name: str) -> Any:
 def exempt_from_autograph(package: str) -> None:
     """Prevent AutoGraph from converting the code of a package: the first rule that matches applies."""
     rule = autograph_config.DoNotConvert(package)
-    if all(str(rule) != str(known) for known in autograph_config.CONVERSION_RULES):
+    if all(str(rule) != str(existing) for existing in autograph_config.CONVERSION_RULES):
         autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)
 
 
 def autograph_status() -> Any:
-    """Return whether AutoGraph converts the present code, for `converted`."""
+    """Return the status of AutoGraph in the present code, which `converted` takes."""
     return ag_ctx.control_status_ctx()
 
 
 def converted(function: Callable[..., Any], status: Any) -> Callable[..., Any]:
     """Return a function as AutoGraph converts it in code with this status, unless it is disabled there."""
-    found: Callable[..., Any] = autograph.tf_convert(function, status)
-    return found
+    conversion: Callable[..., Any] = autograph.tf_convert(function, status)
+    return conversion
 
 
 def python_function_of(function: Any) -> tuple[Callable[..., Any], Any]:
@@ -190,13 +190,13 @@ RANDOM_WITHOUT_EQUIVALENT: tuple[Part, ...] = (
     (gen_nn_ops, "fractional_avg_pool"),
     (gen_nn_ops, "fractional_max_pool"),
 )
-"""Functions as above, of random operations without stateless ones that do the same."""
+"""The functions of random operations for which there are no stateless ones that do the same."""
 
 TENSORFLOW_SEED = "StateVar"
 """Part of the name of the variable that is the state of a `tf.random.Generator`."""
 
 GET_SEED: Part = random_seed, "get_seed"
-"""Called as `get_seed(given)` for each random operation; returns the values of its `seed` and `seed2`."""
+"""Called as `get_seed(op_seed)` for each random operation; returns the values of its `seed` and `seed2`."""
 
 PFOR: Part = control_flow_ops, "pfor"
 """Called by `tf.vectorized_map` to trace the function of an element."""
@@ -215,8 +215,8 @@ def global_seed() -> int | None:
 def summaries_recorded_if(condition: Callable[[], Any]) -> Iterator[None]:
     """Within the block, `tf.summary` writes only where `condition()` is also true, a bool or a tensor.
 
-    It is called for each summary that the program writes, in the graph that is being built, if any, but not
-    if the condition of a block around this one is False.
+    TensorFlow calls the condition for each summary that the program writes, in the graph that is being built,
+    if any, but not if the condition of a block around this one is False.
     """
     state = summary_ops_v2._summary_state
     before = state.is_recording_distribution_strategy
@@ -233,7 +233,7 @@ def summaries_recorded_if(condition: Callable[[], Any]) -> Iterator[None]:
 
 
 def is_summary_writer(handle: Any) -> bool:
-    """Whether a resource that a graph has captured is what `tf.summary` writes with."""
+    """Whether a resource that a graph has captured is a writer of `tf.summary`."""
     return "SummaryWriter" in str(handle)
 
 
@@ -285,7 +285,7 @@ def functions_of(dataset: Any) -> Sequence[Any]:
 def is_unordered(dataset: Any) -> bool:
     """Whether an operation was created with `deterministic=False`."""
     if isinstance(dataset, interleave_op._ParallelInterleaveDataset):
-        # It keeps the argument in the graph only; its source usually has no more than names of files.
+        # Only the graph keeps the argument. Its source usually has no more than names of files.
         try:
             nodes = graph_of(dataset).node
         except tf.errors.OpError:
@@ -317,7 +317,7 @@ def buffer_of(operation: Any) -> int:
 def function_of(operation: Any) -> Any:
     """Return the traced function of a map, a `StructuredFunctionWrapper`.
 
-    Its `function` is what TensorFlow runs, and `output_structure` the form of the result.
+    Its `function` is the one that TensorFlow runs, and its `output_structure` is the form of the result.
     """
     return operation._map_func
 
@@ -328,9 +328,9 @@ def is_traced(function: Any) -> bool:
 
 
 def traced_python_function(function: Any) -> Callable[..., Any]:
-    """Return what the program passed to `map`; it takes the parts of an element, if that is a tuple."""
-    found: Callable[..., Any] = function._func
-    return found
+    """Return the function that the program passed to `map`. Of a tuple, it takes the parts as arguments."""
+    python_function: Callable[..., Any] = function._func
+    return python_function
 
 
 def argument_of(function: Any) -> Any:
@@ -350,8 +350,8 @@ def as_result(value: Any) -> Any:
 
 def not_converted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that `traced_for` traces without AutoGraph."""
-    found: Callable[..., Any] = autograph.do_not_convert(function)
-    return found
+    wrapped: Callable[..., Any] = autograph.do_not_convert(function)
+    return wrapped
 
 
 def plain_map(dataset: Any, function: Callable[..., Any]) -> Any:
@@ -368,9 +368,9 @@ class MappedDataset(dataset_ops.UnaryDataset):  # type: ignore[misc]
     """Another dataset, mapped with a traced function as an operation maps its own input.
 
     Args:
-        dataset: whose tensors are those of the function's arguments, in any structure.
+        dataset: the dataset, whose tensors are those of the function's arguments, in any structure.
         operation: the operation, a map.
-        function: as `function_of` returns it.
+        function: the traced function, as `function_of` returns it.
         one_thread: whether one thread runs all operations of the function.
     """
 
@@ -403,7 +403,7 @@ class MappedDataset(dataset_ops.UnaryDataset):  # type: ignore[misc]
 
     @property
     def element_spec(self) -> Any:
-        """The function's."""
+        """The form of the function's result."""
         return self._function.output_structure
 
 

@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that Lockstep uses; when PyTorch changes one, only this file changes.
+"""The private parts of PyTorch that Lockstep uses: only this file changes when PyTorch changes one.
 
 Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`.
 """
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 
 def scale_in_place(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply tensors in place, with one kernel for all; the bits are those of `mul_`."""
+    """Multiply tensors in place, with one kernel for all and the bits of `mul_`."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -25,9 +25,12 @@ def occurrences(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gradient._indices(), gradient._values()
 
 
-def iterates_as_defined(kind: type) -> bool:
-    """Whether a class of loaders inherits all of its iteration: `__iter__` creates it by `_get_iterator`."""
-    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator  # type: ignore[attr-defined]
+def iterates_as_defined(loader_class: type) -> bool:
+    """Whether a class of loaders inherits `__iter__`, and `_get_iterator`, by which it creates iterations."""
+    return (
+        loader_class.__iter__ is DataLoader.__iter__
+        and loader_class._get_iterator is DataLoader._get_iterator
+    )  # type: ignore[attr-defined]
 
 
 def keeps_iterator(loader: Any) -> bool:
@@ -36,23 +39,25 @@ def keeps_iterator(loader: Any) -> bool:
 
 
 def normalizes(module: torch.nn.Module) -> bool:
-    """Whether a module is one that uses the statistics of a batch: PyTorch's kinds have one base class."""
+    """Whether a module uses the statistics of a batch: PyTorch's classes of such have one base class."""
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 def normalizing_or_dropping(module: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the inner modules that use the statistics of a batch, or drop values at random, in training.
 
-    PyTorch's kinds of both have one base class each. The mode before does not tell which: each call of the
-    layer that wraps the module sets it.
+    PyTorch's classes of both have one base class each. The present mode of a module does not show how it
+    trains, because each call of the layer that wraps the module sets the mode.
     """
-    kinds = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
-    modes = [(one, one.training) for one in module.modules()]
+    classes = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
+    modes = [(inner, inner.training) for inner in module.modules()]
     module.train()
     try:
         return [
-            one for one, _ in modes if isinstance(one, kinds) and one.training and getattr(one, "p", 1) > 0
+            inner
+            for inner, _ in modes
+            if isinstance(inner, classes) and inner.training and getattr(inner, "p", 1) > 0
         ]
     finally:
-        for one, mode in modes:
-            one.training = mode
+        for inner, mode in modes:
+            inner.training = mode
