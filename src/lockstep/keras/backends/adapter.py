@@ -15,8 +15,8 @@ class Adapter:
     """The parts that the file of a backend defines.
 
     Attributes:
-        steps: creates what computes the steps of Keras's loops.
-        functions: creates what computes functions of `strategy.run` eagerly.
+        steps: creates the `Backend`, which computes the steps of Keras's loops.
+        functions: creates the `EagerBackend`, which computes functions of `strategy.run` eagerly.
     """
 
     steps: Callable[[], Backend]

@@ -1,4 +1,4 @@
-"""What all backends share: creating variables before the first step, unsupported models.
+"""Creates variables before the first step and refuses unsupported models, for all backends.
 
 Keras on JAX and PyTorch calls a model with symbolic inputs to create its variables. On TensorFlow, the first
 step creates them, which also works for models that cannot be called because their step calls their layers.
@@ -21,7 +21,7 @@ from lockstep.worker.script import program_line
 
 
 def without_summaries() -> AbstractContextManager[None]:
-    """Within the block, a part of the program is only tried: `tf.summary` writes nothing."""
+    """Within the block, `tf.summary` does not write, because a part of the program is only tried."""
     if keras.backend.backend() != "tensorflow":
         return nullcontext()
     from lockstep.keras.private.tensorflow import summaries_recorded_if
@@ -29,10 +29,10 @@ def without_summaries() -> AbstractContextManager[None]:
     return summaries_recorded_if(lambda: False)
 
 
-def refuse_unequal_state(what: str, dtype: str, path: str) -> NoReturn:
-    """Raise ModelError: in the step `what`, replicas set state that is not floating-point differently."""
+def refuse_unequal_state(label: str, dtype: str, path: str) -> NoReturn:
+    """Raise ModelError: in the step `label`, replicas set state that is not floating-point differently."""
     raise ModelError(
-        f"{what}: replicas set the {dtype} variable {path!r} to different values: only floating-point layer "
+        f"{label}: replicas set the {dtype} variable {path!r} to different values: only floating-point layer "
         "state can be averaged over replicas; keep counts of examples in a metric, or in a float32 variable"
     )
 
@@ -71,10 +71,10 @@ def refuse_misfit(model: Any, examples: int, whole: int, error: Exception) -> No
     """Raise ModelError: the step of a replica has failed, and the same step with more rows has not.
 
     Args:
-        model: of the step.
+        model: the model of the step.
         examples: the number of the replica's rows.
         whole: the number of rows of the batch, with which the step succeeds.
-        error: of the replica.
+        error: the error of the replica's step.
     """
     fixed = [
         layer.name
@@ -82,16 +82,16 @@ def refuse_misfit(model: Any, examples: int, whole: int, error: Exception) -> No
         if isinstance(layer, keras.layers.InputLayer) and layer.batch_shape[0] == whole
     ]
     line = program_line(error)
-    where = f" at {line}" if line else ""
+    location = f" at {line}" if line else ""
     if fixed:
-        what = f"the input {fixed[0]!r} of the model has a fixed batch of {whole}"
+        cause = f"the input {fixed[0]!r} of the model has a fixed batch of {whole}"
         advice = "give it a shape without a batch size"
     else:
-        what = f"the program expects the rows of the whole batch{where}"
+        cause = f"the program expects the rows of the whole batch{location}"
         advice = "take their number from the tensor, as in ops.shape(x)[0]"
     raise ModelError(
         f"the step of a replica, which has {examples} of the {whole} rows of a batch, failed "
-        f"({type(error).__name__}), but succeeds with {whole} rows: {what}, which replicas split; {advice}, "
+        f"({type(error).__name__}), but succeeds with {whole} rows: {cause}, which replicas split; {advice}, "
         "or run with one replica (--replicas 1)"
     ) from error
 
@@ -103,12 +103,12 @@ def shapes_of(outputs: Any) -> list[tuple[int, ...]]:
 
 def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
     """Raise ModelError if the trainable variables of `model` are no longer those of its prepared steps."""
-    now = model.trainable_variables
-    if {id(variable) for variable in now} == {id(variable) for variable in trained}:
+    prepared = {id(variable): variable.path for variable in trained}
+    present = {id(variable): variable.path for variable in model.trainable_variables}
+    if prepared.keys() == present.keys():
         return
-    known, wanted = ({id(variable): variable.path for variable in some} for some in (trained, now))
-    frozen = [path for key, path in known.items() if key not in wanted]
-    thawed = [path for key, path in wanted.items() if key not in known]
+    frozen = [path for key, path in prepared.items() if key not in present]
+    thawed = [path for key, path in present.items() if key not in prepared]
     change = f"{frozen[0]!r} is no longer trainable" if frozen else f"{thawed[0]!r} has become trainable"
     raise ModelError(
         f"the variable {change}, but model {model.name!r} was not compiled since: after a change of "

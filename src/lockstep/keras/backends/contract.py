@@ -1,4 +1,4 @@
-"""What a Keras backend must do so that replicas can compute the steps of Keras's loops."""
+"""The contract of a Keras backend whose replicas compute the steps of Keras's loops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,21 +13,21 @@ from lockstep.keras.backends.multi_update import Update
 
 StepKind = Literal["train", "test", "predict"]
 WholePart = Literal["loss", "inputs", "metrics"]
-"""What a step computes from the whole batch: `compute_loss` from labels, outputs and weights; with `inputs`,
-also from the inputs; `compute_metrics`."""
+"""A part of a step that is computed from the whole batch: `compute_loss` (`loss`), which gets labels, outputs
+and weights, and with `inputs` also the inputs, or `compute_metrics` (`metrics`)."""
 
 Partial = Mapping[str, Any]
-"""A replica's contribution to a step: arrays of the backend by name, with equal names for all replicas."""
+"""A replica's contribution to a step: arrays of the backend, by names that are equal for all replicas."""
 
 Total = Mapping[str, npt.NDArray[Any]]
 """The sum of all replicas' partials, by the same names."""
 
 
 EQUAL = "equal/"
-"""The prefix of names of arrays that are not summed: the same on all replicas. A number and a path follow."""
+"""The prefix of names of arrays that are equal on all replicas and not summed. A number and a path follow."""
 
 GATHERED = "gather/"
-"""The prefix of names of arrays that are not summed but joined; the axis and a number follow."""
+"""The prefix of names of arrays that are joined and not summed. The axis and a number follow."""
 
 VARIABLE = "variable"
 """The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""
@@ -38,10 +38,10 @@ class TrainFunctionCall:
     """A call that Keras's loop makes of its own train function.
 
     Attributes:
-        state: before the call; None if it is in variables.
+        state: the state before the call; None if it is in variables.
         run: makes the call; returns (logs, state).
-        skip: consumes the batches of the call without training. If there are none, raises what the call
-            would raise.
+        skip: consumes the batches of the call without training. At the end of the input, it raises the error
+            of the call.
     """
 
     state: Any
@@ -88,7 +88,7 @@ class TrainingState(Protocol):
         """Return the state with the values that `named_state` has returned, perhaps in another process.
 
         Raises:
-            CheckpointError: they do not fit the model.
+            CheckpointError: the values do not fit the model.
         """
 
     def lasting_variables(self) -> Mapping[str, Any]:
@@ -106,7 +106,8 @@ class Program(TrainingState, Protocol):
     backend, or None if it is in variables.
 
     Attributes:
-        traced: how many times the backend has traced `compute`, to compile it: for each new form of examples.
+        traced: the number of times that the backend has traced `compute` to compile it: once for each form of
+            examples.
         varies: whether a step may take another path than the one before, because its Python runs each time.
     """
 
@@ -120,7 +121,7 @@ class Program(TrainingState, Protocol):
         """Return the partial of one replica that has examples, without changing `state`.
 
         Args:
-            state: at the beginning of the step.
+            state: the state at the beginning of the step.
             share: the replica's examples.
             earlier: the totals of the earlier rounds of this step.
 
@@ -134,20 +135,20 @@ class Program(TrainingState, Protocol):
     def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total by names such as `gradient/0` and `metric/1`.
 
-        A program may compute several of them as one array, of which these are views; others stay as is.
+        A program may compute several of them as one array. Then the results are views of it.
 
         Args:
-            number: of the round, from 0, of which this process has computed a replica.
-            arrays: all of them, or some.
+            number: the number of the round, from 0, in which this process has computed a replica.
+            arrays: all arrays, or some of them.
         """
 
     def is_last(self, number: int) -> bool:
         """Whether round `number`, from 0, is the step's last, as the last `compute` of it has shown."""
 
     def form(self, number: int) -> str:
-        """Return what round `number`, from 0, does besides its arrays, as the last `compute` of it has shown.
+        """Return the form of round `number`, from 0, which the last `compute` of it has shown, as a text.
 
-        It is equal for all replicas, and on all workers; after a `compute` of the round.
+        It is equal for all replicas and on all workers.
         """
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
@@ -189,10 +190,10 @@ class ServedProgram(Program, Protocol):
         """Return the present values of the layers' state that the step changes, by the names in a partial."""
 
     def layer_of(self, position: int) -> str | None:
-        """Return the name in `layers` of a non-trainable variable of the model, None if the step keeps it.
+        """Return the name in `layers` of a non-trainable variable of the model; None if the step keeps it.
 
         Args:
-            position: of the variable among `model.non_trainable_variables`.
+            position: the variable's index in `model.non_trainable_variables`.
         """
 
     def put(
@@ -217,10 +218,10 @@ class Backend(Protocol):
         If this runs a step, the step changes nothing else.
 
         Args:
-            model: compiled.
-            kind: of the step.
-            batch: returns `(x, y, sample_weight)` with the examples along the first axis; called only if
-                variables are missing.
+            model: the compiled model.
+            kind: the kind of the step.
+            batch: returns `(x, y, sample_weight)` with the examples along the first axis. It is called only
+                if variables are missing.
         """
 
     def program(self, model: Any, kind: StepKind) -> Program:
@@ -248,14 +249,13 @@ class Backend(Protocol):
         """Return a function that passes each call of Keras's own train function of `model` to `execute`."""
 
     def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
-        """Return what makes an update from gradients in the order of its variables, which are up to date
-        afterwards.
+        """Return a function that makes an update. It takes the gradients in the order of the variables.
 
-        A variable without a gradient gets None.
+        A variable without a gradient gets None. The variables are up to date after the call.
         """
 
     def compilations(self) -> int:
-        """Return how many functions the backend has compiled since the first call; 0 if it compiles none.
+        """Return how many functions the backend has compiled since the first call; 0 if it does not compile.
 
         On TensorFlow, these are the traced functions of replicas.
         """
@@ -273,11 +273,11 @@ class Backend(Protocol):
         row: tuple[int, ...],
         dtype: npt.DTypeLike,
     ) -> Any:
-        """Call a function of NumPy with an array that is perhaps one of a compiled function.
+        """Call a function of NumPy with an array, also from within a compiled function.
 
         Args:
             function: returns an array with the axes of its argument, and then those of `row`.
             array: the argument.
             row: the last part of the shape of the result.
-            dtype: of the result.
+            dtype: the dtype of the result.
         """

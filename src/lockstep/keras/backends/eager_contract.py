@@ -21,9 +21,9 @@ class CustomGradient(Protocol):
 
         Args:
             leaves: floating-point tensors.
-            merge: returns floating-point tensors; called once.
-            gradient: returns the gradients of `leaves`, given those of the results of `merge`; itself
-                differentiable.
+            merge: returns floating-point tensors. It is called once.
+            gradient: takes the gradients of the results of `merge`, and returns those of `leaves`. It is
+                differentiable itself.
 
         Raises:
             ModelError: the script calls it in a function that is traced separately.
@@ -46,18 +46,18 @@ class EagerBackend(Protocol):
         """Return the value of a variable, which later assignments do not change."""
 
     def to_tensor(self, leaf: Any) -> Any:
-        """Return an array as a tensor that nothing else writes to, and any other leaf unchanged."""
+        """Return an array as a tensor to which nothing else writes, and any other leaf unchanged."""
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it, without a copy if the backend's memory allows it.
 
         Raises:
-            ModelError: it has no value, because it belongs to a function that is being traced.
+            ModelError: the array belongs to a function that is being traced, and does not have a value.
         """
 
     @property
     def custom_gradient(self) -> CustomGradient:
-        """Defines the gradients of merges."""
+        """The definition of the gradients of merges."""
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
-        """Make an update; it has read the gradients when it returns."""
+        """Make an update. When the method returns, it has read the gradients."""

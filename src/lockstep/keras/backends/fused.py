@@ -34,13 +34,16 @@ def fused(optimizer: Any, kernel: Kernel | None) -> Iterator[None]:
 def kernel_of(optimizer: Any, variables: Sequence[Any]) -> Kernel | None:
     """Return the kernel for the update of `variables` on a CPU, if there is one."""
     kernel = _KERNELS.get(keras.backend.backend())
-    kind = type(optimizer)
-    # Keras's own class for this backend, which on PyTorch is a subclass of the public one.
-    if kernel is None or kind.__name__ not in ("Adam", "AdamW") or not kind.__module__.startswith("keras."):
+    if kernel is None or not _is_adam(type(optimizer)):
         return None
     if optimizer.amsgrad or optimizer.gradient_accumulation_steps:
         return None
     return kernel if all(v.dtype == "float32" and _on_cpu(v) for v in variables) else None
+
+
+def _is_adam(optimizer_class: type) -> bool:
+    # Keras's own class for this backend, which on PyTorch is a subclass of the public one.
+    return optimizer_class.__name__ in ("Adam", "AdamW") and optimizer_class.__module__.startswith("keras.")
 
 
 def _on_cpu(variable: Any) -> bool:
@@ -54,9 +57,9 @@ def _adam_of_tensorflow(optimizer: Any, grads: Sequence[Any], variables: Sequenc
     powers = {f"beta{i}_power": tf.pow(b, step) for i, b in ((1, optimizer.beta_1), (2, optimizer.beta_2))}
     moments = adam_moments(optimizer, variables)
     for gradient, variable, first, second in zip(grads, variables, *moments, strict=True):
-        changed = {"var": _native(variable), "m": first, "v": second}
+        state = {"var": _native(variable), "m": first, "v": second}
         tf.raw_ops.ResourceApplyAdam(
-            **{name: _handle(each) for name, each in changed.items()},
+            **{name: _handle(value) for name, value in state.items()},
             **powers,
             lr=tf.cast(rate, tf.float32),
             beta1=optimizer.beta_1,
@@ -81,11 +84,11 @@ def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
 
     first, second = adam_moments(optimizer, variables)
     before = float(optimizer.iterations.value)
-    given = [[_native(variable) for variable in variables], list(grads), first, second]
+    operands = [[_native(variable) for variable in variables], list(grads), first, second]
     # The kernel pairs elements by their places in memory, and some initializers transpose what they draw.
-    rows = [[tensor.detach().contiguous() for tensor in tensors] for tensors in given]
+    contiguous = [[tensor.detach().contiguous() for tensor in tensors] for tensors in operands]
     adam(
-        *rows,
+        *contiguous,
         [],
         [torch.tensor(before) for _ in first],
         fused=True,
@@ -98,8 +101,8 @@ def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         # PyTorch adds epsilon after the correction of the second moment, Keras before.
         eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2 ** (before + 1)),
     )
-    for tensors, used in zip(given, rows, strict=True):
-        for tensor, changed in zip(tensors, used, strict=True):
+    for tensors, contiguous_tensors in zip(operands, contiguous, strict=True):
+        for tensor, changed in zip(tensors, contiguous_tensors, strict=True):
             if not tensor.is_contiguous():
                 tensor.detach().copy_(changed)
 

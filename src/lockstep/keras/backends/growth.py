@@ -28,7 +28,7 @@ GROWTHS = (MEAN, SUM, -1)
 """The growths that a value may have, in the order in which they are tried."""
 
 TOLERANCE = 1e-4
-"""Relative to the largest element; values in single precision differ by less where their formulas agree."""
+"""The tolerance, relative to the largest element: equal formulas differ by less in single precision."""
 
 HALF_TOLERANCE = 5e-2
 """The tolerance for values that are computed in half precision."""
@@ -41,13 +41,14 @@ class Growths:
     """The measured growths in the steps of a model.
 
     Attributes:
-        losses: of the compiled losses, by their positions.
-        layers: of the values that layers pass to `add_loss`, by the layers' ids.
-        steps: of the arrays in the partials of a kind of step, by the number of updates before the round and
-            the array's name; only those that are not `MEAN`.
-        whole: what a step computes from the whole batch; see `lockstep.keras.backends.whole_batch`.
-        divisor: of the losses in training. It is R if a step of the program adds up the gradients of R
-            replicas, as programs for `tf.distribute` do; 1 otherwise.
+        losses: the growths of the compiled losses, by their positions.
+        layers: the growths of the values that layers pass to `add_loss`, by the layers' ids.
+        steps: the growths of the arrays in the partials of a kind of step, by the number of updates before
+            the round and the array's name. Those that are `MEAN` are left out.
+        whole: the parts of a step that are computed from the whole batch; see
+            `lockstep.keras.backends.whole_batch`.
+        divisor: the divisor of the losses in training. It is R if a step of the program adds up the gradients
+            of R replicas, as programs for `tf.distribute` do; otherwise it is 1.
     """
 
     losses: Mapping[int, int] = field(default_factory=dict)
@@ -58,16 +59,16 @@ class Growths:
 
     def digest(self, kind: StepKind) -> bytes:
         """Return bytes that are equal on workers that combine the values of a kind of step alike."""
-        facts = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor, sorted(self.whole)]
-        facts.append(sorted(self.steps.get(kind, {}).items()))
-        return xxhash.xxh3_64_digest(repr(facts).encode())
+        values = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor, sorted(self.whole)]
+        values.append(sorted(self.steps.get(kind, {}).items()))
+        return xxhash.xxh3_64_digest(repr(values).encode())
 
 
 _measured: WeakKeyDictionary[Any, Growths] = WeakKeyDictionary()
 
 
 def growths_of(model: Any) -> Growths:
-    """Return what was measured of a model; without a measurement, what its losses declare."""
+    """Return the measured growths of a model, or without a measurement those that its losses declare."""
     return _measured.get(model) or declared_growths(model)
 
 
@@ -77,7 +78,7 @@ def set_growths(model: Any, growths: Growths) -> None:
 
 
 def forget_growths(model: Any) -> None:
-    """Forget what was measured of a model, which is compiled anew."""
+    """Forget the measured growths of a model, which is compiled anew."""
     _measured.pop(model, None)
 
 
@@ -91,10 +92,10 @@ def declared_growths(model: Any) -> Growths:
 
 @contextmanager
 def means(model: Any, weight: Any) -> Iterator[None]:
-    """Within the block, the compiled losses and what layers add to the loss are means over examples.
+    """Within the block, the compiled losses and the values that layers add are means over examples.
 
     Args:
-        model: whose replica computes in the block.
+        model: the model of which the block computes a replica's step.
         weight: the replica's share of the examples.
     """
     growths = growths_of(model)
@@ -115,9 +116,9 @@ def combinable(
     """Return the partial of a replica's round, so that its sum over the replicas is the total.
 
     Args:
-        model: of the step.
-        kind: of the step.
-        number: of updates that the earlier rounds of the step make.
+        model: the model of the step.
+        kind: the kind of the step.
+        number: the number of updates that the earlier rounds of the step make.
         partial: arrays that are multiplied by `weight` as means are.
         weight: the replica's share of the examples.
     """
@@ -192,13 +193,13 @@ def _scaled_additions(layer: Any, growth: int, weight: Any) -> Iterator[None]:
 def measured_growth(
     whole: Array, parts: Sequence[Array], weights: Sequence[float], tolerance: float
 ) -> int | None:
-    """Return the growth of a value, None if it has none: then it is not a sum or a mean over examples.
+    """Return the growth of a value; None if it is neither a sum nor a mean over examples.
 
     Args:
         whole: the value for some examples.
         parts: the values for parts of them.
         weights: the parts' shares of the examples.
-        tolerance: relative to the largest element.
+        tolerance: the largest difference, relative to the largest element.
     """
     return next((g for g in GROWTHS if _distance(whole, parts, weights, g) <= tolerance), None)
 
@@ -206,13 +207,13 @@ def measured_growth(
 def nearest_growth(whole: Array, parts: Sequence[Array], weights: Sequence[float]) -> int:
     """Return `SUM` for a value without a growth that is rather a sum than a mean, otherwise `MEAN`.
 
-    That of one number must be plain from each part, since a number that is nearly 0, as the logarithm of an
-    error may be, is near to anything. An array may have elements to which one part contributes all.
+    For a single number, each part must show the growth, since a number that is nearly 0, as the logarithm of
+    an error may be, is near to anything. An array may have elements to which one part contributes all.
     """
     nearest = min((MEAN, SUM), key=lambda g: _distance(whole, parts, weights, g))
     if np.size(whole) == 1:
-        apart = [_distance(whole, [part / w], [1], MEAN) for part, w in zip(parts, weights, strict=True)]
-        return nearest if max(apart) < 0.75 else MEAN
+        distances = [_distance(whole, [part / w], [1], MEAN) for part, w in zip(parts, weights, strict=True)]
+        return nearest if max(distances) < 0.75 else MEAN
     return nearest
 
 

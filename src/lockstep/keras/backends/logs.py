@@ -19,12 +19,12 @@ class MetricResults:
     """The results that metrics have returned while a step ran.
 
     Attributes:
-        names: under which the model logs them.
+        names: the names under which the model logs them.
     """
 
     def __init__(self) -> None:
         # The values are stored so that their ids remain unique.
-        self._found: dict[int, tuple[Any, Any, _Path]] = {}
+        self._sources: dict[int, tuple[Any, Any, _Path]] = {}
         self.names: set[str] = set()
 
     def record(self, metric: Any, result: Any) -> Any:
@@ -32,7 +32,7 @@ class MetricResults:
         self.names.update(result if isinstance(result, Mapping) else [metric.name])
         for path, value in _leaves(result):
             if keras.ops.is_tensor(value):
-                self._found[id(value)] = value, metric, path
+                self._sources[id(value)] = value, metric, path
         return result
 
     def record_all(self, results: dict[str, Any]) -> dict[str, Any]:
@@ -42,14 +42,14 @@ class MetricResults:
 
     def find(self, value: Any) -> tuple[Any, _Path] | None:
         """Return (the metric that has returned `value`, the path of `value` in its result), or None."""
-        found = self._found.get(id(value))
-        return None if found is None else found[1:]
+        source = self._sources.get(id(value))
+        return None if source is None else source[1:]
 
 
 @contextmanager
 def recorded_results(model: Any) -> Iterator[MetricResults]:
     """Within the block, record the results that the model's metrics return."""
-    results, everything = MetricResults(), model.get_metrics_result
+    results, model_results = MetricResults(), model.get_metrics_result
     with ExitStack() as stack:
         for metric in {id(metric): metric for metric in model.metrics}.values():
 
@@ -57,7 +57,9 @@ def recorded_results(model: Any) -> Iterator[MetricResults]:
                 return results.record(metric, original())
 
             stack.enter_context(replaced(metric, "result", result))
-        stack.enter_context(replaced(model, "get_metrics_result", lambda: results.record_all(everything())))
+        stack.enter_context(
+            replaced(model, "get_metrics_result", lambda: results.record_all(model_results()))
+        )
         yield results
 
 
@@ -65,7 +67,7 @@ class LogTemplate:
     """The structure of the logs of one step of `model`, to be filled in from totals.
 
     Attributes:
-        values: those that the step computes itself, by their names in partials.
+        values: the values that the step computes itself, by their names in partials.
     """
 
     def __init__(self, model: Any, logs: Mapping[str, Any], results: MetricResults) -> None:
@@ -75,8 +77,8 @@ class LogTemplate:
         self._named: set[_Path] = set()
         self.values: dict[str, Any] = {}
         for path, value in _leaves(logs):
-            if (found := results.find(value)) is not None:
-                self._metrics[path] = found
+            if (source := results.find(value)) is not None:
+                self._metrics[path] = source
             elif len(path) == 1 and path[0] in results.names:
                 # Derived from a metric's result, for example by rounding it.
                 self._named.add(path)
@@ -87,11 +89,11 @@ class LogTemplate:
     @property
     def text(self) -> str:
         """The structure and its metrics as a text."""
-        found = {path: metric.name for path, (metric, _) in self._metrics.items()}
-        return repr([(path, found.get(path)) for path, _ in _leaves(self._logs)])
+        names = {path: metric.name for path, (metric, _) in self._metrics.items()}
+        return repr([(path, names.get(path)) for path, _ in _leaves(self._logs)])
 
     def assembled(self, total: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the logs, with the present results of the metrics and the other values of `total`."""
+        """Return the logs with the present results of the metrics, and with the other values from `total`."""
         named = self._model.get_metrics_result() if self._named else {}
         results: dict[int, Any] = {}
 

@@ -30,7 +30,7 @@ MEANS = ("mean", "sum_over_batch_size")
 """Reductions of losses that are means over the unmasked elements."""
 _WEIGHTED_MEAN = "mean_with_sample_weight"
 _SCALED = "scaled weights"
-"""The array in a partial that tells that the loss has scaled the weights of the batch."""
+"""The name of the array in a partial which shows that the loss has scaled the weights of the batch."""
 
 
 @contextmanager
@@ -44,9 +44,9 @@ def replica_step(
     growths = growths_of(model)
     divisor = growths.divisor if kind == "train" else 1
     # A worker of parameter servers trains with a whole batch.
-    alone = kind == "train" and job.current().context.tasks is not None
+    trains_whole_batch = kind == "train" and job.current().context.tasks is not None
     with (
-        computing_with(model, None if alone else gathers, growths.whole),
+        computing_with(model, None if trains_whole_batch else gathers, growths.whole),
         scaled_losses(divisor) if divisor > 1 else nullcontext(),
         replica_losses(model, weight) as densities,
         weighted_means(weight),
@@ -67,21 +67,21 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
     """
     refuse_vectors(model)
     densities: list[Any] = []
-    with _observed(lambda *given: densities.append(_density(*given))), means(model, weight):
+    with _observed(lambda *reduction: densities.append(_density(*reduction))), means(model, weight):
         yield densities
 
 
 @contextmanager
 def observed_denominators() -> Iterator[list[bool]]:
     """Within the block, note for each loss of Keras whether its denominator is not the number of elements."""
-    own: list[bool] = []
+    differences: list[bool] = []
 
     def note(sample_weight: Any, mask: Any, reduction: Any) -> None:
         weighted = reduction == _WEIGHTED_MEAN and sample_weight is not None
-        own.append(weighted or (mask is not None and reduction in (*MEANS, _WEIGHTED_MEAN)))
+        differences.append(weighted or (mask is not None and reduction in (*MEANS, _WEIGHTED_MEAN)))
 
     with _observed(note):
-        yield own
+        yield differences
 
 
 @contextmanager
@@ -109,13 +109,14 @@ def by_density(
     """Weight the values that are proportional to the loss by the replica's share of the loss's denominator.
 
     A replica's loss is its sum divided by its own denominator. Losses and gradients that are weighted by the
-    denominators, and divided by the sum of them, are those of the global batch. That needs one denominator:
-    if there are several losses of which one has a density, the numbers of examples remain the weights.
+    denominators, and divided by the sum of the denominators, are those of the global batch. This needs one
+    denominator. If there are several losses of which one has a density, the numbers of examples remain the
+    weights.
 
     Args:
         model: the model of the step.
-        partial: weighted by examples.
-        densities: of the step's losses.
+        partial: the replica's partial, weighted by examples.
+        densities: the densities of the step's losses.
         weight: the replica's share of the examples.
         scaled: whether the loss has scaled the weights of the batch.
     """
@@ -173,7 +174,7 @@ def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
 
 
 def refuse_vectors(model: Any) -> None:
-    """Raise ModelError if a loss is a vector, of which backends take gradients in different ways."""
+    """Raise ModelError if a loss is a vector, because backends compute its gradient in different ways."""
     if {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)} & {None, "none"}:
         raise ModelError(
             "a loss has reduction=None: it is a vector, and the meaning of its gradient differs between "
@@ -201,7 +202,7 @@ def weighted_means(weight: Any) -> Iterator[None]:
 
 @contextmanager
 def weighted_gradients(model: Any, weight: Any) -> Iterator[bool]:
-    """Within the block, Keras's own `train_step` computes gradients times `weight`; yield whether it does.
+    """Within the block, Keras's `train_step` computes gradients times `weight`; yield False if it does not.
 
     Multiplying the loss before the backward pass costs less than multiplying all gradients. A custom step may
     compute gradients of other values.
@@ -230,7 +231,7 @@ def scaled_losses(replicas: int) -> Iterator[None]:
     reduce = getattr(*REDUCE_VALUES)
 
     def reduced(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
-        # Keras returns a vector without elements unchanged; in graphs, it returns the sum, which is zero.
+        # Keras returns a vector without elements unchanged. In graphs, it returns the sum, which is zero.
         if tuple(values.shape) == (0,) and reduction not in (None, "none"):
             return keras.ops.sum(values)
         return reduce(values, sample_weight, reduction)

@@ -10,19 +10,19 @@ its update: on JAX and TensorFlow without unneeded parts, such as the backward p
 step with one update whose weights are not used afterwards, such as Keras's own, takes one round and costs
 nothing more.
 
-A step whose Python runs each time (on PyTorch, and with `run_eagerly`) may differ from the step before: make
-other updates or none, log other figures, assign other variables. So each computation of a round shows its
-form (`StepForm`), and only the forms of one step must be equal: its digest travels with the round, next to
-that of the examples. Where the replicas of a step differ, because a condition depends on their examples, all
-workers refuse it with the names of what differs. A worker whose replicas have no examples computes replica 0
-in such a step to learn its form. In these steps, a round continues after its update until it needs the new
-weights.
+A step whose Python runs each time (on PyTorch, or with `run_eagerly`) may differ from the step before. It can
+make other updates or none, log other figures, or assign other variables. So each computation of a round shows
+its form (`StepForm`), and only the forms of one step must be equal: the digest of the form travels with the
+round, next to that of the examples. Where the replicas of a step differ, because a condition depends on their
+examples, all workers refuse the step and name the difference. A worker whose replicas have no examples
+computes replica 0 in such a step to learn its form. In these steps, a round continues after its update until
+it needs the new weights.
 
 Optimizers are found as attributes of the model and its layers, in lists and dictionaries too. On JAX, Keras
 threads the variables of one optimizer through a step: several optimizers need a compiled model each, as in
-`examples/gan.py`. A step that changes weights past its optimizers (clipping them, for example) is refused;
-that is what a layer's constraints are for. A weight that no update changes, such as a slow copy of another
-one, is layer state.
+`examples/gan.py`. A step that changes weights without its optimizers, for example to clip them, is refused: a
+layer's constraints can do that. A weight that no update changes, such as a slow copy of another weight, is
+layer state.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,10 +98,11 @@ class Update:
     """An update that each step makes.
 
     Attributes:
-        optimizer: that makes it.
-        variables: that it updates.
+        optimizer: the optimizer that makes it.
+        variables: the variables that it updates.
         plain: whether its bits are those of Keras's own update.
-        call: makes it from the gradients and the variables; None for the `apply` of the optimizer's class.
+        call: makes the update from the gradients and the variables; None for the `apply` of the optimizer's
+            class.
     """
 
     optimizer: Any
@@ -116,19 +117,19 @@ class Update:
 
     @cached_property
     def kernel(self) -> Kernel | None:
-        """The fused kernel for the update, if there is one; it neither keeps nor changes gradients."""
+        """The fused kernel for the update, if there is one. It neither keeps nor changes the gradients."""
         return None if self.plain else kernel_of(self.optimizer, self.variables)
 
     @cached_property
     def text(self) -> str:
-        """Names the optimizer and the variables, equally on all workers."""
+        """The names of the optimizer and the variables, which are equal on all workers."""
         return f"{self.optimizer.name} updates {', '.join(variable.path for variable in self.variables)}"
 
     def is_like(self, other: "Update | None") -> bool:
         """Whether both updates have the same optimizer and variables."""
         if other is None or self.optimizer is not other.optimizer:
             return False
-        return [id(one) for one in self.variables] == [id(one) for one in other.variables]
+        return [id(variable) for variable in self.variables] == [id(variable) for variable in other.variables]
 
     def apply(self, gradients: list[Any]) -> None:
         """Apply the optimizer, even if its `apply` is replaced."""
@@ -140,7 +141,7 @@ class Update:
 
 
 class RoundCount:
-    """The number of rounds of a step or function. A round is the last until its computation shows another."""
+    """The number of rounds of a step or function. A round is the last until its computation adds one."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -160,7 +161,7 @@ class RoundCount:
 
 @dataclass(frozen=True)
 class RoundForm:
-    """What the computation of a round has shown, equally for all replicas of a step.
+    """The form of a round, which its computation has shown, and which is equal for all replicas of a step.
 
     Attributes:
         update: the round's own update; None if the step makes none in it.
@@ -180,16 +181,16 @@ class StepForm:
 
     def __init__(self) -> None:
         self._rounds: dict[int, RoundForm] = {}
-        self._known: list[Update] = []
+        self._updates: list[Update] = []
 
     def show(self, number: int, update: Update | None = None, *, ended: bool = True) -> None:
         """Set the form of round `number`, from 0, which was computed; see `RoundForm`."""
         if update is not None and update.call is None:
-            # An equal one may have compiled functions.
-            known = next((one for one in self._known if one.is_like(update)), None)
-            if known is None:
-                self._known.append(update)
-            update = known or update
+            # An earlier update that is equal may have compiled functions.
+            equal = next((earlier for earlier in self._updates if earlier.is_like(update)), None)
+            if equal is None:
+                self._updates.append(update)
+            update = equal or update
         self._rounds[number] = RoundForm(update, ended)
 
     @property
@@ -222,12 +223,13 @@ class StepForm:
 class UpdateRecorder:
     """Replaces `apply` of optimizers in one replica's computation of one round.
 
-    It makes the updates of earlier rounds, records the round's own, and ends the round at any later one. For
-    backends whose weights are variables. `lockstep.keras.replica_run.merges` extends it to all merges of a
-    function.
+    It makes the updates of earlier rounds, records the round's own update, and ends the round at any later
+    one. Backends whose weights are variables use it. `lockstep.keras.replica_run.merges` extends it to all
+    merges of a function.
 
     Attributes:
-        gradients: of the round's own update, None for a variable without one; empty before the update.
+        gradients: the gradients of the round's own update, None for a variable without one. The list is empty
+            before the update.
         update: the round's own update, once the replica has reached it.
     """
 
@@ -235,7 +237,7 @@ class UpdateRecorder:
         self,
         number: int,
         ends_early: bool,
-        known: Sequence[Update | None],
+        expected: Sequence[Update | None],
         repeat: Callable[[int], None],
         on_update: Callable[[Update], None],
         *,
@@ -244,9 +246,9 @@ class UpdateRecorder:
         """Prepare round `number`.
 
         Args:
-            number: of the round, from 0.
-            ends_early: whether it ends at its update.
-            known: the known updates of this and other rounds; None for a round with another kind of merge.
+            number: the number of the round, from 0.
+            ends_early: whether the round ends at its update.
+            expected: the known updates of this and other rounds; None for a round with another kind of merge.
             repeat: makes the update of the earlier round whose number it gets.
             on_update: is called with the round's own update if the replica continues after it.
             copies: whether to copy the gradients, because the step may change them after the update: it may
@@ -254,7 +256,7 @@ class UpdateRecorder:
         """
         self._number = number
         self._ends_early = ends_early
-        self._known = known
+        self._expected = expected
         self._repeat = repeat
         self._on_update = on_update
         self._copies = copies
@@ -269,7 +271,7 @@ class UpdateRecorder:
 
         Raises:
             EndOfRound: the round ends here.
-            ModelError: the update differs from the known one.
+            ModelError: the update differs from the expected one.
         """
         grads = list(grads)
         if not grads:
@@ -278,8 +280,8 @@ class UpdateRecorder:
         variables = trained_by(optimizer) if trainable_variables is None else trainable_variables
         update = Update(optimizer, list(variables), call=call)
         number = self._next_number()
-        if number < len(self._known):
-            _refuse_another(update, self._known[number])
+        if number < len(self._expected):
+            _refuse_another(update, self._expected[number])
         if number < self._number:
             self._repeat(number)
             return
@@ -300,26 +302,28 @@ class UpdateRecorder:
     def replacing_apply(self, model: Any, optimizers: Iterable[Any], *, varies: bool) -> Iterator[None]:
         """Within the block, `apply` of the optimizers of a model calls this recorder.
 
-        So does an `apply_gradients` of the program's own: it gets the gradients of all replicas together.
+        An `apply_gradients` of the program's own also calls it, and gets the gradients of all replicas.
 
         Args:
-            model: whose step the block is.
-            optimizers: those of the model.
-            varies: whether another step may apply one of them if this one does not.
+            model: the model whose step is the block.
+            optimizers: the optimizers of the model.
+            varies: whether another step may apply one of them if this step does not.
 
         Raises:
             ModelError: the block has trained the model without any of them.
         """
-        found = list(optimizers)
+        applied = list(optimizers)
         with ExitStack() as stack:
-            for optimizer in found:
-                own = vars(optimizer).get("apply")
-                stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer, call=own)))
+            for optimizer in applied:
+                program_apply = vars(optimizer).get("apply")
+                stack.enter_context(
+                    replaced(optimizer, "apply", partial(self.apply, optimizer, call=program_apply))
+                )
                 if overrides_apply_gradients(optimizer):
                     replacement = partial(self._apply_gradients, optimizer, optimizer.apply_gradients)
                     stack.enter_context(replaced(optimizer, "apply_gradients", replacement))
             yield
-        if not (self._reached or (varies and found)) and model.trainable_variables:
+        if not (self._reached or (varies and applied)) and model.trainable_variables:
             raise ModelError(
                 "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
@@ -364,8 +368,8 @@ def refuse_own_update(name: str) -> NoReturn:
     )
 
 
-def _refuse_another(update: Update, known: Update | None) -> None:
-    if not update.is_like(known):
+def _refuse_another(update: Update, expected: Update | None) -> None:
+    if not update.is_like(expected):
         raise ModelError(
             "a replica applies another optimizer than before in the same step, or applies it to other "
             "variables: all replicas must make the same updates in the same order, in each round; look for "

@@ -1,7 +1,7 @@
-"""The small arrays of a partial form one array for each dtype.
+"""Packs the small arrays of a partial into one array for each dtype.
 
-Each array costs a conversion to NumPy, and additions with calls of their own, in each step; for an array of a
-few kilobytes that takes longer than copying it. So a compiled step returns such arrays packed.
+Each array costs a conversion to NumPy, and additions with calls of their own, in each step. For an array of a
+few kilobytes, that takes longer than copying it. So a compiled step returns such arrays packed.
 
 TensorFlow's update takes the arrays from the packed one. XLA compiles a slice in 35 ms, so on JAX, and where
 XLA compiles TensorFlow's update, they are views of the total. Records and messages use the names of the
@@ -21,14 +21,14 @@ from lockstep.collectives.layout import ALIGNMENT
 from lockstep.keras.backends.contract import EQUAL, GATHERED
 
 SMALL = 1 << 16
-"""Bytes of the largest array that is packed."""
+"""The size in bytes of the largest array that is packed."""
 
 Shapes = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 """Shapes and dtypes of arrays, by name."""
 
 
 class Place(NamedTuple):
-    """Where an array is in the packed one: its elements from `start` to `stop`, and its shape."""
+    """The place of an array in the packed one: the elements from `start` to `stop`, and the array's shape."""
 
     name: str
     start: int
@@ -41,9 +41,9 @@ class Packing:
     """The places of small arrays.
 
     Attributes:
-        places: for the name of each packed array, in their order there. Each begins at a multiple of
-            `ALIGNMENT` bytes, so that sums have the same bits as sums of the arrays themselves. The name
-            contains a hash of the places: arrays with equal names contain the same.
+        places: the places in each packed array, in their order there, by its name. Each begins at a multiple
+            of `ALIGNMENT` bytes, so that sums have the same bits as sums of the arrays themselves. The name
+            contains a hash of the places, so that packed arrays with equal names have equal places.
     """
 
     places: Mapping[str, Sequence[Place]]
@@ -56,14 +56,15 @@ class Packing:
             for name, (shape, dtype) in shapes.items()
             if 0 < prod(shape) * dtype.itemsize <= SMALL
         )
-        places = {}
-        for (kind, size), group in groupby(small, lambda one: one[:2]):
-            found, start = list[Place](), 0
+        all_places = {}
+        for (dtype_name, size), group in groupby(small, lambda entry: entry[:2]):
+            places, start = list[Place](), 0
             for _, _, name, shape in group:
-                found.append(Place(name, start, start + prod(shape), shape))
-                start = found[-1].stop + -found[-1].stop % (ALIGNMENT // size)
-            places[f"packed/{kind}/{xxhash.xxh3_64_hexdigest(repr(found).encode())}"] = tuple(found)
-        return cls(places)
+                places.append(Place(name, start, start + prod(shape), shape))
+                start = places[-1].stop + -places[-1].stop % (ALIGNMENT // size)
+            digest = xxhash.xxh3_64_hexdigest(repr(places).encode())
+            all_places[f"packed/{dtype_name}/{digest}"] = tuple(places)
+        return cls(all_places)
 
     def packed(
         self, arrays: Mapping[str, Any], join: Callable[[Iterable[tuple[Any, int]]], Any]
@@ -71,8 +72,8 @@ class Packing:
         """Return `arrays` with the small ones packed.
 
         Args:
-            arrays: by name.
-            join: joins arrays, flattened, each followed by a number of zeros.
+            arrays: the arrays, by name.
+            join: flattens and joins arrays, and adds a number of zeros after each.
         """
         rest = dict(arrays)
         joined = {}
@@ -90,12 +91,12 @@ class Packing:
 
         Arrays that are not packed remain as they are.
         """
-        found = {name: array for name, array in arrays.items() if name not in self.places}
+        separate = {name: array for name, array in arrays.items() if name not in self.places}
         for packed, places in self.places.items():
             if packed in arrays:
                 for name, start, stop, shape in places:
-                    found[name] = reshape(arrays[packed][start:stop], shape)
-        return found
+                    separate[name] = reshape(arrays[packed][start:stop], shape)
+        return separate
 
 
 class Packings:
@@ -107,7 +108,7 @@ class Packings:
     def learn(self, number: int, shapes: Shapes) -> Packing:
         """Return the packing of round `number`, whose partials have arrays like these.
 
-        It packs nothing if an earlier trace had other arrays. Then the names show what differs.
+        The packing is empty if an earlier trace had other arrays. Then the names show the difference.
         """
         packing = Packing.of(shapes)
         return packing if self._rounds.setdefault(number, packing) == packing else Packing({})

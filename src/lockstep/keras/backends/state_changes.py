@@ -18,15 +18,15 @@ StateKind = Literal["metric", "seed", "first", "equal", "layer"]
 """How the values of a variable that replicas assign, other than by an update, are combined:
 
 * metric: replicas begin with zero, and their values are summed;
-* seed: the state of a random generator. Every replica advances it equally: replica 0's change counts;
+* seed: the state of a random generator. Every replica advances it equally, so replica 0's change counts;
 * first: replica 0's value counts;
-* equal: state that is not floating-point; all replicas set the same value, see `EQUAL`;
-* layer: floating-point state; the weighted mean of the changes counts.
+* equal: all replicas set the same value of state that is not floating-point, see `EQUAL`;
+* layer: the weighted mean of the changes of floating-point state counts.
 """
 
 
 def declared_kind(aggregation: str, is_seed: bool) -> StateKind | None:
-    """Return the kind that a variable's properties determine; None if they determine none.
+    """Return the kind that a variable's properties determine; None if they do not determine it.
 
     Args:
         aggregation: the aggregation of the variable, in Keras's spelling.

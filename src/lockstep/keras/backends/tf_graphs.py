@@ -38,10 +38,10 @@ _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
 
 
-def call_python(act: Callable[..., Any], given: Sequence[Any], types: Any) -> Any:
+def call_python(act: Callable[..., Any], arguments: Sequence[Any], types: Any) -> Any:
     """Add an operation to the graph that calls `act` in Python whenever it is executed.
 
-    TensorFlow forwards the text of an error, but not the error itself, which this stores.
+    TensorFlow forwards the text of an error, but not the error itself. So the operation stores it.
     """
 
     def guarded(*tensors: Any) -> Any:
@@ -52,7 +52,7 @@ def call_python(act: Callable[..., Any], given: Sequence[Any], types: Any) -> An
             # TensorFlow repeats the whole traceback several times in its message.
             raise error.with_traceback(None) from None
 
-    return tf.py_function(guarded, list(given), types)
+    return tf.py_function(guarded, list(arguments), types)
 
 
 class UpdateOperations:
@@ -60,17 +60,17 @@ class UpdateOperations:
 
     Attributes:
         earlier: the operations that make the updates of earlier rounds.
-        own: the first operation after the round's own update, which has no operations.
+        own_update: the first operation after the round's own update, which has no operations.
     """
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
         self.earlier: list[range] = []
-        self.own: int | None = None
+        self.own_update: int | None = None
 
     def mark_own_update(self) -> None:
         """Mark the present position as that of the round's own update."""
-        self.own = self._position()
+        self.own_update = self._position()
 
     @contextmanager
     def of_earlier_update(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class UpdateOperations:
 
 @dataclass
 class RoundTrace:
-    """What tracing a step or function for one round, or running it eagerly, has shown.
+    """The properties of a step or function that tracing it for one round, or running it eagerly, has shown.
 
     Attributes:
         operations: the operations of the updates in its graph.
@@ -109,15 +109,15 @@ class RoundTrace:
     ended: bool = True
 
     def uses_update(self, graph: Any) -> bool:
-        """Whether `graph` uses variables after the round's own update that the update would have changed."""
-        if self.update is None or self.operations.own is None:
+        """Whether `graph` uses variables that the round's own update would have changed, after the update."""
+        if self.update is None or self.operations.own_update is None:
             return False
-        return not self.ended or uses(graph, natives(self.update.changed), self.operations.own)
+        return not self.ended or uses(graph, natives(self.update.changed), self.operations.own_update)
 
 
 def natives(variables: Iterable[Any]) -> list[tf.Variable]:
     """Return TensorFlow's variables for variables of Keras or TensorFlow."""
-    return [one.value if isinstance(one, keras.Variable) else one for one in variables]
+    return [variable.value if isinstance(variable, keras.Variable) else variable for variable in variables]
 
 
 def read(variable: tf.Variable) -> Any:
@@ -168,32 +168,34 @@ class AssignedVariables:
         """Classify the `variables` that a step of `model` assigns.
 
         Args:
-            model: built.
+            model: the built model.
             kind: the kind of the step.
             variables: the variables that the step assigns.
-            trained: those that only updates may change.
-            updated: those that the updates of earlier rounds change.
+            trained: the variables that only updates may change.
+            updated: the variables that the updates of earlier rounds change.
 
         Raises:
             ModelError: the replicas' values of a variable cannot be combined.
         """
-        known = {id(variable.value): variable for variable in model.variables}
+        model_variables = {id(variable.value): variable for variable in model.variables}
         seeds = {id(variable) for variable in seeds_of(model)}
         metrics = [variable.value for variable in model.metrics_variables]
         if kind == "predict":
             metrics = [metric for metric in metrics if any(metric is variable for variable in variables)]
         fixed = {id(variable) for variable in trained} - {id(variable) for variable in updated}
-        found = cls()
-        found.state["metric"].extend(metrics)
+        classified = cls()
+        classified.state["metric"].extend(metrics)
         for variable in variables:
             if id(variable) in fixed:
                 refuse_own_update(variable.name)
             if any(variable is metric for metric in metrics):
                 continue
-            own = known.get(id(variable))
-            is_seed = id(variable) in seeds or (own is None and KERAS_SEED in variable.name)
-            found._add(variable, updated, "seed" if is_seed else None, getattr(own, "path", variable.name))
-        return found
+            keras_variable = model_variables.get(id(variable))
+            is_seed = id(variable) in seeds or (keras_variable is None and KERAS_SEED in variable.name)
+            classified._add(
+                variable, updated, "seed" if is_seed else None, getattr(keras_variable, "path", variable.name)
+            )
+        return classified
 
     @classmethod
     def of_function(
@@ -209,19 +211,19 @@ class AssignedVariables:
 
         Args:
             variables: the variables that the function assigns, or of which each replica reads its own part.
-            updated: those that the updates of earlier rounds change.
-            is_merged: whether the replicas have merged their values of a variable.
+            updated: the variables that the updates of earlier rounds change.
+            is_merged: returns whether the replicas have merged their values of a variable.
 
         Raises:
             ModelError: the replicas' values of a variable cannot be combined.
         """
-        found = cls()
+        classified = cls()
         for variable in {id(variable): variable for variable in variables}.values():
             is_seed = KERAS_SEED in variable.name or TENSORFLOW_SEED in variable.name
             declared = declared_kind(variable.aggregation.name.lower(), is_seed)
             kind: StateKind | None = "first" if is_merged(variable) else declared
-            found._add(variable, updated, kind, variable.name, refuses_trainable=True)
-        return found
+            classified._add(variable, updated, kind, variable.name, refuses_trainable=True)
+        return classified
 
     def _add(
         self,
@@ -233,7 +235,7 @@ class AssignedVariables:
     ) -> None:
         if is_counter(variable):
             self.counters.append(variable)
-        elif any(variable is one for one in updated):
+        elif any(variable is other for other in updated):
             self.updated.append(variable)
         elif variable.dtype == tf.string:
             raise ModelError(
@@ -268,11 +270,11 @@ class AssignedVariables:
 
     @contextmanager
     def as_replica(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
-        """Within the block, variables have a replica's values; afterwards, their values from before.
+        """Within the block, variables have a replica's values. Afterwards, they have their old values.
 
         Args:
-            replica: its id.
-            sums_so_far: whether metrics begin with their earlier sums on replica 0, and not with zero: then a
+            replica: the replica's number.
+            sums_so_far: whether metrics begin with their earlier sums on replica 0, and not with zero. Then a
                 function may use or reset the sums.
 
         Yields:
@@ -292,7 +294,7 @@ class AssignedVariables:
         }
 
         def changes(weight: Any) -> dict[str, Any]:
-            found = {}
+            contributions = {}
             for kind, variables in self.state.items():
                 for i, (variable, start) in enumerate(zip(variables, starts[kind], strict=True)):
                     if kind == "equal" and tf.executing_eagerly() and same_bits(variable, start):
@@ -301,8 +303,8 @@ class AssignedVariables:
                     end = variable.read_value()
                     if kind == "first" and variable.dtype == tf.bool:
                         start, end = (tf.cast(value, tf.uint8) for value in (start, end))
-                    found[self._name(kind, i)] = contribution(kind, start, end, replica, part, tf)
-            return found
+                    contributions[self._name(kind, i)] = contribution(kind, start, end, replica, part, tf)
+            return contributions
 
         yield changes
         for variable, value in zip(restored, before, strict=True):
@@ -312,7 +314,11 @@ class AssignedVariables:
 def summed_on_read(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
     """Return the variables that sum the replicas' parts on read; a function reads its replica's part."""
     on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
-    return [one for one in variables if one.synchronization == on_read and one.aggregation == total]
+    return [
+        variable
+        for variable in variables
+        if variable.synchronization == on_read and variable.aggregation == total
+    ]
 
 
 def mixed(seed: Any, replica: Any) -> Any:
@@ -341,15 +347,15 @@ def with_custom_gradient(
         # The gradient of a lookup with several indices is a list of occurrences, not a tensor.
         return list(merge(leaves)), lambda *upstream: gradient([tf.convert_to_tensor(u) for u in upstream])
 
-    found: Sequence[Any] = computed(*leaves)
-    return found
+    results: Sequence[Any] = computed(*leaves)
+    return results
 
 
 def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as AutoGraph converts it, unless AutoGraph is disabled in the caller's context.
 
-    Of a `tf.function`, take the Python function, because replicas cannot merge in a graph of its own. Its
-    `autograph` option decides whether to convert it.
+    A `tf.function` is replaced by its Python function, because replicas cannot merge in a graph of its own.
+    Its `autograph` option decides whether the Python function is converted.
     """
     if not isinstance(function, tf.types.experimental.PolymorphicFunction):
         return converted(function, autograph_status())
@@ -368,9 +374,9 @@ def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
         ModelError: the graph changes a resource other than a variable, such as a table.
     """
     reads = read_only_inputs(graph)
-    known = {id(variable.handle): variable for variable in graph.variables}
+    variables = {id(variable.handle): variable for variable in graph.variables}
     captured = {id(inside): outside for outside, inside in graph.captures}
-    found = []
+    assigned_variables = []
     for i, inside in enumerate(graph.inputs):
         if inside.dtype != tf.resource or i in reads or id(inside) not in captured:
             continue
@@ -382,12 +388,12 @@ def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
                 "the function passed to strategy.run writes summaries (tf.summary), which each replica would "
                 "write: return the values from it, and write the results of strategy.reduce after it"
             )
-        if id(handle) not in known:
+        if id(handle) not in variables:
             raise ModelError(
                 f"the step changes {handle}, which is not a variable; its changes cannot be combined"
             )
-        found.append(known[id(handle)])
-    return found
+        assigned_variables.append(variables[id(handle)])
+    return assigned_variables
 
 
 def uses(graph: Any, variables: Iterable[tf.Variable], start: int) -> bool:
@@ -423,7 +429,7 @@ def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
     """Return `function`, traced for arguments like these; the result has a `graph`."""
     _traces[0] += 1
     specs = keras.tree.map_structure(
-        lambda one: tf.TensorSpec(one.shape, one.dtype) if isinstance(one, tf.Tensor) else one, like
+        lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, tf.Tensor) else leaf, like
     )
     return tf.function(function, jit_compile=jit, autograph=False).get_concrete_function(*specs)
 
@@ -431,18 +437,18 @@ def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
 def executable(function: Callable[..., Any], jit: bool, *like: Any) -> Callable[..., Any]:
     """Return `function`, traced, for many calls outside of all graphs with arguments like these.
 
-    Each call has tensors of the same dtypes and shapes, as far as these are known.
+    Each call must have tensors of the same dtypes, and of the same shapes as far as these are known.
     """
     whole = traced(function, jit, *like)
-    structure = tf.nest.map_structure(lambda one: None, like)
+    structure = tf.nest.map_structure(lambda leaf: None, like)
 
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         try:
-            tf.nest.assert_same_structure(structure, given)
+            tf.nest.assert_same_structure(structure, arguments)
         except (TypeError, ValueError):
-            # TensorFlow says what is different.
-            return whole(*given)
-        return call_flat(whole, tf.nest.flatten(given))
+            # TensorFlow's error names the difference.
+            return whole(*arguments)
+        return call_flat(whole, tf.nest.flatten(arguments))
 
     return call
 
@@ -480,7 +486,7 @@ def borrowed(array: npt.NDArray[Any]) -> Any:
 
 
 def copied(tensor: Any, factor: Any) -> Any:
-    """Return a copy of a tensor of a total, multiplied by `factor`, whose value the graph must not know.
+    """Return a copy of a tensor of a total, times `factor`, a tensor whose value the graph must not contain.
 
     The memory of totals is reused, and a variable may share the memory of a tensor that is assigned to it. A
     product with a factor that may differ from 1 is always a new tensor. Booleans and integers are not

@@ -17,8 +17,8 @@ from lockstep.system.environment import cublas_is_deterministic
 def copied(leaf: Any) -> Any:
     """Return a copy of an array as a tensor with Keras's device and dtypes; None for None.
 
-    PyTorch aligns its memory, NumPy and slices may not; and the bits of a matrix product may depend on the
-    alignment.
+    The bits of a matrix product may depend on the alignment of memory. PyTorch aligns its memory, but the
+    memory of NumPy's arrays and of slices may be unaligned.
     """
     if leaf is None:
         return None
@@ -31,9 +31,9 @@ def copied(leaf: Any) -> Any:
 
 
 def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor that shares the memory of `array`, which may be read-only, or a copy on another device.
+    """Return a tensor that shares the memory of `array`, or a copy on another device.
 
-    Do not write to it.
+    Do not write to the tensor: the array may be read-only.
     """
     array = np.asarray(array)
     if array.dtype == ml_dtypes.bfloat16:
@@ -76,21 +76,21 @@ def weighted(gradients: list[Any], variables: list[torch.Tensor], weight: float)
     pairs: list[tuple[Any, torch.Tensor]] = list(zip(gradients, variables, strict=True))
     if weight == 1.0:
         return [_dense(g, v) for g, v in pairs]
-    if own := [v.grad for g, v in pairs if g is not None and g is v.grad]:
-        scale_in_place(own, weight)
+    if stored := [v.grad for g, v in pairs if g is not None and g is v.grad]:
+        scale_in_place(stored, weight)
     return [_dense(g, v) if g is None or g is v.grad else _dense(g, v) * weight for g, v in pairs]
 
 
 def enable_determinism(threads: int) -> None:
     """Make PyTorch compute equal bits each time, with this number of threads (0: unchanged).
 
-    From then on, operations on GPUs that cannot are a `RuntimeError` of PyTorch that names them.
+    From then on, operations on GPUs that cannot do so raise a `RuntimeError` of PyTorch that names them.
     """
-    # Otherwise threads add to one element, as in the gradient of indexing, in any order. On GPUs, warnings
-    # instead of errors would leave the gradient of attention as it is.
+    # Otherwise threads add to one element, as in the gradient of indexing, in any order. With warnings
+    # instead of errors, the gradient of attention on GPUs would remain nondeterministic.
     strict = torch.cuda.is_available() and cublas_is_deterministic()
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    # By default this option also fills new memory, which costs a pass over it and finds only reads of it.
+    # By default, this option also fills new memory. That costs a pass over it, and only shows reads of it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     # The benchmark chooses algorithms by their speed.
     torch.backends.cudnn.benchmark = False

@@ -1,14 +1,14 @@
-"""What tracing a step changes in Python: once in plain Keras, and here for each form of examples.
+"""Keeps the changes in Python of only one trace of a step, although each form of examples needs a trace.
 
 A worker that computes replicas of unlike sizes traces more often than others, and a worker that joins traces
 later. So each trace of a program begins with the same state and draws the same random numbers, and only the
 changes of one trace last.
 
-The state before the first trace includes what functions of the program name as global variables or in
-closures. Numbers of Python's and NumPy's global generators that are drawn while tracing are not those of one
-process: they follow from the seeds at the time of `compile`, the model and the kind of the step, so that a
-worker that joins or resumes later traces the same program. Other state out of reach, such as a global list,
-is not made equal.
+The state before the first trace includes global variables and closures that the program's functions name.
+Numbers of Python's and NumPy's global generators that are drawn while tracing are not those of one process.
+They follow from the seeds at the time of `compile`, the model and the kind of the step, so that a worker that
+joins or resumes later traces the same program. Other state out of reach, such as a global list, is not made
+equal.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class Traces:
         The first trace that runs the step to its end changes Python attributes.
 
         Args:
-            is_whole: returns, after the block, whether it has.
+            is_whole: returns after the block whether the trace has run the step to its end.
         """
         if self._graph is None:
             self._graph = graph_of(self._model, named=True)
@@ -58,12 +58,12 @@ class Traces:
 
 
 def seed_traces(model: Any, subject: str) -> None:
-    """Set what determines the random numbers of the traces of a model, which was just compiled.
+    """Set the seed of the random numbers of the traces of a model, which was just compiled.
 
     A worker that joins the job compiles it at the same place of the script.
 
     Args:
-        model: compiled.
-        subject: identifies it on all workers.
+        model: the compiled model.
+        subject: identifies the model on all workers.
     """
     vars(model)[TRACE_SEED] = seed_of(script_seeds(job.current().settings.seed), subject)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+_ITERATION = ("__iter__", "_get_iterator")
+
 
 def scale_in_place(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply tensors in place, with one kernel for all and the bits of `mul_`."""
@@ -25,12 +27,9 @@ def occurrences(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gradient._indices(), gradient._values()
 
 
-def iterates_as_defined(loader_class: type) -> bool:
+def iterates_as_defined(loader_class: Any) -> bool:
     """Whether a class of loaders inherits `__iter__`, and `_get_iterator`, by which it creates iterations."""
-    return (
-        loader_class.__iter__ is DataLoader.__iter__
-        and loader_class._get_iterator is DataLoader._get_iterator
-    )  # type: ignore[attr-defined]
+    return all(getattr(loader_class, name) is getattr(DataLoader, name) for name in _ITERATION)
 
 
 def keeps_iterator(loader: Any) -> bool:
