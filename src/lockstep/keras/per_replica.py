@@ -210,7 +210,7 @@ class ValueStore:
         self._recent: OrderedDict[int, StoredValues] = OrderedDict()
 
     def put(self, values: Values) -> int:
-        """Store `values`; return their handle."""
+        """Store `values`, and return their handle."""
         stored = StoredValues(values, self)
         handle = self._values.add(stored)
         self._recent[handle] = stored

@@ -401,7 +401,7 @@ class ObjectGraph:
         self._reached = len(self.nodes)
 
     def refresh(self) -> Changes:
-        """Make the present contents the baseline; return the changes."""
+        """Make the present contents the baseline, and return the changes."""
         changes = self.changes()
         for position, contents in changes.contents.items():
             self.nodes[position].baseline = contents
@@ -422,7 +422,7 @@ class ObjectGraph:
         return Changes(self, after, {position: self.nodes[position].baseline for position in differing})
 
     def restore(self) -> Changes:
-        """Restore the baseline; return the changes."""
+        """Restore the baseline, and return the changes."""
         changes = self.changes()
         for position in changes.contents:
             self.nodes[position].write(self.nodes[position].baseline)
@@ -495,7 +495,7 @@ class ObjectGraph:
         return values
 
     def set_at(self, path: str, name: str, value: Any) -> bool:
-        """Set a value of `values_at`; return whether its node exists."""
+        """Set a value of `values_at`, and return whether its node exists."""
         node = next((node for node in self.nodes.values() if node.path == path), None)
         if node is None:
             return False

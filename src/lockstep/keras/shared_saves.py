@@ -59,7 +59,7 @@ def write_once(
     rename: bool,
     occasion: Occasion | None = None,
 ) -> None:
-    """Write a file that other workers may also write; return when it exists.
+    """Write a file that other workers may also write, and return when it exists.
 
     Workers that save the same state to the same path share the work: the first one writes, and the others
     wait for it. If the writer ends before it is done, the next worker writes.

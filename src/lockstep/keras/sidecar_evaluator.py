@@ -176,7 +176,7 @@ class _Saved(Protocol):
         """Look at the folder."""
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load the model with a number in the last `state`; return whether it could be read."""
+        """Load the model with a number in the last `state`, and return whether it could be read."""
 
 
 class _Checkpoints:
@@ -197,7 +197,7 @@ class _Checkpoints:
         return FolderState(self._clock.now(), trains, begun, self._paths)
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load a checkpoint; print a note if it is damaged."""
+        """Load a checkpoint, and print a note if it is damaged."""
         path = self._paths[number]
         try:
             contents = load(path)
@@ -249,7 +249,7 @@ class _ModelFiles:
         return FolderState(self._clock.now(), trains, begun, self._files)
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load a file; print a note if it is damaged."""
+        """Load a file, and print a note if it is damaged."""
         path = self._files[number]
         _build(evaluator)
         try:

@@ -185,7 +185,7 @@ class DigestRecorder:
             self._job.events.publish(SettingsRecorded(call=call, trained=trained, settings=dict(settings)))
 
     def begin(self, step: int, call: str, number: int, *, trains: bool) -> RecordedStep | None:
-        """Begin a step; return its record, or None if it is not recorded.
+        """Begin a step, and return its record, or None if it is not recorded.
 
         Args:
             step: number of training steps of the job, with this one if it trains, without the rounds of loops

@@ -117,7 +117,7 @@ def parts_of_leaf(leaf: Any) -> Sequence[Any]:
 
 
 def per_replica(values: Values, store: ValueStore) -> list[SymbolicPerReplica]:
-    """Store `values`; return one PerReplica for each leaf, which keep the values alive."""
+    """Store `values`, and return one PerReplica for each leaf, which keep the values alive."""
     handle = store.put(values)
     leaves = symbolic(tf.constant(handle, tf.int64), store, values.specs)
     for leaf in leaves:

@@ -206,7 +206,7 @@ def drawn_from(draws: Draws | None) -> Iterator[None]:
 
 
 def draw_from(draws: Draws | None) -> Draws | None:
-    """Make TensorFlow's operations on this thread draw from `draws`; return the source until now.
+    """Make TensorFlow's operations on this thread draw from `draws`, and return the source until now.
 
     The first call replaces functions of TensorFlow. Without draws, they work like the originals.
     """

@@ -203,7 +203,7 @@ def _compare(label: str, gathered: Sequence[_Gathered], hosts: Sequence[str] = (
 def describe_difference(
     workers: Sequence[int], gathered: Sequence[Facts], hosts: Sequence[str] = ()
 ) -> str | None:
-    """Compare every worker's facts with those of the first one; return the first difference, if any.
+    """Compare every worker's facts with those of the first one, and return the first difference, if any.
 
     Args:
         workers: the ids of the workers.

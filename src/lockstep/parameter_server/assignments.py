@@ -116,7 +116,7 @@ class Assignments:
         return True
 
     def give_back(self, worker: int, first: int = 0) -> list[int]:
-        """Take back the steps from this one on that a worker has not begun; return them."""
+        """Take back the steps from this one on that a worker has not begun, and return them."""
         steps_of_worker = (step for step, active in self._active.items() if active.worker == worker)
         steps = [step for step in steps_of_worker if step >= first]
         for step in steps:
@@ -125,7 +125,7 @@ class Assignments:
         return steps
 
     def lose(self, worker: int) -> list[int]:
-        """Take back the steps of a worker that is lost; return them."""
+        """Take back the steps of a worker that is lost, and return them."""
         lost = self.give_back(worker)
         for step in lost:
             self._lost_with.setdefault(step, set()).add(worker)
@@ -137,7 +137,7 @@ class Assignments:
         return min(lost, default=None)
 
     def cancel(self) -> list[int]:
-        """Drop the steps below `stop` that no worker computes; return them."""
+        """Drop the steps below `stop` that no worker computes, and return them."""
         assert self.stop is not None
         dropped = sorted({*self._returned, *range(self._next, self.stop)})
         self._returned.clear()

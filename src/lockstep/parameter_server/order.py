@@ -321,7 +321,7 @@ class OrderedArrivals(Generic[Arrival]):
         self._held: dict[Record, Arrival] = {}
 
     def expects(self, record: Record) -> bool:
-        """Whether the recorded process processed this; without an order to follow, everything is expected."""
+        """Whether the recorded process processed this. Without an order to follow, everything is expected."""
         return self._recorded is None or self._recorded.has(record)
 
     def arrive(self, record: Record, arrival: Arrival) -> list[Arrival]:

@@ -22,7 +22,7 @@ def digest_of_rows(numbers: Array, rows: Array, salt: int = 0) -> Array:
     """Return the digest of some rows: two unsigned integers of 64 bits, to be added without carry.
 
     Args:
-        numbers: the numbers of the rows, in the whole table; of shape `(n,)`.
+        numbers: the numbers of the rows, in the whole table, of shape `(n,)`.
         rows: of shape `(n, ...)` and any dtype.
         salt: distinguishes several arrays with rows of the same numbers.
     """
@@ -37,7 +37,7 @@ def _digest(numbers: Array, rows: Array, salt: int) -> Array:
     words = np.zeros((len(rows), -(-data.shape[1] // 4) * 4), np.uint8)
     words[:, : data.shape[1]] = data
     wide = words.view(np.uint32).astype(np.uint64)
-    # A linear hash with random coefficients; the number of the row enters where it is mixed.
+    # A linear hash with random coefficients. The number of the row enters where it is mixed.
     linear = wide @ _coefficients(salt, wide.shape[1])
     linear += _mixed(numbers.astype(np.uint64) + np.uint64(1))[:, None]
     total: Array = _mixed(linear).sum(axis=0, dtype=np.uint64)

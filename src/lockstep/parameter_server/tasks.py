@@ -62,7 +62,7 @@ class Tasks:
         Args:
             hosts: the ids of the processes of each host that are left. At least one server is left.
             holders: for each server, the processes that have its rows of tables, at least one of which is
-                left. Only these can take over; a second one is the standby. None if there are no such rows.
+                left. Only these can take over. A second one is the standby. None if there are no such rows.
         """
         host_of = {process: host for host, there in enumerate(hosts) for process in there}
         places = []

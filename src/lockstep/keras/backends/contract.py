@@ -206,7 +206,7 @@ class ServedProgram(Program, Protocol):
         """
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Apply the metrics of a total, which has no density; return (logs, new state)."""
+        """Apply the metrics of a total, which has no density, and return (logs, new state)."""
 
 
 class Backend(Protocol):

@@ -57,7 +57,7 @@ def replica_step(
 
 @contextmanager
 def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
-    """Within the block, a replica's losses can be combined; yield their densities.
+    """Within the block, a replica's losses can be combined. Yields their densities.
 
     The density of a loss is its denominator divided by the number of elements, if the denominator is a number
     of unmasked elements or a sum of weights; None if it is the number of elements.

@@ -73,7 +73,7 @@ class AdoptedModels:
             self._scopes.pop()
 
     def compiled(self, model: Any) -> bool:
-        """Note that a model was just compiled; return whether it is adopted now."""
+        """Note that a model was just compiled, and return whether it is adopted now."""
         if model in self._compilations:
             self._compilations[model] = Compilation()
         if not self._scopes and not self.adopts_all:

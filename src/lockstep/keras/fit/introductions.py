@@ -99,7 +99,7 @@ class Introductions:
         return steps[kind]
 
     def _measure(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
-        """Measure how replicas combine the results of a model's step; name each part that is per replica.
+        """Measure how replicas combine the results of a model's step, and name each part that is per replica.
 
         This is done once for a compiled model. The first note says that a script without a strategy is
         distributed.

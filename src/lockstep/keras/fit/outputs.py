@@ -196,7 +196,7 @@ def _with_rows(
 def _doubled(
     leaves: Leaves, examples: int, computed: Callable[[int], Leaves]
 ) -> tuple[list[bool | None], list[str]]:
-    """Compute with all rows twice; return how to put each leaf together, and why some cannot be."""
+    """Compute with all rows twice, and return how to put each leaf together, and why some cannot be."""
     try:
         doubled = computed(2 * examples)
     except Exception as error:

@@ -249,7 +249,7 @@ class Served(Mirrored):
         return tables
 
     def _sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
-        """Return a batch to build a model with; note the form of its inputs."""
+        """Return a batch to build a model with, and note the form of its inputs."""
         batch = super()._sample(data, model, kind)
         if self._parts.models.options(model) is not None:
             self._built_with[model] = keras.tree.map_structure(lambda leaf: leaf[:1], _inputs_of(batch))

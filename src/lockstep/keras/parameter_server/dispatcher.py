@@ -86,7 +86,7 @@ class ComputedHere(Protocol):
         """Assign a step to a worker, with the layers' state."""
 
     def done(self, worker: int, step: int) -> QuestionArrival:
-        """Compute a step; return what its worker told the chief when it had completed the step."""
+        """Compute a step, and return what its worker told the chief when it had completed the step."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Dispatcher:
             self._pump()
 
     def result(self) -> Mapping[str, Array]:
-        """Wait for the next completed step, in the order of completion; return its arrays.
+        """Wait for the next completed step, in the order of completion, and return its arrays.
 
         Raises:
             PeerLostError: no worker is left.
@@ -344,7 +344,7 @@ class Dispatcher:
         return None
 
     def join(self, call: int) -> FunctionFailure | None:
-        """Wait until all functions are complete; return the failure of one, if one has failed."""
+        """Wait until all functions are complete, and return the failure of one, if one has failed."""
         if self._recorded is None:
             self._wait(lambda: self._raised is not None or not self._unfinished())
             raises = self._raised is not None
@@ -368,7 +368,7 @@ class Dispatcher:
     def results(
         self, call: int, steps: Sequence[int]
     ) -> tuple[list[tuple[FunctionResult, list[Array]]], FunctionFailure | None]:
-        """Wait for functions; return their results, or why one has failed or was dropped."""
+        """Wait for functions, and return their results, or why one has failed or was dropped."""
 
         def ready() -> bool:
             return all(step in self._results or self._why(step) for step in steps)

@@ -155,7 +155,7 @@ class LookedUpRows:
         """Return the distinct rows that a batch looks up, in order, by the positions of their tables.
 
         Args:
-            x: returns the inputs of the batch; not called if there are no tables.
+            x: returns the inputs of the batch. It is not called without tables.
 
         Raises:
             DataError: an id is outside of its table.
@@ -170,7 +170,7 @@ class LookedUpRows:
         }
 
     def make_room(self) -> bool:
-        """Make room for the rows of the batch; return whether that has changed variables of the model."""
+        """Make room for the rows of the batch, and return whether that has changed variables of the model."""
         changed = False
         for number, (table, (_, inverse)) in enumerate(zip(self._tables.tables, self._distinct, strict=True)):
             old, needed = self._rows[number], len(inverse)
@@ -274,8 +274,8 @@ def find_tables(
 
     Args:
         model: the model, built.
-        x: returns inputs of a batch, or anything with their shapes and dtypes; called only if the model does
-            not know the form of its inputs.
+        x: returns inputs of a batch, or anything with their shapes and dtypes. It is called only
+            if the model does not know the form of its inputs.
         to_numpy: reads a tensor.
     """
     positions = {id(variable): i for i, variable in enumerate(model.trainable_variables)}

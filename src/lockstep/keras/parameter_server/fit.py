@@ -41,7 +41,7 @@ Array = npt.NDArray[Any]
 def fit_on_servers(
     served: ServedCall, original: Callable[..., Any], bound: Any, training: Any, callbacks: Sequence[Any]
 ) -> Any:
-    """Run a call of `fit`, in each process of the job; return the history.
+    """Run a call of `fit`, in each process of the job, and return the history.
 
     Args:
         served: the call.
@@ -91,7 +91,7 @@ def fit_on_servers(
 def _shared(
     served: ServedCall, callbacks: Sequence[Any], updated: Mapping[int, tuple[Array, list[Any]]]
 ) -> Any:
-    """Give the chief's state, with its callbacks and generators, to all processes; return the history.
+    """Give the chief's state, with its callbacks and generators, to all processes, and return the history.
 
     Args:
         served: the call.

@@ -148,7 +148,7 @@ class FollowedServer:
         return ""
 
     def answer(self, process: int, message: Question, arrays: Sequence[Array]) -> Answered:
-        """Return the answer to a question whose turn it is; its arrays are copies."""
+        """Return the answer to a question whose turn it is. Its arrays are copies."""
         arrival = QuestionArrival(process, message, [np.array(array) for array in arrays], self.number)
         if isinstance(message, EndCall):
             self.shards.end_call(arrival)
@@ -191,7 +191,7 @@ class FollowedOrders:
         self._attempts[worker, assigned.step] = Attempt(worker, assigned, layers)
 
     def done(self, worker: int, step: int) -> QuestionArrival:
-        """Compute a step; return what its worker told the chief when it had completed the step."""
+        """Compute a step, and return what its worker told the chief when it had completed the step."""
         attempt = self._attempt(worker, step)
         self._compute(attempt)
         for part in attempt.gradients:

@@ -123,7 +123,7 @@ class FunctionCalls(ABC):
         return self._call.name
 
     def schedule(self, scheduled: Scheduled) -> int:
-        """Schedule a function; return its number.
+        """Schedule a function, and return its number.
 
         Raises:
             Exception: an earlier function raised it.
@@ -164,7 +164,7 @@ class FunctionCalls(ABC):
             return self._learn("done", *self._make("done")).done
 
     def fetch(self, steps: Sequence[int]) -> list[Any]:
-        """Wait for functions; return their results, with arrays of NumPy.
+        """Wait for functions, and return their results, with arrays of NumPy.
 
         Raises:
             Exception: one of them raised it.
@@ -236,7 +236,7 @@ class FunctionCalls(ABC):
     def _make(
         self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
     ) -> tuple[Passed, Sequence[Array]]:
-        """Make the next call; return its result.
+        """Make the next call, and return its result.
 
         Args:
             kind: the kind of the call.

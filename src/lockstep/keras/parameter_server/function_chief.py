@@ -247,7 +247,7 @@ class ChiefCalls(FunctionCalls):
         return passed, arrays
 
     def _measure_completed(self) -> None:
-        """Measure the functions that were completed since the last time; the chief waits for them."""
+        """Measure the functions that were completed since the last time. The chief waits for them."""
         assert self._dispatcher is not None
         self._job.timer.lap("wait")
         while self._measured < self._dispatcher.completed:

@@ -80,7 +80,7 @@ class FunctionJoining:
         return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, apart_state))
 
     def join(self) -> FunctionLog:
-        """Become a member of the job, if this worker is not yet one; return the newest log.
+        """Become a member of the job, if this worker is not yet one, and return the newest log.
 
         Raises:
             PeerLostError: the job is over.

@@ -145,7 +145,7 @@ class FunctionLog:
         self._read.add(key)
 
     def drop_oldest(self, least: int) -> int:
-        """Drop variables of the oldest calls that take at least so many bytes; return their size."""
+        """Drop variables of the oldest calls that take at least so many bytes, and return their size."""
         dropped = 0
         while self._old and dropped < least:
             number, taken = self._old.popleft()

@@ -169,7 +169,7 @@ class _FunctionThread:
         return computed
 
     def exchange(self, gradients: Gradients) -> Sequence[Array]:
-        """In the thread, give gradients to the servers; return the new values, once they are pulled."""
+        """In the thread, give gradients to the servers, and return the new values, once they are pulled."""
         self._computed.put((None, gradients))
         if (values := self._values.get()) is None:
             raise _RunEnds

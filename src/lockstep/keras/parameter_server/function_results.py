@@ -51,7 +51,7 @@ def describe_failure(error: Exception, step: int, worker: int) -> FunctionFailur
 
 
 def report_failure(error: Exception, step: int, function: Any, worker: int) -> FunctionFailure:
-    """Write the traceback of a function's exception to the log; return a message about it."""
+    """Write the traceback of a function's exception to the log, and return a message about it."""
     print(f"function {step + 1} ({name_of(function)}) raises an exception:", file=sys.stderr)
     traceback.print_exception(error)
     return describe_failure(error, step, worker)

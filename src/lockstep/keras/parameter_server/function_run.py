@@ -287,7 +287,7 @@ class FunctionRunner:
             raise
 
     def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
-        """Run a function and undo it; return whether it has come to its end."""
+        """Run a function and undo it, and return whether it has come to its end."""
         before = {
             id(variable): (variable, self._backend.saved_value(variable))
             for variable in self._state_variables()
@@ -365,7 +365,7 @@ class FunctionRunner:
         return RanFunction(result, watcher.gradients, watcher.rows, tuple(sorted(watcher.applied)), changes)
 
     def _collected(self, profile: _Profile, watcher: "_Watcher") -> dict[int, tuple[Array, Array]]:
-        """Return the changes of variables; pass the gradients in graphs to the watcher."""
+        """Return the changes of variables, and pass the gradients in graphs to the watcher."""
         assigned = [self._scope.variables[position] for position in watcher.starts]
         numbers = sorted(profile.updates & self._graph_gradients.keys())
         in_graphs = [self._graph_gradients[number].state for number in numbers]
@@ -495,7 +495,7 @@ class FunctionRunner:
         return next(numbers, None)
 
     def add(self, optimizer: Any, variables: Sequence[Any]) -> int:
-        """Add an optimizer that a trial run applies; return its number.
+        """Add an optimizer that a trial run applies, and return its number.
 
         Raises:
             ModelError: parameter servers do not support it.

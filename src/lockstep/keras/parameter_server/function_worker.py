@@ -206,7 +206,7 @@ class WorkerCalls(FunctionCalls):
         self._assigned = assignments.count()
 
     def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[WorkDone, list[Array]]:
-        """Run a function; return the message to the chief, with its arrays."""
+        """Run a function, and return the message to the chief, with its arrays."""
         assert self._servers is not None
         timer = self._job.timer
         timer.begin(self._call.name)

@@ -213,7 +213,7 @@ class Mesh:
             self._end.close()
 
     def _put(self, arrival: QuestionArrival) -> None:
-        """Pass a question on; called in the thread of its connection."""
+        """Pass a question on. Its connection's thread calls this."""
         message = arrival.message
         if isinstance(message, CopyRows) or (isinstance(message, ReadRows) and not message.in_turn):
             self.answer_rows(arrival)

@@ -87,7 +87,7 @@ class OneProcess(ChiefProcess):
         return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients]:
-        """Compute a step as a worker does; the chief's values of the model stay as they are."""
+        """Compute a step as a worker does. The chief's values of the model stay as they are."""
         assert self._orders is not None
         step, (data, rows) = attempt.step, attempt.batch
         states = random_states()

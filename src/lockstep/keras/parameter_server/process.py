@@ -148,7 +148,7 @@ class TaskProcess:
         self.writer, self.recorded = self.order(order) if order else (OrderWriter(None), None)
 
     def order(self, name: str) -> tuple[OrderWriter, RecordedOrder | None]:
-        """Begin an order of arrivals; return its writer, and the order to follow in a replay."""
+        """Begin an order of arrivals, and return its writer, and the order to follow in a replay."""
         folder, followed, recorded = self.job.context.folder, self.job.settings.order, None
         writer = OrderWriter(None)
         if folder is not None:

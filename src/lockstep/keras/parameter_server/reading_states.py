@@ -37,7 +37,7 @@ class ReadingStates:
         self._begun = self._of_input = self._now()
 
     def read(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Begin a pass; yield its batches."""
+        """Begin a pass, and yield its batches."""
         with self._drawn():
             batches = begin()
         return self._each(batches)

@@ -18,7 +18,7 @@ class Calls(Protocol):
     """Runs scheduled functions; see `lockstep.keras.parameter_server.function_calls.FunctionCalls`."""
 
     def schedule(self, scheduled: Scheduled) -> int:
-        """Schedule a function; return its number."""
+        """Schedule a function, and return its number."""
 
     def join(self) -> None:
         """Wait until all functions are complete."""
@@ -75,7 +75,7 @@ class LocalCalls:
         self._backend = adapter().functions()
 
     def schedule(self, scheduled: Scheduled) -> int:
-        """Run a function; return its number.
+        """Run a function, and return its number.
 
         Raises:
             Exception: an earlier function raised it.

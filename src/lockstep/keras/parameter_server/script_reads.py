@@ -1,4 +1,4 @@
-"""Observes which variables of Keras the script reads; Lockstep's own reads do not count."""
+"""Observes which variables of Keras the script reads. Lockstep's own reads do not count."""
 
 import threading
 from collections.abc import Callable, Iterator

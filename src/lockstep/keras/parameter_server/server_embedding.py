@@ -229,7 +229,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         raise ModelError("a ServerEmbedding has no LoRA; train a keras.layers.Embedding")
 
     def _created(self, shape: Sequence[int], dtype: Any = None) -> Any:
-        """Return the initial values of the table; Keras may call this while it traces a function."""
+        """Return the initial values of the table. Keras may call this while it traces a function."""
         blocks = [self._drawn_block(first) for first in range(0, shape[0], _BLOCK)]
         return keras.ops.cast(keras.ops.concatenate(blocks), dtype or self.variable_dtype)
 
@@ -290,7 +290,7 @@ def with_zero_rows(model: Any) -> Iterator[None]:
 
 
 def meet_servers(current_job: job.Job, model: Any, label: str) -> None:
-    """Connect to the servers that have tables of a model; give its layers the digests of the tables.
+    """Connect to the servers that have tables of a model, and give its layers the digests of the tables.
 
     All processes do this at the beginning of a call; see `ServerTables.meet`.
     """

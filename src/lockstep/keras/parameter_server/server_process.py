@@ -285,7 +285,7 @@ class ServerProcess(TaskProcess):
         self.add_variables(self._variables, update, shards, tables)
 
     def interrupt(self) -> None:
-        """Let `serve` return; called in another thread."""
+        """Let `serve` return. Another thread calls this."""
         self._inbox.put(None)
 
     def serve(self) -> None:

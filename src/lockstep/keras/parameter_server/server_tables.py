@@ -298,7 +298,7 @@ class ServerTables:
         job.at_completion(lambda: job.exchange(_wait_for_all_scripts))
 
     def add(self, table: ServerTable) -> int:
-        """Add a table; return its number."""
+        """Add a table, and return its number."""
         with self._progress:
             self._count += 1
             self._tables_by_number[self._count] = table
@@ -312,13 +312,13 @@ class ServerTables:
             self._progress.notify_all()
 
     def note_optimizer(self, optimizer: Any) -> None:
-        """Note that an optimizer is about to train tables; all servers call this."""
+        """Note that an optimizer is about to train tables. All servers call this."""
         if optimizer not in self.optimizers:
             self.optimizers[optimizer] = self._trained_by
             self._trained_by += 1
 
     def meet(self, tables: Sequence[ServerTable], label: str) -> list[Array]:
-        """Compare tables with the other processes, which all call this; return their digests.
+        """Compare tables with the other processes, which all call this, and return their digests.
 
         Args:
             tables: the tables of a model.
@@ -391,7 +391,7 @@ class ServerTables:
         return tuple(places)
 
     def _add_standbys(self, hosts: Sequence[Collection[int]]) -> bool:
-        """Replace lost standbys by new ones; return whether there are any.
+        """Replace lost standbys by new ones, and return whether there are any.
 
         Args:
             hosts: the ids of the processes of each host.
@@ -494,7 +494,7 @@ class ServerTables:
     def answer(
         self, server: int, message: ReadRows | WriteRows | CopyRows, arrays: Sequence[Array]
     ) -> tuple[Answer, Sequence[Array]]:
-        """Read or write rows of a server; return the answer."""
+        """Read or write rows of a server, and return the answer."""
         table = self._tables_by_number.get(message.table)
         rows = None if table is None else table.rows_of(server)
         if rows is None:

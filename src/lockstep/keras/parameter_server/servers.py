@@ -143,7 +143,7 @@ class Servers:
         return np.concatenate([self._channels[part.server].receive()[1][0] for part in parts])
 
     def rows_by_server(self, variable: int, rows: Array) -> list["RowsOfServer"]:
-        """Return rows of a table by their servers, in order; the rows are distinct and sorted."""
+        """Return rows of a table by their servers, in order. The rows are distinct and sorted."""
         parts = [
             (shard.start, RowsOfServer(server, k, of_shard))
             for server, shards in enumerate(self._shards)
@@ -153,7 +153,7 @@ class Servers:
         return [part for _, part in sorted(parts, key=lambda part: part[0])]
 
     def push(self, step: int, gradients: Gradients) -> int:
-        """Let the servers update variables; return the largest staleness.
+        """Let the servers update variables, and return the largest staleness.
 
         Args:
             step: the step for which the gradients were computed.
@@ -289,7 +289,7 @@ class ServedState:
     def write_changes(
         self, servers: Servers, step: int, weights: list[Array], values: list[Array]
     ) -> tuple[list[int], list[Slot]]:
-        """Write the values that have changed, after a number of steps; return which have changed."""
+        """Write the values that have changed, after a number of steps, and return which have changed."""
         changed = _changed(self.weights, weights)
         slots = {self.slots[i]: values[i] for i in _changed(self.values, values)}
         if changed or slots:

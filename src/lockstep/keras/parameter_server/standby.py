@@ -158,7 +158,7 @@ class KeptServer:
         self._lock = threading.Lock()
 
     def receive(self, arrival: QuestionArrival) -> None:
-        """Keep a `Keep` or `KeepState`, and answer; called in the thread of its connection."""
+        """Keep a `Keep` or `KeepState`, and answer. Its connection's thread calls this."""
         with self._lock:
             is_taken_over = self._is_taken_over
             if not is_taken_over:

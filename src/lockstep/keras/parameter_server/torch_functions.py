@@ -36,7 +36,7 @@ _CALLABLE = frozenset(
 
 
 class TableParameter(torch.nn.Parameter):  # type: ignore[misc]
-    """The parameter of a table while a function runs; whatever reads its values raises ModelError.
+    """The parameter of a table while a function runs. Reading its values raises ModelError.
 
     Attributes:
         layer: the path of the table's layer.
@@ -97,7 +97,7 @@ class StandIns:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within the block, all are as before; afterwards, without gradients."""
+        """Within the block, all are as before. Afterwards, they are without gradients."""
         added = list(self._added)
         self.end()
         try:

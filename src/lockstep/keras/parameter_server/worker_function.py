@@ -85,7 +85,7 @@ class WorkerFunction:
         self._runner.pull_rows, self._runner.exchange = self._pull_rows, self._exchange
 
     def run(self, at: AtCall, worker: int) -> tuple[WorkDone, list[Array], Gradients | None]:
-        """Run it; return the message to the chief, with its arrays, and the gradients for the servers.
+        """Run it, and return the message to the chief, with its arrays, and the gradients for the servers.
 
         Args:
             at: the call at which the worker waits afterwards.

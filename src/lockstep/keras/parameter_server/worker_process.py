@@ -154,7 +154,7 @@ class WorkerProcess(FitProcess):
             del self._kept[step]
 
     def _end_epoch(self, epoch: int) -> None:
-        """Wait until the next epoch begins; compute steps that lost workers have left undone."""
+        """Wait until the next epoch begins, and compute steps that lost workers have left undone."""
         while True:
             answer, values = self._chief.ask(AtCall(epoch + 1, self._steps))
             # Workers wait while the chief evaluates: that time belongs to no step.

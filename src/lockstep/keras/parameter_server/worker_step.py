@@ -35,7 +35,7 @@ class ComputedStep:
     others: Mapping[str, Array]
 
     def returned(self, step: int, data: Batch, staleness: int = 0) -> tuple[WorkDone, list[Array]]:
-        """Return the message to the chief, with its arrays; the worker then waits for another step."""
+        """Return the message to the chief, with its arrays. The worker then waits for another step."""
         message = WorkDone(ANY_STEP, step, names=tuple(self.others), staleness=staleness, check=data.check())
         return message, list(self.others.values())
 
@@ -71,7 +71,7 @@ class WorkerStep:
         return self.rows.look_up(lambda: _inputs(data))
 
     def make_room(self, step: int, data: Batch) -> bool:
-        """Compile the step if it does not fit the batch; return whether it was compiled."""
+        """Compile the step if it does not fit the batch, and return whether it was compiled."""
         if not self.rows.make_room() and self._program is not None:
             return False
         process = self._process

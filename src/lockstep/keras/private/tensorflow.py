@@ -129,7 +129,7 @@ def eagerly() -> AbstractContextManager[None]:
 
 
 def wait_for_operations() -> None:
-    """Wait for all eager operations that this process has started; raise the error of one that failed."""
+    """Wait for all eager operations that this process has started, and raise the error of one that failed."""
     _context.async_wait()
 
 

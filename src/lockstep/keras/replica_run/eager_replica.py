@@ -305,7 +305,7 @@ class ReplicaComputation:
     def _call(
         self, execution: EagerExecution, changes: VariableChanges, earlier: Sequence[Total], replica: int
     ) -> tuple[RoundMerger, list[Any] | None]:
-        """Call the function; return its merger, and its results if it has run to its end."""
+        """Call the function, and return its merger, and its results if it has run to its end."""
 
         def repeat(index: int) -> None:
             update = execution.merges[index].update

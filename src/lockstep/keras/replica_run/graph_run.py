@@ -127,7 +127,7 @@ class GraphRun:
         return self._scheduler.finish(self._outputs)
 
     def _begin(self) -> Any:
-        """Add the beginning of an execution; return the seed of its random numbers."""
+        """Add the beginning of an execution, and return the seed of its random numbers."""
         origins = [(leaf.store, leaf.leaf) for leaf in self._own]
 
         def begin(*handles: Any) -> int:
@@ -146,7 +146,7 @@ class GraphRun:
         return seed
 
     def _round(self, order: Any, seed: Any, earlier: list[Partial]) -> tuple[Any, Partial]:
-        """Add one round, which begins after the tensor `order`; return (the next `order`, the total)."""
+        """Add one round, which begins after the tensor `order`, and return (the next `order`, the total)."""
         number = len(earlier)
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._own, *self._shared)]
         compute = self._traced(earlier, specs)
@@ -214,7 +214,7 @@ class GraphRun:
         return part
 
     def _applied(self, totals: list[Partial]) -> list[Any]:
-        """Add the operations that apply the totals to the variables; return them."""
+        """Add the operations that apply the totals to the variables, and return them."""
         graph = tf.compat.v1.get_default_graph()
         start = len(graph.get_operations())
         one, last = totals[-1]["one"], totals[-1]
@@ -275,7 +275,7 @@ class GraphRun:
         return traced(tf_random_ops.stateless(step), False, replica, earlier, *specs), trace
 
     def _step(self, trace: RoundTrace, replica: Any, earlier: list[Partial], *tensors: Any) -> Any:
-        """Run the function; return (its contribution to the round's merge, its results)."""
+        """Run the function, and return (its contribution to the round's merge, its results)."""
         trace.operations = UpdateOperations()
 
         def repeat(index: int) -> None:

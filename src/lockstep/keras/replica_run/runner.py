@@ -23,7 +23,7 @@ class Runner(Protocol):
         """Return the context of a strategy's scope, in which the script creates variables."""
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run `function` on each replica; return its result, with a PerReplica for each leaf.
+        """Run `function` on each replica, and return its result, with a PerReplica for each leaf.
 
         Args:
             function: the function of a replica; changes variables of Keras only as layers, metrics and

@@ -74,7 +74,7 @@ def callback_states(
 
 
 def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
-    """Restore the result of `callback_states` from another process; print a note on missing attributes.
+    """Restore the result of `callback_states` from another process, and print a note on missing attributes.
 
     States of earlier versions have all attributes. Settings of Keras's own callbacks, and text, are ignored.
 

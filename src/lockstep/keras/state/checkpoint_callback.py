@@ -160,9 +160,9 @@ class ScriptCheckpoints:
 
         Raises:
             ConfigError: another job uses the folder, the checkpoint is of a job with other settings, or
-                checkpoints are already saved elsewhere; raised on every worker.
-            CheckpointError: the job of the checkpoint requested checkpoints in another call; raised on every
-                worker.
+                checkpoints are already saved elsewhere. Every worker raises it.
+            CheckpointError: the job of the checkpoint requested checkpoints in another call. Every worker
+                raises it.
         """
         folder = _folder(callback.folder)
         if folder == self._folder:
@@ -268,7 +268,7 @@ class ScriptCheckpoints:
             return _HostFinding(job.worker, host, refusal=str(error), notes=tuple(notes))
 
     def _lock(self, claim: FolderLock) -> str:
-        """Lock the folder for this job; return why that is impossible."""
+        """Lock the folder for this job, and return why that is impossible."""
         try:
             claim.acquire()
         except LockstepError as error:
@@ -283,7 +283,7 @@ class ScriptCheckpoints:
         If a worker is lost meanwhile, the copy may be missing.
 
         Raises:
-            ConfigError: it cannot be copied; raised on every worker.
+            ConfigError: it cannot be copied. Every worker raises it.
         """
         assert best.held is not None
         job, failure = self._job, ""
@@ -319,7 +319,7 @@ class ScriptCheckpoints:
     def _receive_parts(
         self, label: str, parts: Iterator[tuple[int, bytes]] | None, arriving: ArrivingCheckpoint | None
     ) -> str:
-        """Send and receive the parts of a checkpoint; return why this worker cannot do so, if it cannot.
+        """Send and receive the parts of a checkpoint, and return why this worker cannot do so, if it cannot.
 
         Args:
             label: names the call.
@@ -327,7 +327,7 @@ class ScriptCheckpoints:
             arriving: the copy, on a worker that writes one; None on others.
 
         Raises:
-            _SourceLost: the worker that has the checkpoint was lost; raised on every worker.
+            _SourceLost: the worker that has the checkpoint was lost. Every worker raises it.
         """
         failure = ""
         while True:
@@ -349,7 +349,7 @@ class ScriptCheckpoints:
                 failure = str(error)
 
     def _complete(self, label: str, arriving: ArrivingCheckpoint | None) -> str:
-        """Complete the copies; return why this worker cannot complete its own, if it cannot.
+        """Complete the copies, and return why this worker cannot complete its own, if it cannot.
 
         Meanwhile, the workers meet every second, so that a worker with a slow disk does not seem to be stuck.
 

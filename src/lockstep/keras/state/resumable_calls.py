@@ -303,7 +303,7 @@ class ResumableCalls:
                 raise
 
     def resume(self) -> FinishedCall | None:
-        """Move the current call to the position of the training; return its result if it has finished.
+        """Move the current call to the position of the training, and return its result if it has finished.
 
         If it has not, its first steps are skipped. A joiner waits until the members send the position.
 
@@ -330,7 +330,7 @@ class ResumableCalls:
         self.skipping.note(call.name, call.steps, call.skipped)
 
     def replay(self) -> FinishedCall:
-        """Skip the call in progress, which has finished elsewhere; return its result.
+        """Skip the call in progress, which has finished elsewhere, and return its result.
 
         Raises:
             CheckpointError: another call was made at this position, or it ended with an error that cannot be
@@ -342,7 +342,7 @@ class ResumableCalls:
         return finished
 
     def join(self) -> bool:
-        """Become a member of the job; return whether the members have finished the call in progress.
+        """Become a member of the job, and return whether the members have finished the call in progress.
 
         If they have not, its steps up to the step of the received state are skipped.
         """
@@ -402,7 +402,7 @@ class ResumableCalls:
                 scheduler.settle()
 
     def _finished(self, resumption: Resumption) -> FinishedCall:
-        """Return the result of the call in progress; raise an error if it is another call."""
+        """Return the result of the call in progress, and raise an error if it is another call."""
         finished, methods = resumption.journal.finished(self._calls.outermost - 1), self._calls.methods
         others = (f"{name} {n}" for name, n in finished.methods.items() if methods.get(name) != n)
         self._refuse_another(next(others, ""))

@@ -134,7 +134,7 @@ def _config(thing: Any) -> Any:
         with tensorflow_not_imported():
             return _plain(thing.get_config())
     except Exception:
-        # A custom class may have no config, and may raise any error; its code is compared instead.
+        # A custom class may have no config, and may raise any error. Its code is compared instead.
         return {}
 
 

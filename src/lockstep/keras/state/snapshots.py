@@ -207,7 +207,7 @@ class Snapshots:
         return self._for_joiners(Contents(self._calls.taken, *self._packed(training, arrays)))
 
     def join_apart(self, call: str, model: Any = None) -> Mapping[str, Any]:
-        """Restore the state that `take_apart` has returned; return the facts about the processes.
+        """Restore the state that `take_apart` has returned, and return the facts about the processes.
 
         Args:
             call: names the call in progress.
@@ -258,7 +258,7 @@ class Snapshots:
         }
 
     def restore(self, model: Any, program: TrainingState | None = None, state: Any = None) -> tuple[Any, Any]:
-        """Restore everything from the resumption; return (logs, the state for steps of `program`)."""
+        """Restore everything from the resumption, and return (logs, the state for steps of `program`)."""
         resumption = self.resumable.resumption
         assert resumption is not None
         contents = resumption.contents
@@ -319,7 +319,7 @@ class Snapshots:
     def compare_settings(
         self, step: int, training: Mapping[str, Any], model: Any, program: TrainingState | None
     ) -> None:
-        """Reject a checkpoint with other settings; name source files that have changed.
+        """Reject a checkpoint with other settings, and name source files that have changed.
 
         Raises:
             ChangedError: settings differ, and the user has not accepted that.
