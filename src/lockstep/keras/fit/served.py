@@ -90,10 +90,10 @@ class Served(Mirrored):
         self._iterators.refuse_again(bound.arguments["x"])
         self._parts.last.trains(model)
         with self._resumable.call("fit") as call:
-            given = bound.arguments
-            self._parts.inputs.note_held(call, model, given["x"], given["validation_data"])
+            arguments = bound.arguments
+            self._parts.inputs.note_held(call, model, arguments["x"], arguments["validation_data"])
             if finished := self._resumable.resume():
-                return replay_fit(model, given["callbacks"], finished)
+                return replay_fit(model, arguments["callbacks"], finished)
             return self._fit(call, original, model, bound)
 
     def _fit(self, call: NumberedCall, original: Original, model: Any, bound: inspect.BoundArguments) -> Any:
