@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup
-from lockstep.keras.private.common import given_rate, has_weight_decay, with_values
+from lockstep.keras.private.common import has_weight_decay, rate_object, with_values
 
 BLOCK = 1 << 16
 """The largest number of elements of a block. In a small model, each replica has about one block."""
@@ -143,7 +143,7 @@ def hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
         return "a weight has a constraint"
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
         return "a weight takes the value of its gradient"
-    source = given_rate(optimizer)
+    source = rate_object(optimizer)
     if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule):
         return "its learning rate is a function"
     return ""
@@ -199,7 +199,7 @@ def _aligned(size: int) -> int:
 
 def _stand_in(optimizer: Any, elements: int, dtype: str, *, decays: bool) -> tuple[Any, Any]:
     """Return an optimizer like this one for a block, and the variable for which it is built."""
-    source = given_rate(optimizer)
+    source = rate_object(optimizer)
     variables = [source] if isinstance(source, keras.Variable) else []
     # Within a `fit`, Keras's trainer on JAX has the values.
     with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
