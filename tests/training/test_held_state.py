@@ -16,6 +16,19 @@ class Part:
         self.count = 0
 
 
+class Named:
+    """Equal to all others, of which each has its own count."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class Data:
     def __init__(self) -> None:
         self.rows, self.order, self.pair = np.arange(6), [0, 1, 2], (1, 2.5)
@@ -59,6 +72,7 @@ def test_the_numbers_that_have_changed_are_those_of_another_object_then() -> Non
 
 def test_objects_of_libraries_and_without_numbers_are_left_alone() -> None:
     assert states_held(("x", (np.zeros(3), {"y": [1, 2]}, random, Data))) == {}
+    assert states_held(("x", [Named(1), Named(2)])) == {}
     assert [type(held) for held in states_held(("x", Part())).values()] == [ChangedNumbers]
 
 

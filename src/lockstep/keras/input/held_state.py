@@ -5,7 +5,7 @@ import dis
 import random
 import sys
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from io import IOBase
 from itertools import count, islice
@@ -162,12 +162,14 @@ _first_numbers: "WeakKeyDictionary[Any, dict[str, Any]]" = WeakKeyDictionary()
 
 def _is_of_program(held: Any) -> bool:
     """Whether an object has attributes, is of a class of the program, and its state is not kept elsewhere."""
-    kind = type(held)
+    kind: Any = type(held)
     if isinstance(held, type | FunctionType) or not hasattr(held, "__dict__") or _library(kind.__module__):
         return False
     torch = sys.modules.get("torch")
     kept = (*KERAS_HOLDERS, keras.callbacks.Callback, *(() if torch is None else (torch.nn.Module,)))
-    return isinstance(held, Hashable) and kind.__weakrefoffset__ > 0 and not isinstance(held, kept)
+    # Two objects that are equal would count as one.
+    by_identity = kind.__hash__ is object.__hash__ and kind.__weakrefoffset__ > 0
+    return by_identity and not isinstance(held, kept)
 
 
 def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
