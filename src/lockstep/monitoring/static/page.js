@@ -358,7 +358,7 @@ class Chart {
     const window = { axis: this.span.axis, start: start === null ? null : start - margin, stop: stop === null ? null : stop + margin,
       points: Math.min(MOST_POINTS, Math.round((start === null ? 1 : 2) * Math.max(300, this.inner().width))),
       smoothing: (this.spec.section === "metrics" ? smoothing() : 0) / (start === null ? 1 : 2) };
-    const asked = JSON.stringify([runs.map((run) => [run, versionOf(run, this.spec.id)]), window]);
+    const asked = JSON.stringify([shownRuns().length > 1, runs.map((run) => [run, versionOf(run, this.spec.id)]), window]);
     if (asked === this.loaded) return;
     this.loading = true;
     try {
@@ -378,14 +378,14 @@ class Chart {
 
   /** The lines of the chart: its series with their runs and colors. */
   lines() {
-    const several = this.found.length > 1;
+    const several = this.found.length > 1, named = shownRuns().length > 1;
     return this.found.flatMap(({ run, series }, at) => series.map((one, index) => {
       let color = palette.series[index % COLORS];
       if (this.spec.kind === "stack") color = palette.read(`part-${one.label}`);
       else if (one.role) color = palette.series[(several ? at : ROLES.indexOf(one.role)) % COLORS];
       else if (several && series.length === 1) color = palette.series[at % COLORS];
       const dashed = one.role === "validation" || (!one.role && several && series.length > 1 && at % 2 === 1);
-      return { ...one, run, color, dashed, name: several ? `${one.label} (${run})` : one.label };
+      return { ...one, run, color, dashed, name: named ? `${one.label} (${run})` : one.label };
     }));
   }
 
