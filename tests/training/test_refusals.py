@@ -121,26 +121,6 @@ def test_weights_change_through_the_optimizer_only(
             model.fit(X, Y, verbose=0)
 
 
-def test_a_metric_that_starts_from_zero_but_does_not_add_up_is_refused_by_name(
-    strategy: lockstep.MultiWorkerMirroredStrategy,
-) -> None:
-    class Largest(keras.metrics.Metric):
-        def __init__(self) -> None:
-            super().__init__(name="largest")
-            self.value = self.add_variable((), "zeros")
-
-        def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
-            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(prediction - y))))
-
-        def result(self) -> Any:
-            return self.value * 1
-
-    with strategy.scope():
-        model = build(metrics=[Largest()])
-    with pytest.raises(ModelError, match=r"metric variable '.*largest.*' does not add up"):
-        model.fit(X, Y, verbose=0)
-
-
 def test_a_loss_that_is_a_vector_is_refused(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     with strategy.scope():
         model = build()
@@ -272,29 +252,6 @@ def test_integer_state_that_replicas_change_differently_is_refused_by_name(
         model.fit(x, Y[:8], batch_size=8, shuffle=False, verbose=0)
 
 
-def test_a_metric_that_does_not_start_from_zero_is_refused_by_name(
-    strategy: lockstep.MultiWorkerMirroredStrategy,
-) -> None:
-    class Largest(keras.metrics.Metric):
-        def __init__(self) -> None:
-            super().__init__(name="largest")
-            self.value = self.add_variable((), initializer=lambda shape, dtype: keras.ops.full(shape, -1e9))
-
-        def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
-            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(prediction)))
-
-        def reset_state(self) -> None:
-            self.value.assign(-1e9)
-
-        def result(self) -> Any:
-            return self.value * 1
-
-    with strategy.scope():
-        model = build(metrics=[Largest()])
-    with pytest.raises(ModelError, match=r"metric variable '.*largest.*' does not start from zero"):
-        model.fit(X, Y, verbose=0)
-
-
 class Kept(keras.metrics.Metric):
     """Keeps a value when it is reset."""
 
@@ -324,18 +281,74 @@ def test_a_metric_that_keeps_its_state_adds_up_over_calls(
 
 
 @pytest.mark.parametrize(
-    ("combine", "why"),
+    ("combine", "values"),
     [
-        (lambda value, total: value * (1 + total), "depends on this"),
-        (lambda value, total: value / 2 + total, "not the sum of both alone"),
+        (lambda value, total: value * (1 + total), [50, 2500]),
+        (lambda value, total: value / 2 + total, [4.125, 4.515625]),
     ],
 )
-def test_a_metric_whose_increments_depend_on_the_state_that_it_keeps_is_refused(
-    strategy: lockstep.MultiWorkerMirroredStrategy, combine: Any, why: str
+def test_a_metric_whose_increments_depend_on_the_state_that_it_keeps_is_updated_once(
+    strategy: lockstep.MultiWorkerMirroredStrategy, combine: Any, values: list[float]
 ) -> None:
     with strategy.scope():
         model = build(metrics=[Kept("ones", combine)])
+    assert model.fit(X, Y, batch_size=4, epochs=2, verbose=0).history["kept"] == values
+
+
+class Watches(keras.layers.Layer):
+    """Updates a metric with a number, which replicas cannot join."""
+
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def call(self, x: Any) -> Any:
+        self.metric.update_state(keras.ops.mean(x), 0)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("combine", "why"),
+    [
+        (lambda value, total: value + total * (1 + value), "not the sum of both alone"),
+        (lambda value, total: value * (1 + total), "depends on this"),
+    ],
+)
+def test_a_metric_that_gets_a_number_and_does_not_add_up_is_refused_by_name(
+    strategy: lockstep.MultiWorkerMirroredStrategy, combine: Any, why: str
+) -> None:
+    start = "ones" if "depends" in why else "zeros"
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), Watches(Kept(start, combine)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
     with pytest.raises(ModelError, match=f"metric variable '.*value' does not add up: .*{why}"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_metric_that_gets_a_number_and_does_not_start_from_zero_is_refused_by_name(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Lowest(Kept):
+        def reset_state(self) -> None:
+            self.value.assign(1e9)
+
+    with strategy.scope():
+        metric = Lowest("zeros", keras.ops.minimum)
+        model = keras.Sequential([keras.Input((4,)), Watches(metric), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"metric variable '.*value' does not start from zero"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_metric_with_a_bool_is_refused_by_name(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    class Large(Kept):
+        def __init__(self) -> None:
+            super().__init__("zeros", keras.ops.maximum)
+            self.found = self.add_variable((), "zeros", dtype="bool", name="found")
+
+    with strategy.scope():
+        model = build(metrics=[Large()])
+    with pytest.raises(ModelError, match=r"metric variable '.*found' is a bool, which cannot be summed"):
         model.fit(X, Y, verbose=0)
 
 
@@ -474,7 +487,7 @@ def test_a_mistake_of_the_program_keeps_its_own_error(
     assert not isinstance(failure.value, LockstepError)
 
 
-def test_a_metric_is_checked_before_the_first_single_batch(
+def test_a_metric_is_tried_before_the_first_single_batch(
     strategy: lockstep.MultiWorkerMirroredStrategy,
 ) -> None:
     class Largest(keras.metrics.Metric):
@@ -490,8 +503,8 @@ def test_a_metric_is_checked_before_the_first_single_batch(
 
     with strategy.scope():
         model = build(metrics=[Largest()])
-    with pytest.raises(ModelError, match="'largest/found' does not add up"):
-        model.train_on_batch(X, Y)
+    logs = [model.train_on_batch(X, scale * Y, return_dict=True) for scale in (2, 1)]
+    assert [log["largest"] for log in logs] == [2, 1]
 
 
 def test_unequal_parts_of_a_batch_are_split_in_proportion_or_refused() -> None:

@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.keras.fit import trials
+from lockstep.keras.fit.metric_states import keeps_examples
 from lockstep.worker.job import Job
 
 ops = keras.ops
@@ -146,10 +146,126 @@ def warm() -> Built:
     ), LABELS
 
 
+class Combined(keras.metrics.Metric):
+    """Its state is not a sum: it combines a number for each batch."""
+
+    def __init__(self, combine: Any, start: float = 0) -> None:
+        super().__init__(name="combined")
+        self.combine, self.start = combine, start
+        self.value = self.add_variable((), keras.initializers.Constant(start))
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.value.assign(self.combine(self.value, ops.max(ops.abs(ops.cast(y, p.dtype) - p))))
+
+    def reset_state(self) -> None:
+        self.value.assign(self.start)
+
+    def result(self) -> Any:
+        return self.value * 1
+
+
+class Median(keras.metrics.Metric):
+    """Keeps all errors in Python."""
+
+    def __init__(self) -> None:
+        super().__init__(name="median")
+        self.errors: list[Any] = []
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.errors.append(ops.convert_to_numpy(ops.abs(y - p)))
+
+
+class Counts(keras.metrics.Metric):
+    """Keeps a number in Python that does not depend on examples."""
+
+    batches = 0
+
+    def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+        self.batches += 1
+
+
+def test_examples_that_a_metric_keeps_in_python_are_seen() -> None:
+    updates = [[((X[rows], X[rows] / 2), {})] for rows in (slice(4), slice(4, 8))]
+    metric = Median()
+    assert keeps_examples(metric, *updates)
+    assert metric.errors == []
+    assert not keeps_examples(Counts(name="counts"), *updates)
+
+
+def last(value: Any, batch: Any) -> Any:
+    return batch
+
+
+def discounted(value: Any, batch: Any) -> Any:
+    return 0.9 * value + 0.1 * batch
+
+
+def multiplied(value: Any, batch: Any) -> Any:
+    return value * (1 + batch)
+
+
+def of_metric(combine: Any, start: float = 0) -> Callable[[], Built]:
+    return one_output("mse", y=Y, units=1, metrics=lambda: [Combined(combine, start)])
+
+
+class OwnStep(keras.Sequential):
+    """Updates a metric in a step of its own."""
+
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.own = Combined(ops.maximum)
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.own]
+
+    def updated(self, metrics: Any, y: Any, p: Any) -> tuple[dict[str, Any], Any]:
+        metrics = self.own.stateless_update_state(metrics, y, p)
+        return {"own": self.own.stateless_result(metrics)}, metrics
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+        x, y = data
+
+        def loss_of(weights: Any) -> Any:
+            p, _ = self.stateless_call(weights, others, x)
+            return ops.mean(ops.square(p - y)), p
+
+        (_, p), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        logs, metrics = self.updated(metrics, y, p)
+        return logs, (weights, others, slots, metrics)
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        weights, others, metrics = state
+        x, y = data
+        p, _ = self.stateless_call(weights, others, x)
+        logs, metrics = self.updated(metrics, y, p)
+        return logs, (weights, others, metrics)
+
+
+def with_own_step() -> Built:
+    return compiled(OwnStep([keras.Input((4,)), hidden(), keras.layers.Dense(1)]), None), Y
+
+
 class OwnMaximum(keras.Sequential):
     def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         logs = super().compute_metrics(x, y, y_pred, sample_weight)
         return {**logs, "largest": ops.max(ops.abs(y_pred)), "of inputs": ops.max(x)}
+
+
+class Assigns(keras.Sequential):
+    """Changes the state of a metric without an update."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.own.value.assign_add(ops.max(y_pred))
+        return self.get_metrics_result()
+
+
+def assigning() -> Built:
+    model = Assigns([keras.Input((4,)), keras.layers.Dense(1)])
+    model.own = Combined(ops.add)
+    return compiled(model, "mse"), Y
 
 
 def with_own_maximum() -> Built:
@@ -205,12 +321,18 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "a metric of Keras": one_output(
         "mse", y=Y, units=1, metrics=lambda: [keras.metrics.PearsonCorrelation(axis=0)]
     ),
-    "a loss and a metric": one_output(contrast, metrics=lambda: [f1]),
+    "a loss and a metric": one_output(contrast, metrics=lambda: [f1, Combined(ops.maximum)]),
+    "a minimum": of_metric(ops.minimum, 1e9),
+    "the last batch": of_metric(last),
+    "a discounted mean": of_metric(discounted),
+    "a product": of_metric(multiplied, 1),
+    "a metric of a step": with_own_step,
+    "a metric that is assigned": assigning,
     "figures": with_own_maximum,
     "gather": gathering,
 }
 
-QUICK = {"two losses", "a loss and a metric"}
+QUICK = {"a loss and a metric"}
 
 
 def results(
@@ -228,10 +350,10 @@ def results(
     return [*figures, *np.concatenate([np.ravel(weight) for weight in model.get_weights()]).tolist()]
 
 
-def assert_plain(build: Callable[[], Built], weights: Any = None) -> None:
+def assert_plain(build: Callable[[], Built], weights: Any = None, **options: Any) -> None:
     """Replicas have the numbers of plain Keras."""
     # It replaces the methods.
-    strategy = lockstep.MultiWorkerMirroredStrategy()
+    strategy = lockstep.MultiWorkerMirroredStrategy(**options)
     methods = keras.Model.fit, keras.Model.evaluate
     plain = results(build, nullcontext(), *map(inspect.unwrap, methods), weights)
     found = results(build, strategy.scope(), *methods, weights)
@@ -253,6 +375,7 @@ def test_weights_of_examples_are_those_of_the_whole_batch(capfd: pytest.CaptureF
     assert "per replica" not in capfd.readouterr().err
 
 
+@pytest.mark.ci
 def test_weights_may_come_and_go() -> None:
     """A `fit` without weights, one with them, another without: the rows that are gathered differ."""
 
@@ -271,17 +394,30 @@ def test_weights_may_come_and_go() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("asked", [False, True])
-def test_large_rows_are_exchanged_only_if_the_job_says_so(
-    asked: bool, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("wanted", [None, "job", "strategy"])
+def test_large_rows_are_exchanged_only_if_the_job_or_a_strategy_says_so(
+    wanted: str | None,
+    job_of_one_worker: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    settings = replace(job_of_one_worker.settings, exact_batch=asked)
-    monkeypatch.setattr(job_of_one_worker, "_context", replace(job_of_one_worker.context, settings=settings))
+    monkeypatch.setattr(job_of_one_worker, "exact_batch", wanted == "job")
     monkeypatch.setattr(trials, "LARGEST_EXCHANGE", 100)
-    with nullcontext() if asked else pytest.raises(AssertionError):
-        assert_plain(PROGRAMS["a loss"])
+    with nullcontext() if wanted else pytest.raises(AssertionError):
+        assert_plain(PROGRAMS["a loss"], exact_batch=wanted == "strategy")
     named = "per replica: the loss contrast (its rows, 0 MiB a step, are exchanged only with --exact-batch)"
-    assert (named in capfd.readouterr().err) != asked
+    assert (named in capfd.readouterr().err) != bool(wanted)
+
+
+def test_a_metric_that_does_not_add_up_is_refused_if_its_rows_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trials, "LARGEST_EXCHANGE", 100)
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, y = PROGRAMS["a minimum"]()
+    refused = r"does not start from zero: .*; its rows, 0 MiB a step, are exchanged only with --exact-batch"
+    with pytest.raises(ModelError, match=refused):
+        model.fit(X, y, verbose=0)
 
 
 class TwoViews(keras.Sequential):

@@ -37,6 +37,7 @@ _KINDS = {"train": "training step", "test": "evaluation step", "predict": "predi
     help="Keras backend, or all that are installed.  [default: as for lockstep run]",
 )
 @click.option("--tf-distribute", is_flag=True, help="As for lockstep run.")
+@click.option("--exact-batch", is_flag=True, help="As for lockstep run.")
 @click.option("--seed", type=click.IntRange(min=0), metavar="SEED", help="As for lockstep run.")
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
@@ -60,6 +61,7 @@ def check(**options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     words = ["--replicas", str(options["replicas"] or options["workers"])]
     words += ["--tf-distribute"] if options["tf_distribute"] else []
+    words += ["--exact-batch"] if options["exact_batch"] else []
     words += ["--seed", str(options["seed"])] if options["seed"] is not None else []
     program = [*(["-m"] if options["module"] else []), "--", options["script"], *options["arguments"]]
     results = {}

@@ -596,6 +596,7 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
     words += ["--threads-per-worker", str(spec.threads)] if spec.threads else []
     words += ["--backend", spec.backend] if spec.backend is not None else []
     words += ["--tf-distribute"] if spec.tf_distribute else []
+    words += ["--exact-batch"] if spec.exact_batch else []
     words += [] if spec.adopts else ["--no-adopt"]
     program = [*(["-m"] if spec.module else []), "--", spec.target, *spec.arguments]
     return witness_beside(spec.run_dir, words, program, calls)

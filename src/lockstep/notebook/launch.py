@@ -42,6 +42,7 @@ def launch(
     checkpoint: str | os.PathLike[str] | None = None,
     accept_changes: bool = False,
     input: str | None = None,
+    exact_batch: bool = False,
     tensorboard: str | os.PathLike[str] | None = None,
     env: Mapping[str, str | None] | None = None,
     tags: Sequence[str] = (),
@@ -74,6 +75,8 @@ def launch(
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
+        exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
+            even if replicas exchange more than 16 MiB of outputs in a step for that.
         tensorboard: folder in which to write metrics and times for TensorBoard.
         env: variables of the function, which are recorded with the run. If a value is None, the variable must
             be set here, and only its name is recorded: use this for secrets.
@@ -100,10 +103,11 @@ def launch(
     if job.is_worker():
         raise ConfigError(f"{_NAME} cannot be called in a worker: it starts a job of its own")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
-    others = {"backend": backend, "checkpoint": checkpoint, "input": input, "accept-changes": accept_changes}
+    others = {"backend": backend, "checkpoint": checkpoint, "input": input}
+    flags = {"accept-changes": accept_changes, "exact-batch": exact_batch}
     folders = {"run-dir": run_dir, "tensorboard": tensorboard}
     repeated = {"env": env_values(_NAME, env), "tag": tag_values(_NAME, tags)}
-    options = command_options(_NAME, {**numbers, **others, **folders, **repeated})
+    options = command_options(_NAME, {**numbers, **others, **flags, **folders, **repeated})
     with contextlib.ExitStack() as closing:
         parts = {f"args[{at}]": value for at, value in enumerate(args)}
         parts |= {f"kwargs[{name!r}]": value for name, value in (kwargs or {}).items()}

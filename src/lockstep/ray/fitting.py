@@ -90,6 +90,7 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     accept_changes: bool = False,
     input: str | None = None,
+    exact_batch: bool = False,
     tf_distribute: bool = False,
     env: Mapping[str, str | None] | None = None,
     tags: Sequence[str] = (),
@@ -123,6 +124,8 @@ def fit(
         accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset.
+        exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
+            even if replicas exchange more than 16 MiB of outputs in a step for that.
         tf_distribute: whether to replace the strategies in `tf.distribute` with Lockstep's, on every backend.
         env: variables of the function on all nodes, which are recorded with the run. If a value is None, the
             variable must be set here. Only its name is recorded, and Ray does not see its value.
@@ -166,6 +169,7 @@ def fit(
         "checkpoint": checkpoint,
         "accept-changes": accept_changes,
         "input": input,
+        "exact-batch": exact_batch,
         "tf-distribute": tf_distribute,
         "env": env_values(_NAME, env),
         "tag": tag_values(_NAME, tags),

@@ -22,6 +22,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: the value of the property of this name. It does not select the workers.
         communication_options: how workers exchange data. It does not affect the result.
+        exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
+            even if replicas exchange more than 16 MiB of outputs in a step for that.
 
     Raises:
         ConfigError: `TF_CONFIG` is wrong, was set too late, or contradicts that of another task.
@@ -44,9 +46,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: Any = None,
+        *,
+        exact_batch: bool = False,
     ) -> None:
         take_part()
-        super().__init__()
+        super().__init__(exact_batch=exact_batch)
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         timeout = getattr(communication_options, "timeout_seconds", None)
         if timeout is not None:
@@ -80,6 +84,8 @@ class MirroredStrategy(Strategy):
     Args:
         devices: names such as "GPU:0" or "CPU:1"; None for all visible GPUs.
         cross_device_ops: ignored, because sums use a fixed tree; accepted as in `tf.distribute`.
+        exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
+            even if replicas exchange more than 16 MiB of outputs in a step for that.
 
     Raises:
         ConfigError: the devices are invalid, or there is no script to restart.
@@ -93,9 +99,15 @@ class MirroredStrategy(Strategy):
         ...     model.compile("sgd", "mse")
     """
 
-    def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: Any = None,
+        *,
+        exact_batch: bool = False,
+    ) -> None:
         restart_per_device(devices)
-        super().__init__()
+        super().__init__(exact_batch=exact_batch)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give the replicas one dataset, `dataset_fn(context)`, whose batches they take in turn.

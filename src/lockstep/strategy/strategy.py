@@ -55,8 +55,9 @@ class Strategy:
     is_default = False
     """Whether this is the strategy of a program that has created none."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, exact_batch: bool = False) -> None:
         self._job = job.current()
+        self._job.exact_batch |= exact_batch
         self._methods = patches.install(self._job)
         self._methods.adopt_in_scopes()
         self._runner = runner_of(self._job)

@@ -214,6 +214,7 @@ class Job:
         joiners: how workers join meanwhile; only on the chief.
         left: whether this is a child of the worker, which must not take part in its exchange.
         policy: how this worker waits for others.
+        exact_batch: whether replicas also exchange large rows; as `JobSettings` or a strategy says.
         timer: measures the steps of the main thread.
     """
 
@@ -232,6 +233,7 @@ class Job:
         self.joiners = Joiners(self.peers, self.membership, self._enter_after)
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
+        self.exact_batch = context.settings.exact_batch
         self.task = "worker"
         self.left = False
         self.process = context.worker

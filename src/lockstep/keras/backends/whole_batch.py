@@ -13,15 +13,17 @@ temperature, have the whole gradient on each replica. Losses that layers add, an
 gathered: their means remain what they are.
 
 Metrics need no further round: they have no gradient. The arguments of `compute_metrics` travel with the last
-round, and each worker updates the metrics once with the joined rows (`MetricArguments`).
+round, and each worker updates the metrics once with the joined rows (`MetricArguments`). So do those of
+`update_state` where a step, or a layer, updates a metric of the program itself.
 
 `lockstep.keras.fit.trials` finds out which models need this.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import keras
@@ -30,7 +32,8 @@ import numpy as np
 from lockstep.errors import InternalError, ModelError
 from lockstep.keras.backends.contract import GATHERED, Total, WholePart
 from lockstep.keras.backends.multi_update import EndOfRound
-from lockstep.keras.private.common import kept_losses, layers_of, mask_of, set_mask
+from lockstep.keras.private.common import kept_losses, layers_of, mask_of, set_mask, wrapped_function
+from lockstep.keras.variables import flat_metrics
 from lockstep.worker.patch_registry import replaced
 
 Nest = Any
@@ -61,7 +64,7 @@ class StepGathers:
     Attributes:
         arrays: of the round, by their names in a partial.
         ended: whether a call has ended the round.
-        metrics: the arguments of `compute_metrics`, if it is computed from the whole batch.
+        metrics: the arguments of the calls that update metrics, if the whole batch updates them.
     """
 
     def __init__(self, earlier: Sequence[Total], start: Any, weight: Any, rows: int | None) -> None:
@@ -93,18 +96,27 @@ class StepGathers:
         merged = [self._merged(leaf, joined, f"{_ROUND}{i}") for i, leaf in enumerate(leaves)]
         return keras.tree.pack_sequence_as(nest, merged)
 
-    def keep_metrics(self, nest: Nest) -> None:
-        """Let the arguments of `compute_metrics` travel with the round.
+    def keep_metrics(self, compute: Callable[[Any, Nest], Any], nest: Nest) -> None:
+        """Let the arguments of a call that updates metrics travel with the round.
 
-        Raises:
-            InternalError: one of them has no row for each example, as the first step of the model had.
+        Args:
+            compute: makes the call, with the model and the arguments.
+            nest: the arguments, whose tensors have a row for each example.
         """
         leaves = _leaves(nest)
-        names = [f"{_METRICS}{i}" for i in range(len(leaves))]
-        if not all(leaf is None or self.has_rows(leaf) for leaf in leaves):
-            raise InternalError("an argument of compute_metrics has no row for each example")
-        self.arrays |= self._constants(leaves, _METRICS)
-        self.metrics = MetricArguments(keras.tree.pack_sequence_as(nest, names))
+        calls = self.metrics.calls if self.metrics else ()
+        prefix = f"{_METRICS}{len(calls)}/"
+        arguments = [
+            _Argument(f"{prefix}{i}") if leaf is None or keras.ops.is_tensor(leaf) else leaf
+            for i, leaf in enumerate(leaves)
+        ]
+        self.arrays |= self._constants(leaves, prefix)
+        self.metrics = MetricArguments((*calls, (compute, keras.tree.pack_sequence_as(nest, arguments))))
+
+    def all_have_rows(self, nest: Nest) -> bool:
+        """Whether each tensor of a nest has a row for each example of the replica, and there is one."""
+        tensors = [leaf for leaf in _leaves(nest) if keras.ops.is_tensor(leaf)]
+        return bool(tensors) and all(map(self.has_rows, tensors))
 
     def has_rows(self, leaf: Any) -> bool:
         """Whether a leaf of a nest has a row for each example of the replica."""
@@ -151,18 +163,29 @@ class StepGathers:
 
 
 @dataclass(frozen=True)
-class MetricArguments:
-    """The arguments of `compute_metrics` in a total.
+class _Argument:
+    """Represents an argument with a row for each example.
 
     Attributes:
-        names: the nest of the arguments, with the names of their arrays. An argument that is None, as sample
-            weights may be in one `fit` and not in the next one, has no array.
+        name: of its array in a total. An argument that is None, as sample weights may be in one `fit` and not
+            in the next one, has no array.
     """
 
-    names: Nest
+    name: str
+
+
+@dataclass(frozen=True)
+class MetricArguments:
+    """The arguments of the calls that update metrics from the whole batch.
+
+    Attributes:
+        calls: what makes each call with the model and the arguments, and the arguments.
+    """
+
+    calls: tuple[tuple[Callable[[Any, Nest], Any], Nest], ...]
 
     def computed(self, model: Any, total: Mapping[str, Any], tensor: Callable[[Any], Any]) -> dict[str, Any]:
-        """Update the metrics of a model with the joined rows, and return what `compute_metrics` returns.
+        """Make the calls with the joined rows, and return the figures that `compute_metrics` returns.
 
         Args:
             model: of the step.
@@ -170,18 +193,19 @@ class MetricArguments:
             tensor: makes a tensor of the backend of an array.
         """
 
-        def filled(name: str) -> Any:
-            if name not in total:
+        def filled(leaf: Any) -> Any:
+            if not isinstance(leaf, _Argument):
+                return leaf
+            if leaf.name not in total:
                 return None
-            rows = tensor(total[name])
-            if f"{name}/mask" in total:
-                set_mask(rows, tensor(total[f"{name}/mask"]))
+            rows = tensor(total[leaf.name])
+            if f"{leaf.name}/mask" in total:
+                set_mask(rows, tensor(total[f"{leaf.name}/mask"]))
             return rows
 
-        arguments = keras.tree.map_structure(filled, self.names)
-        figures: dict[str, Any] = model.compute_metrics(
-            arguments["x"], arguments["y"], arguments["y_pred"], arguments["sample_weight"]
-        )
+        figures: dict[str, Any] = {}
+        for compute, arguments in self.calls:
+            figures |= compute(model, keras.tree.map_structure(filled, arguments)) or {}
         return figures
 
 
@@ -246,20 +270,81 @@ def _whole_loss(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractCo
     return replaced(model, "compute_loss", whole)
 
 
-def _whole_metrics(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractContextManager[None]:
+@contextmanager
+def _whole_metrics(model: Any, gathers: StepGathers, *, inputs: bool) -> Iterator[None]:
     compute_metrics = model.compute_metrics
+    computing = False
 
     def kept(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        nonlocal computing
         given = {"x": x if inputs else None, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        gathers.keep_metrics(given)
+        if not gathers.all_have_rows(given):
+            raise InternalError("an argument of compute_metrics has no row for each example")
+        gathers.keep_metrics(_compute_metrics, given)
         # The result shows which logs there are. Its values do not count, and change no metric.
         before = [(variable, keras.ops.copy(variable.value)) for variable in model.metrics_variables]
-        logs = compute_metrics(x, y, y_pred, sample_weight)
+        computing = True
+        try:
+            logs = compute_metrics(x, y, y_pred, sample_weight)
+        finally:
+            computing = False
         for variable, value in before:
             variable.assign(value)
         return logs
 
-    return replaced(model, "compute_metrics", kept)
+    def update(metric: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if computing:
+            return None
+        if not (may_compare_examples(metric) and gathers.all_have_rows((args, kwargs))):
+            return original(*args, **kwargs)
+        gathers.keep_metrics(lambda _, given: metric.update_state(*given[0], **given[1]), (args, kwargs))
+        return None
+
+    with replaced(model, "compute_metrics", kept), replaced_updates(flat_metrics(model.metrics), update):
+        yield
+
+
+def _compute_metrics(model: Any, given: Mapping[str, Any]) -> Any:
+    return model.compute_metrics(given["x"], given["y"], given["y_pred"], given["sample_weight"])
+
+
+@contextmanager
+def replaced_updates(metrics: Iterable[Any], update: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, `metric.update_state(...)` is `update(metric, original, ...)` for some metrics."""
+
+    def replacement(metric: Any) -> Callable[..., Any]:
+        before = vars(metric).get("update_state")
+
+        def replaced_update(*args: Any, **kwargs: Any) -> Any:
+            # That of a class may be replaced meanwhile.
+            return update(metric, before or partial(type(metric).update_state, metric), *args, **kwargs)
+
+        return replaced_update
+
+    with ExitStack() as stack:
+        for metric in {id(metric): metric for metric in metrics}.values():
+            stack.enter_context(replaced(metric, "update_state", replacement(metric)))
+        yield
+
+
+_ACROSS_EXAMPLES = ("circle", "dice", "tversky")
+"""Keras's losses that compare the examples of a batch, or normalize over all of them."""
+
+
+def may_compare_examples(function: Any) -> bool:
+    """Whether a loss or metric is the program's own, or one of Keras's that compares examples.
+
+    Args:
+        function: a loss or a metric of Keras, perhaps with a function of the program.
+    """
+    inner, options = wrapped_function(function)
+    parts = [function] if inner is None else [function, inner]
+    modules = [getattr(part, "__module__", None) or type(part).__module__ for part in parts]
+    modules.append(type(function).__module__)
+    if not all(module.startswith(("keras.", "builtins")) for module in modules):
+        return True
+    name = getattr(inner or type(function), "__name__", "").lower()
+    return name in _ACROSS_EXAMPLES or options.get("axis", -1) != -1
 
 
 @contextmanager

@@ -1,9 +1,5 @@
-"""Parts of a model that are not additive over replicas: rejected metrics, and parts computed per replica.
+"""Parts of a model that differ from one process by more than rounding, and the notes on them."""
 
-Parts that are computed per replica differ from one process on the global batch by more than rounding.
-"""
-
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -11,12 +7,11 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from lockstep.errors import ModelError
 from lockstep.keras.backends.losses import observed_denominators
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import compiled_loss, layers_of, modules_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
-from lockstep.keras.variables import flat_metrics, optimizers_of
+from lockstep.keras.variables import optimizers_of
 from lockstep.system.prose import count
 from lockstep.topology import View
 
@@ -214,107 +209,3 @@ def _each_part(batch: TriedBatch, compute: Callable[[Any, Any], Result]) -> list
             return compute(x, y)
 
     return [of(rows) for rows in batch.halves] if batch.count > 1 else []
-
-
-def refuse_metrics_that_do_not_add(model: Any, batch: TriedBatch) -> None:
-    """Raise ModelError if a metric's state is not a sum over examples; leave the model unchanged.
-
-    Replicas start a step from zero, and their states are added to that of the metric. If `reset_state` keeps
-    the state, it includes earlier epochs. Keras's own metrics are additive. A user's metric is tested:
-    updating it with some rows and then with others must give the sum of the separate updates, and an update
-    must not depend on a state that `reset_state` keeps.
-
-    Args:
-        model: the model, built, with its metrics.
-        batch: the batch of the input. It is read only if a metric is tested.
-    """
-    for metric in model.metrics:
-        with keras.StatelessScope() as scope:
-            metric.reset_state()
-        for variable in metric.variables:
-            _refuse_unless_zero(variable, scope.get_current_value(variable))
-    own_metrics = _own_metrics(model)
-    if not own_metrics:
-        return
-    try:
-        if batch.count > 1:
-            with random_numbers(0):
-                _try(model, batch)
-    except ModelError:
-        raise
-    except Exception as error:  # A custom step may pass anything to metrics.
-        warnings.warn(
-            f"cannot check whether the metric {own_metrics[0].name!r} adds up over replicas, because the "
-            f"model or its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it "
-            "keeps sums and counts, and computes the rest in result()",
-            stacklevel=2,
-        )
-
-
-def _own_metrics(model: Any) -> list[Any]:
-    metrics = flat_metrics(model.metrics)
-    return [metric for metric in metrics if not type(metric).__module__.startswith("keras.")]
-
-
-def _refuse_unless_zero(variable: Any, value: Any) -> None:
-    """Raise ModelError if a metric resets a variable to another value than zero; None if it keeps its own."""
-    if variable.dtype == "bool":
-        raise ModelError(f"the metric variable {variable.path!r} is a bool, which cannot be summed")
-    if value is not None and np.any(keras.ops.convert_to_numpy(value) != 0):
-        raise ModelError(
-            f"the metric variable {variable.path!r} does not start from zero: replicas add up the "
-            "contributions of their examples, so keep sums and counts, and compute the rest in result()"
-        )
-
-
-def _try(model: Any, batch: TriedBatch) -> None:
-    first, second = (_updates(model, rows) for rows in batch.halves[1:])
-    apart = [a + b for a, b in zip(_state(model, [first]), _state(model, [second]), strict=True)]
-    for variable, sum_of_both, both in zip(
-        model.metrics_variables, apart, _state(model, [first, second]), strict=True
-    ):
-        if not np.allclose(sum_of_both, both, rtol=1e-4, atol=1e-5, equal_nan=True):
-            raise ModelError(
-                f"the metric variable {variable.path!r} does not add up: after some examples and then others "
-                "it is not the sum of both alone; keep sums and counts, and compute the rest in result()"
-            )
-    starts = [keras.ops.convert_to_numpy(variable.value) for variable in model.metrics_variables]
-    if not any(np.any(start != 0) for start in starts):
-        return
-    for variable, start, after, change in zip(
-        model.metrics_variables,
-        starts,
-        _state(model, [first], starts),
-        _state(model, [first]),
-        strict=True,
-    ):
-        tolerance = 1e-5 * max(1.0, float(np.max(np.abs(start), initial=0)))
-        if not np.allclose(after - start, change, rtol=1e-4, atol=tolerance, equal_nan=True):
-            raise ModelError(
-                f"the metric variable {variable.path!r} does not add up: reset_state keeps its value, and an "
-                "update changes it by an amount that depends on this; keep sums and counts, and compute the "
-                "rest in result()"
-            )
-
-
-def _updates(model: Any, rows: TriedRows) -> tuple[Any, Any, Any, Any]:
-    """Return (x, y, predictions, sample_weight) of some rows."""
-    x, y, weight = rows.data
-    with keras.StatelessScope():
-        return x, y, model(x, training=False), weight
-
-
-def _state(
-    model: Any, updates: Sequence[tuple[Any, Any, Any, Any]], starts: Sequence[Any] | None = None
-) -> list[Any]:
-    """Return the metrics' state after updates from `starts`, or from zero."""
-    variables = model.metrics_variables
-    values = [keras.ops.zeros_like(variable.value) for variable in variables] if starts is None else starts
-    mapping = [
-        (variable, keras.ops.convert_to_tensor(value, dtype=variable.dtype))
-        for variable, value in zip(variables, values, strict=True)
-    ]
-    with keras.StatelessScope(state_mapping=mapping) as scope:
-        for x, y, prediction, weight in updates:
-            model.compute_metrics(x, y, prediction, weight)
-    return [keras.ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]

@@ -15,7 +15,6 @@ from lockstep.keras.fit.exactness import (
     kinds_per_replica,
     occurrences_note,
     per_replica_note,
-    refuse_metrics_that_do_not_add,
     summed_occurrences,
     tried_parts,
     whole_batch_note,
@@ -108,8 +107,6 @@ class Introductions:
         adopts_all = self._models.adopts_all
         compilation = self._models.compilation(model)
         with unchanged(model):
-            if kind != "predict":
-                refuse_metrics_that_do_not_add(model, batch)
             if kind in compilation.measured:
                 return
             context = self._models.step_context(model)

@@ -15,7 +15,8 @@ compiled model. Measured are
 * what each layer passes to `add_loss`, also its `activity_regularizer`. The same calls show which layers of
   the program and operations of functional models compare examples, also Keras's layers that hold a function
   of the program (`Lambda`, an activation) or work along the first axis;
-* the metrics of the program and the figures of its own `compute_metrics`;
+* the metrics of the program and the figures of its own `compute_metrics`; whether the state of a metric is a
+  sum (`lockstep.keras.fit.metric_states`);
 * the gradients, metrics and figures of its own `train_step`, `test_step` or `compute_loss`, in the step's
   own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
 
@@ -40,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
+from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own, without_summaries
 from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
 from lockstep.keras.backends.growth import (
@@ -55,8 +57,16 @@ from lockstep.keras.backends.growth import (
 )
 from lockstep.keras.backends.logs import LogTemplate, recorded_results
 from lockstep.keras.backends.losses import weighted_means
-from lockstep.keras.backends.whole_batch import is_gather
+from lockstep.keras.backends.whole_batch import is_gather, may_compare_examples
 from lockstep.keras.fit.exactness import different_denominators
+from lockstep.keras.fit.metric_states import (
+    Update,
+    keeps_examples,
+    metrics_of_program,
+    recorded_updates,
+    why_not_a_sum,
+    why_not_summed,
+)
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -66,16 +76,12 @@ from lockstep.keras.private.common import (
     layers_of,
     modules_of,
     run_eagerly,
-    wrapped_function,
 )
 from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import current_states, random_numbers
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import replaced
-
-_ACROSS_EXAMPLES = ("circle", "dice", "tversky")
-"""Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 LARGEST_EXCHANGE = 16 << 20
 """The most bytes of rows that replicas exchange in a step for losses and metrics of the whole batch."""
@@ -92,6 +98,8 @@ LIBRARIES = ("Python", "NumPy")
 
 Array = npt.NDArray[Any]
 Nest = Any
+Updates = Mapping[int, Sequence[Update]]
+"""The updates of metrics, by the metrics' ids."""
 Result = TypeVar("Result")
 
 
@@ -134,12 +142,18 @@ class Trial:
         self.names: list[str] = []
         self.exact: list[str] = []
         self._row_bytes = 0.0
+        self._refused: dict[str, str] = {}
+        # In a compiled step, Python runs once.
+        self._runs_python = bool(model.run_eagerly) or keras.backend.backend() == "torch"
         self.growths = replace(growths_of(model), whole=whole)
 
     def measure(self, kinds: Sequence[StepKind]) -> None:
         """Measure the losses, layers, metrics, and some kinds of steps, of the program's own.
 
         What compares examples is computed from the whole batch, if trying it shows that this is exact.
+
+        Raises:
+            ModelError: the state of a metric is not a sum, and cannot be computed from the whole batch.
         """
         self._measure(kinds)
         tried = [self.growths.whole]
@@ -157,12 +171,15 @@ class Trial:
             if not exact:
                 continue
             size = trial._row_bytes * self._batch.examples
-            if size > LARGEST_EXCHANGE and not self._job.settings.exact_batch:
+            if size > LARGEST_EXCHANGE and not self._job.exact_batch:
                 large = f"its rows, {size / (1 << 20):.0f} MiB a step, are exchanged only with --exact-batch"
                 self.names = [f"{name} ({large})" if name in exact else name for name in self.names]
+                self._refused = {name: f"{why}; {large}" for name, why in self._refused.items()}
                 break
-            self.names, self.growths = trial.names, trial.growths
+            self.names, self.growths, self._refused = trial.names, trial.growths, trial._refused
             self.exact += exact
+        if self._refused:
+            raise ModelError(next(iter(self._refused.values())))
         set_growths(self._model, self.growths)
 
     def _wholes(self) -> list[frozenset[WholePart]]:
@@ -404,6 +421,8 @@ class Trial:
 
     def _metrics(self, kinds: Sequence[StepKind]) -> None:
         """Measure the metrics of the program's own, and what its own `compute_metrics` returns."""
+        for metric in metrics_of_program(self._model):
+            self._refuse(metric, why_not_summed(metric))
         if "metrics" in self.growths.whole:
             return
         model = self._model
@@ -431,11 +450,32 @@ class Trial:
         """Return, for some attempts, the growth of the metrics' variables and of other figures."""
         found = []
         for outputs, weights in self._outputs():
-            arrays = self._each(partial(self._metric_arrays, outputs, weights))
+            updates: list[Updates] = []
+            arrays = self._each(partial(self._metric_arrays, outputs, weights, updates))
             found.append({name: self._growth([a[name] for a in arrays]) for name in arrays[0]})
+            if "metrics" not in self.growths.whole:
+                self._name_metrics_that_do_not_add(*updates[1:])
         return found
 
-    def _metric_arrays(self, outputs: Nest, weights: Nest, part: TriedRows) -> dict[str, Array]:
+    def _name_metrics_that_do_not_add(self, first: Updates, second: Updates) -> None:
+        """Name the metrics whose state is not a sum over examples, as replicas have to refuse."""
+        for metric in metrics_of_program(self._model):
+            updates = first.get(id(metric), ()), second.get(id(metric), ())
+            with random_numbers(0), unchanged(self._model):
+                self._refuse(metric, why_not_a_sum(metric, *updates))
+                if self._runs_python and keeps_examples(metric, *updates):
+                    self._name(f"the metric {metric.name}")
+
+    def _refuse(self, metric: Any, why: str | None) -> None:
+        """Name a metric, and keep why the model is refused unless the whole batch updates it."""
+        if why is not None:
+            name = f"the metric {metric.name}"
+            self._refused.setdefault(name, why)
+            self._name(name)
+
+    def _metric_arrays(
+        self, outputs: Nest, weights: Nest, updates: list[Updates], part: TriedRows
+    ) -> dict[str, Array]:
         model = self._model
         variables = model.metrics_variables
         zeros = [(variable, keras.ops.zeros_like(variable.value)) for variable in variables]
@@ -446,7 +486,9 @@ class Trial:
             keras.StatelessScope(state_mapping=zeros) as scope,
             weighted_means(part.weight),
             recorded_results(model) as results,
+            recorded_updates(model) as updates_of_part,
         ):
+            updates.append(updates_of_part)
             logs = model.compute_metrics(x, y, _cut(outputs, part), _cut(weights, part))
             figures = LogTemplate(model, logs, results).values
         arrays = {
@@ -520,6 +562,8 @@ class Trial:
             program = self._backend.program(model, kind)
             state = program.present()
 
+            updates: list[Updates] = []
+
             def compute(part: TriedRows, replicas: int) -> dict[str, Array]:
                 set_growths(model, replace(growths, divisor=replicas if summed else 1))
                 weight, start = part.count / whole.count, part.rows.start
@@ -529,12 +573,15 @@ class Trial:
                     self._context(),
                     unchanged(model),
                     self._global_draws_named(),
+                    recorded_updates(model) as updates_of_part,
                 ):
+                    updates.append(updates_of_part)
                     arrays = program.parts(len(totals), program.compute(state, share, totals))
                 # The next computation may use the memory again.
                 return {name: np.array(self._backend.to_numpy(array)) for name, array in arrays.items()}
 
             while True:
+                updates.clear()
                 arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
                 if any(one.keys() != arrays[0].keys() for one in arrays):
                     raise _UnlikeStepsError
@@ -545,6 +592,7 @@ class Trial:
                 )
                 # A step of each kind exchanges its own.
                 self._row_bytes = max(self._row_bytes, row_bytes)
+                updates_of_halves = updates[1:3]
                 if is_gather(arrays[0]):
                     # Those of the halves are the same rows.
                     totals.append(arrays[0])
@@ -554,6 +602,7 @@ class Trial:
                 rounds.append([_unweighted(one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)])
                 totals.append(arrays[0])
                 if program.is_last(len(totals) - 1):
+                    self._name_metrics_that_do_not_add(*updates_of_halves)
                     return rounds
 
     def _name_if_divided(
@@ -891,19 +940,3 @@ def _may_add_losses(layer: Any) -> bool:
     own = [one for one in type(layer).__mro__ if not one.__module__.startswith(("keras.", "builtins"))]
     codes = [getattr(member, "__code__", None) for one in own for member in vars(one).values()]
     return any(code is not None and "add_loss" in code.co_names for code in codes)
-
-
-def may_compare_examples(function: Any) -> bool:
-    """Whether a loss or metric is the program's own, or one of Keras's that compares examples.
-
-    Args:
-        function: a loss or a metric of Keras, perhaps with a function of the program.
-    """
-    inner, options = wrapped_function(function)
-    parts = [function] if inner is None else [function, inner]
-    modules = [getattr(part, "__module__", None) or type(part).__module__ for part in parts]
-    modules.append(type(function).__module__)
-    if not all(module.startswith(("keras.", "builtins")) for module in modules):
-        return True
-    name = getattr(inner or type(function), "__name__", "").lower()
-    return name in _ACROSS_EXAMPLES or options.get("axis", -1) != -1
