@@ -22,6 +22,7 @@ import lockstep
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
+from lockstep.keras.backends.growth import Growths, set_growths
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.variables import assign, step_state
 from lockstep.worker import job
@@ -532,6 +533,60 @@ def test_a_plain_step_leaves_gradients_as_they_were() -> None:
     )
     assert first == second
     assert [variable.value.grad for variable in model.trainable_variables] == [None, None]
+
+
+class Noisy(keras.layers.Layer):
+    """Draws from all random states, changes its state, and adds to the loss; notes its calls."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.count = self.add_weight(name="count", shape=(), initializer="ones", trainable=False)
+        self.note = lambda: calls.append("forward")
+
+    def call(self, x: Any) -> Any:
+        self.note()
+        self.count.assign(self.count + keras.ops.mean(x))
+        self.add_loss(keras.ops.mean(keras.ops.square(x)))
+        return x + sum(np.ravel(drawn_numbers()[1:-1])) * torch.rand(1)
+
+
+class Scaling(Noisy):
+    """Changes its state, of which the gradient depends."""
+
+    def call(self, x: Any) -> Any:
+        return super().call(x) * self.count
+
+
+@here
+@pytest.mark.parametrize(("cls", "forwards"), [(Noisy, 1), (Scaling, 2)])
+def test_a_step_that_goes_on_from_a_kept_forward_pass_has_the_bits_of_another_pass(
+    cls: type[Noisy], forwards: int
+) -> None:
+    def contrast(y: Any, p: Any) -> Any:
+        drawn = sum(np.ravel(drawn_numbers()[1:-1]))
+        return keras.ops.mean(keras.ops.matmul(p, keras.ops.transpose(p))) * drawn * torch.rand(())
+
+    calls: list[str] = []
+    model = layers(keras.layers.Dense(3), cls(calls), keras.layers.Dropout(0.5))
+    found = program(model, loss=contrast, metrics=[])
+    set_growths(model, Growths(whole=frozenset({"loss"})))
+    shares = [
+        share(r)._replace(data=lambda r=r: (X[4 * r :][:4], Y[4 * r :][:4]), start=4 * r) for r in (0, 1)
+    ]
+
+    def bits(*, keeps: bool) -> list[dict[str, bytes]]:
+        found.keep_passes(keeps)
+        rows = [found.compute(None, each, ()) for each in shares]
+        joined = {name: np.concatenate([part[name] for part in rows]) for name in rows[0]}
+        calls.clear()
+        partials = [found.compute(None, each, [joined]) for each in shares]
+        return [{name: np.asarray(a).tobytes() for name, a in part.items()} for part in partials]
+
+    wanted = bits(keeps=False)
+    assert len(calls) == 2
+    assert bits(keeps=True) == wanted
+    assert len(calls) == forwards
+    assert any(name.startswith("state/") for name in wanted[0])
 
 
 def states_now() -> list[Any]:

@@ -156,6 +156,15 @@ class PythonOfReplicas:
             self._refuse_counts(run, rows, changes, label)
         return partial
 
+    def computes_once(self, replica: int, *, first_round: bool) -> bool:
+        """Whether `compute` makes no trials, which compute the replica several times."""
+        return not first_round or not (self._due or (replica == 0 and self._steps <= _TRIED_STEPS))
+
+    @property
+    def has_written(self) -> bool:
+        """Whether the last computation has changed any attribute, also one that no step reads."""
+        return bool(self._changes)
+
     def form(self) -> str:
         """Return the changes of the last computation, which must be equal for all replicas."""
         return "; ".join([*self._began, *self._texts(self._changes)])

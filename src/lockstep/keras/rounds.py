@@ -34,6 +34,8 @@ _SHOWN, _LONGEST = 3, 60
 """The parts that a message shows, and the most characters of each."""
 _VALUE = re.compile(r" = | was ")
 
+_checked_rows = msgspec.msgpack.Decoder(tuple[bytes, dict[int, list[Packed]]])
+
 
 @dataclass(frozen=True)
 class PartialLayout:
@@ -121,6 +123,7 @@ class Round(ABC):
         self.sums: Sequence[Array] = ()
         self._forms: set[str] = set()
         self._joined: dict[str, Array] = {}
+        self._differs = False
 
     # What subclasses define.
 
@@ -268,8 +271,8 @@ class Round(ABC):
             # Complete for all members: the next view does not repeat it.
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
             contributions = {r: arrays for r, arrays in named.items() if r in self.started}
-            self._joined = _joined(layout, contributions, communicator, self.what)
-        if self._joined and not layout.summed and not check:
+            self._joined, self._differs = _joined(layout, contributions, communicator, check, self.what)
+        if self._joined and not layout.summed and not self._differs:
             return self._joined
         summands = self.summands(partials, view.replicas)
         try:
@@ -367,18 +370,28 @@ class ExchangeCall(Protocol):
 
 
 def _joined(
-    layout: PartialLayout, partials: Mapping[int, Mapping[str, Array]], communicator: Communicator, what: str
-) -> dict[str, Array]:
+    layout: PartialLayout,
+    partials: Mapping[int, Mapping[str, Array]],
+    communicator: Communicator,
+    check: bytes,
+    what: str,
+) -> tuple[dict[str, Array], bool]:
+    """Return the joined arrays, and whether the workers differ in `check`: then a reduce names them."""
     packed = {r: [pack(name, arrays[name]) for name in layout.joined] for r, arrays in partials.items()}
+    blobs = communicator.gather(msgspec.msgpack.encode((check, packed)), what=what)
+    of_workers = [_checked_rows.decode(blob) for blob in blobs]
+    if any(other != of_workers[0][0] for other, _ in of_workers):
+        return {}, True
     columns: dict[str, dict[int, Array]] = {name: {} for name in layout.joined}
-    for blob in communicator.gather(msgspec.msgpack.encode(packed), what=what):
-        for replica, leaves in msgspec.msgpack.decode(blob, type=dict[int, list[Packed]]).items():
+    for _, of_worker in of_workers:
+        for replica, leaves in of_worker.items():
             for name, array in map(unpack, leaves):
                 columns[name][replica] = array
-    return {
+    joined = {
         name: np.concatenate([column[r] for r in sorted(column)], axis=int(name.split("/")[1]))
         for name, column in columns.items()
     }
+    return joined, False
 
 
 def evidence(array: Array, counts: bool) -> Array:

@@ -129,6 +129,12 @@ class Program(TrainingState, Protocol):
             ModelError: the changes that the step makes cannot be combined over replicas.
         """
 
+    def keep_passes(self, keeps: bool) -> None:
+        """Set whether computes keep the forward pass of a replica for its next round in the same step.
+
+        They do not until this is set. If it is False, what was kept is forgotten.
+        """
+
     def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
         """Return the error of a `compute`, raised by the line of the program that is at fault if possible."""
 

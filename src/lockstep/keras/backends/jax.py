@@ -301,6 +301,9 @@ class JaxProgram(JaxState):
             self._outputs.append((share.replica, outputs))
         return partial
 
+    def keep_passes(self, keeps: bool) -> None:
+        """Do nothing: each round computes all again."""
+
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
         return self._form.is_last(number)

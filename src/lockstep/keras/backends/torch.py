@@ -38,7 +38,7 @@ from lockstep.keras.backends.contract import (
     TrainFunctionCall,
 )
 from lockstep.keras.backends.eager_contract import Tensors
-from lockstep.keras.backends.growth import combinable
+from lockstep.keras.backends.growth import combinable, growths_of
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
 from lockstep.keras.backends.losses import (
     MEANS,
@@ -59,10 +59,12 @@ from lockstep.keras.backends.multi_update import (
 from lockstep.keras.backends.torch_tensors import (
     borrowed,
     copied,
+    device_random_states,
     enable_determinism,
     int32,
     log_value,
     seeded,
+    set_device_random_states,
     to_numpy,
     weighted,
 )
@@ -73,7 +75,13 @@ from lockstep.keras.backends.whole_batch import (
     updating,
     with_figures,
 )
-from lockstep.keras.private.common import REDUCE_WEIGHTED_VALUES, layers_of, stored_value
+from lockstep.keras.private.common import (
+    REDUCE_WEIGHTED_VALUES,
+    added_losses,
+    layers_of,
+    set_added_losses,
+    stored_value,
+)
 from lockstep.keras.private.torch import versions
 from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
@@ -217,7 +225,7 @@ class VariablesBefore:
         updated: the variables that updates of earlier rounds have changed, with copies, by their ids.
     """
 
-    copies: Mapping[int, torch.Tensor]
+    copies: dict[int, torch.Tensor]
     state: Sequence[int]
     trainable: list[int]
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
@@ -284,6 +292,27 @@ def _refused_additions(model: Any) -> Iterator[None]:
             "beginning of the step, or add gradients of several steps up in variables with trainable=False, "
             "or give the optimizer gradient_accumulation_steps"
         )
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """The forward pass of a replica in a round that has ended at its loss, for the next round to go on from.
+
+    Attributes:
+        replica: the replica's id.
+        outputs: of the model, with the graph of PyTorch for the backward pass.
+        state: the values of the layers' state that the pass has changed, by position.
+        metrics: the values of the metrics.
+        losses: what layers have added to the loss; see `added_losses`.
+        random: the global random states, and those of devices.
+    """
+
+    replica: int
+    outputs: Any
+    state: Mapping[int, torch.Tensor]
+    metrics: Sequence[torch.Tensor]
+    losses: Any
+    random: tuple[Any, Any]
 
 
 class TorchState(VariableState):
@@ -355,12 +384,29 @@ class TorchProgram(TorchState):
         self._log_template: LogTemplate | None = None
         self._metric_arguments: MetricArguments | None = None
         self._outputs: list[tuple[int, Any]] = []
+        self._pass: ForwardPass | None = None
+        self._keeps_passes, self._can_go_on = False, True
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial; afterwards, the model's variables have their values from before."""
+        if len(earlier) == 1 and self._pass is not None and self._pass.replica == share.replica:
+            kept, self._pass = self._pass, None
+            # PyTorch refuses the backward pass if the graph needs layer state that was written to since.
+            with suppress(RuntimeError):
+                return self._computed(share, earlier, kept)
+            self._can_go_on = False
+        return self._computed(share, earlier)
+
+    def keep_passes(self, keeps: bool) -> None:
+        """Set whether computes keep the forward pass of a replica; see `Program`."""
+        self._keeps_passes = keeps
+        if not keeps:
+            self._pass = None
+
+    def _computed(self, share: Share, earlier: Sequence[Total], kept: ForwardPass | None = None) -> Partial:
         data = keras.tree.map_structure(copied, share.data())
         with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * GOLDEN):
-            partial = self._run(data, share, earlier, before)
+            partial = self._run(data, share, earlier, before, kept)
             self._refuse_own_updates(before)
             if self._form.is_last(len(earlier)):
                 with torch.no_grad():
@@ -466,7 +512,12 @@ class TorchProgram(TorchState):
             return mapped(log_value, self._log_template.assembled(total)), None
 
     def _run(
-        self, data: Any, share: Share, earlier: Sequence[Total], before: VariablesBefore
+        self,
+        data: Any,
+        share: Share,
+        earlier: Sequence[Total],
+        before: VariablesBefore,
+        kept: ForwardPass | None,
     ) -> dict[str, Any]:
         """Run the model's step; return its partial, without the variables that it changes."""
         model, weight, number = self._model, share.weight, len(earlier)
@@ -484,7 +535,7 @@ class TorchProgram(TorchState):
             if self._kind == "test":
                 partial = self._test(number, data, weight, results)
             else:
-                partial = self._train(data, weight, earlier, before, results)
+                partial = self._train(data, share, earlier, before, results, kept)
         if gathers.ended:
             self._form.show(number, ended=False)
             return gathers.arrays
@@ -507,14 +558,18 @@ class TorchProgram(TorchState):
     def _train(
         self,
         data: Any,
-        weight: float,
+        share: Share,
         earlier: Sequence[Total],
         before: VariablesBefore,
         results: MetricResults,
+        kept: ForwardPass | None,
     ) -> dict[str, Any]:
-        number, logs = len(earlier), None
+        number, weight, logs = len(earlier), share.weight, None
         # Keras's own step makes no backward pass before its loss.
         only_forward = self._form.gathered(number) and not has_own(self._model, "train_step")
+        # One, so that a worker needs no more memory than for the replicas one after the other.
+        keeps = self._keeps_passes and self._can_go_on and self._pass is None
+        keeps = keeps and only_forward and not earlier and "loss" in growths_of(self._model).whole
         updates, totals = self._form.updates(number), updating(earlier)
         with ExitStack() as stack:
             recorder = UpdateRecorder(
@@ -528,11 +583,62 @@ class TorchProgram(TorchState):
             )
             stack.enter_context(recorder.replacing_apply(self._model, self._optimizers, varies=True))
             weighed = stack.enter_context(weighted_gradients(self._model, weight))
-            with suppress(EndOfRound), torch.no_grad() if only_forward else nullcontext():
+            if keeps:
+                stack.enter_context(self._keeping_pass(share.replica, before))
+            if kept is not None:
+                stack.enter_context(self._going_on_from(kept, before))
+            without_graph = only_forward and not keeps
+            with suppress(EndOfRound), torch.no_grad() if without_graph else nullcontext():
                 logs = self._model.train_step(data) or {}
         self._form.show(number, recorder.update, ended=logs is not None)
         partial = self._gradients(recorder, 1.0 if weighed else weight)
         return partial if logs is None else partial | self._logged_values(logs, results, weight)
+
+    @contextmanager
+    def _keeping_pass(self, replica: int, before: VariablesBefore) -> Iterator[None]:
+        """Within the block, keep the forward pass of Keras's own step when it comes to the loss."""
+        model = self._model
+        compute_loss = model.compute_loss
+
+        def at_loss(x: Any, y: Any, y_pred: Any, *args: Any, **options: Any) -> Any:
+            self._pass = ForwardPass(
+                replica,
+                y_pred,
+                {i: self._tensors[i].detach().clone() for i in self._changed(before) | self._unseen},
+                [metric.detach().clone() for metric in self._metrics],
+                added_losses(layers_of(model)),
+                (randomness.current_states(), device_random_states()),
+            )
+            return compute_loss(x, y, y_pred, *args, **options)
+
+        with replaced(model, "compute_loss", at_loss):
+            yield
+
+    @contextmanager
+    def _going_on_from(self, kept: ForwardPass, before: VariablesBefore) -> Iterator[None]:
+        """Within the block, Keras's own step makes no forward pass: it goes on at the loss, after `kept`."""
+        model = self._model
+        compute_loss = model.compute_loss
+
+        def at_loss(*args: Any, **options: Any) -> Any:
+            # The loss may call the model.
+            call.close()
+            with torch.no_grad():
+                for i, value in kept.state.items():
+                    if i not in before.copies:
+                        before.copies[i] = self._tensors[i].detach().clone()
+                    self._tensors[i].copy_(value)
+                for metric, value in zip(self._metrics, kept.metrics, strict=True):
+                    metric.copy_(value)
+            set_added_losses(layers_of(model), kept.losses)
+            states, devices = kept.random
+            randomness.restore_states(states)
+            set_device_random_states(devices)
+            return compute_loss(*args, **options)
+
+        with ExitStack() as call, replaced(model, "compute_loss", at_loss):
+            call.enter_context(replaced(model, "call", lambda *args, **options: kept.outputs))
+            yield
 
     def _gradients(self, recorder: UpdateRecorder, weight: float) -> dict[str, Any]:
         """Return the weighted gradients of a round's update, and the variables for which there are gradients.
@@ -618,9 +724,13 @@ class TorchProgram(TorchState):
             if version != before.trainable[i]:
                 refuse_own_update(self._model.trainable_variables[i].path)
 
+    def _changed(self, before: VariablesBefore) -> set[int]:
+        """Return the positions of the layers' state that has changed, as far as version counters show it."""
+        return {i for i, version in enumerate(versions(self._tensors)) if version != before.state[i]}
+
     def _changes(self, before: VariablesBefore, share: Share) -> dict[str, Any]:
         """Return the changes of the layers' state, in a form that can be summed."""
-        changed = {i for i, version in enumerate(versions(self._tensors)) if version != before.state[i]}
+        changed = self._changed(before)
         if self._known is None:
             # A write to `tensor.data` does not change the version counter.
             others = before.copies.keys() - changed - self._seeds

@@ -102,19 +102,27 @@ def enable_determinism(threads: int) -> None:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Within the block, PyTorch's global random states are derived from `seed`."""
-    state = torch.get_rng_state()
-    on_gpu = torch.cuda.is_initialized()
-    devices = torch.cuda.get_rng_state_all() if on_gpu else []
+    state, devices = torch.get_rng_state(), device_random_states()
     # torch.manual_seed would format a stack trace for absent devices.
     torch.default_generator.manual_seed(seed % 2**64)
-    if on_gpu:
+    if devices:
         torch.cuda.manual_seed_all(seed % 2**64)
     try:
         yield
     finally:
         torch.set_rng_state(state)
-        if on_gpu:
-            torch.cuda.set_rng_state_all(devices)
+        set_device_random_states(devices)
+
+
+def device_random_states() -> list[torch.Tensor]:
+    """Return the random states of the GPUs; empty before PyTorch uses one."""
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def set_device_random_states(states: list[torch.Tensor]) -> None:
+    """Restore the result of `device_random_states`."""
+    if states:
+        torch.cuda.set_rng_state_all(states)
 
 
 def _dense(gradient: Any, variable: torch.Tensor) -> torch.Tensor:

@@ -205,11 +205,12 @@ class GlobalStep:
         The workers may divide the update of a step that counts.
         """
         totals = [] if totals is None else totals
+        self.program.keep_passes(False)
         if self.program.varies:
             self.python.begin()
-        complete = False
+        complete, examples = False, dict[int, Any]()
         while not complete:
-            round_ = StepRound(self, state, batch, list(totals), record)
+            round_ = StepRound(self, state, batch, list(totals), record, examples)
             total = self._verifier.sum(round_)
             complete = self.program.is_last(len(totals))
             if is_gather(total):
@@ -341,6 +342,14 @@ class StepRound(Round):
     Replicas without examples contribute nothing. A worker that has only such replicas also computes
     replica 0 to learn the layout of a partial: in the first step, and where steps vary, in each.
 
+    Args:
+        step: of the program.
+        state: at the beginning of the step.
+        batch: of the step.
+        earlier: the totals of the earlier rounds.
+        record: of the step.
+        examples: gets those of a replica, by its id, if the step takes another round.
+
     Attributes:
         shares: the shares that this worker has computed, of a program that predicts.
     """
@@ -354,6 +363,7 @@ class StepRound(Round):
         batch: Batch,
         earlier: Sequence[Total] = (),
         record: RecordedStep | None = None,
+        examples: dict[int, Any] | None = None,
     ) -> None:
         layouts = step.layouts.setdefault(len(earlier), {})
         varies = step.program.varies or step.kind != "train"
@@ -370,6 +380,7 @@ class StepRound(Round):
         self._earlier = earlier
         self._number = len(earlier)
         self._record = record
+        self._examples = {} if examples is None else examples
         self.shares: dict[int, Share] = {}
 
     def _share(self, replica: int) -> Share:
@@ -382,8 +393,8 @@ class StepRound(Round):
     def compute(self, replica: int) -> Partial:
         """Compute a replica by the program; the computation may still go on afterwards."""
         step, share = self._step, self._share(replica)
-        read = step.timer.charging("input", share.data) if step.timer.running else share.data
-        data = read()
+        if (data := self._examples.get(replica)) is None:
+            data = (step.timer.charging("input", share.data) if step.timer.running else share.data)()
         share = share._replace(data=lambda: data)
         # A replica that this worker only verifies is recorded by its owner.
         if self._record is not None and replica in step.job.view.replicas_of(self.worker):
@@ -397,16 +408,31 @@ class StepRound(Round):
 
         try:
             with step.context():
-                if not step.program.varies:
-                    return step.program_for(data).compute(self._state, share, self._earlier)
-                # Rounds that gather run only a part of the step.
-                first_round = not updating(self._earlier) and self._number not in step.gathering
-                return step.python.compute(run, replica, share.examples, self.what, first_round=first_round)
+                if step.program.varies:
+                    partial = self._compute_in_python(run, share)
+                else:
+                    partial = step.program_for(data).compute(self._state, share, self._earlier)
         except LockstepError:
             raise
         except Exception as error:
             self._explain(error, share)
             raise
+        if step.program.is_last(self._number):
+            self._examples.pop(replica, None)
+        else:
+            self._examples[replica] = data
+        return partial
+
+    def _compute_in_python(self, run: Callable[[int], Partial], share: Share) -> Partial:
+        # Rounds that gather run only a part of the step.
+        program, python, replica = self._step.program, self._step.python, share.replica
+        first_round = not updating(self._earlier) and self._number not in self._step.gathering
+        program.keep_passes(python.computes_once(replica, first_round=first_round))
+        partial = python.compute(run, replica, share.examples, self.what, first_round=first_round)
+        if python.has_written:
+            # A round without a forward pass would not write it.
+            program.keep_passes(False)
+        return partial
 
     def form(self) -> str | None:
         """Return what the last computation has done, if steps of the program vary."""

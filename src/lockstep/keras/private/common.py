@@ -470,13 +470,23 @@ def rate_object(optimizer: Any) -> Any:
 @contextmanager
 def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
     """Within the block, layers may add losses or get those of a stateless call. They forget both after it."""
-    before = [(list(layer._losses), layer._losses_override) for layer in layers]
+    before = added_losses(layers)
     try:
         yield
     finally:
-        for layer, (losses, override) in zip(layers, before, strict=True):
-            layer._losses[:] = losses
-            vars(layer)["_losses_override"] = override
+        set_added_losses(layers, before)
+
+
+def added_losses(layers: Sequence[Any]) -> list[tuple[list[Any], Any]]:
+    """Return the losses that layers have added, and those that they were given by a stateless call."""
+    return [(list(layer._losses), layer._losses_override) for layer in layers]
+
+
+def set_added_losses(layers: Sequence[Any], added: Sequence[tuple[list[Any], Any]]) -> None:
+    """Set the losses of layers to a result of `added_losses`."""
+    for layer, (losses, override) in zip(layers, added, strict=True):
+        layer._losses[:] = losses
+        vars(layer)["_losses_override"] = override
 
 
 def trained_by(optimizer: Any) -> list[Any]:
