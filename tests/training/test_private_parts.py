@@ -204,11 +204,19 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ("", lambda: keras.Model, "_flatten_layers"),
     ("", lambda: keras.Operation, "symbolic_call"),
     ("", lambda: model()._compile_loss, "_flat_losses"),
-    ("", model, "_call_has_training_arg _compile_loss _compile_metrics _functional _loss_tracker"),
+    (
+        "",
+        model,
+        "_call_has_training_arg _compile_loss _compile_metrics _functional _loss_tracker",
+    ),
     ("", model, "metrics_variables"),
     ("", compiled_metrics, "_flat_weighted_metrics"),
     ("", lambda: model().layers[0], "_inbound_nodes _outbound_nodes _seed_generators"),
-    ("", lambda: model().layers[1], "_losses _losses_override _trainable_variables"),
+    (
+        "",
+        lambda: model().layers[1],
+        "_losses _losses_override _trainable_variables",
+    ),
     ("", lambda: model()._functional, "_inputs_struct _nodes_by_depth"),
     (
         "",

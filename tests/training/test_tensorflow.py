@@ -302,6 +302,19 @@ def test_variables_of_tensorflow_are_part_of_what_is_saved_and_compared() -> Non
 
 
 @here
+def test_values_that_are_not_those_of_examples_are_refused_in_a_graph() -> None:
+    class GathersViews(keras.Sequential):
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+            return keras.ops.mean(lockstep.gather(keras.ops.concatenate([y_pred, y_pred])))
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = GathersViews([keras.Input((6,)), keras.layers.Dense(2)])
+        model.compile("sgd")
+    with pytest.raises(ModelError, match=r"lockstep\.gather got a value of the shape \[.*, 2\]"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+
+
+@here
 def test_trials_leave_variables_of_tensorflow() -> None:
     model = Annealed()
     model.compile("sgd", "mse")

@@ -85,6 +85,7 @@ from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import (
     MetricArguments,
     StepGathers,
+    refuse_other_rows,
     refusing_to_gather,
     updating,
     with_figures,
@@ -365,6 +366,7 @@ class TensorFlowProgram(VariableState):
             partial, outputs = function(replica, portion, totals, *given)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
+        refuse_other_rows(partial, share.examples)
         return partial
 
     def keep_passes(self, keeps: bool) -> None:

@@ -373,10 +373,20 @@ def gather(values: Nest) -> Nest:
     if isinstance(gathers, StepGathers):
         for leaf in _leaves(values):
             if leaf is not None and not gathers.has_rows(leaf):
-                shape = list(getattr(leaf, "shape", ()))
-                raise ModelError(
-                    f"lockstep.gather got a value of the shape {shape}, which has no row for each example of "
-                    "the replica: give it values with the examples along their first axis, for example two "
-                    "views of the examples as two values"
-                )
+                _refuse_rows(leaf)
     return gathers.gather(values)
+
+
+def refuse_other_rows(partial: Mapping[str, Any], rows: int) -> None:
+    """Raise ModelError if a round has gathered other numbers of rows, which graphs do not know before."""
+    for name, array in partial.items():
+        if is_gather({name: array}) and array.shape[0] != rows:
+            _refuse_rows(array)
+
+
+def _refuse_rows(value: Any) -> NoReturn:
+    raise ModelError(
+        f"lockstep.gather got a value of the shape {list(getattr(value, 'shape', ()))}, which has no row for "
+        "each example of the replica: give it values with the examples along their first axis, for example "
+        "two views of the examples as two values"
+    )
