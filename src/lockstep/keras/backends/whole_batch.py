@@ -3,7 +3,8 @@
 `gather` joins the rows of all replicas. Each call takes a round: the step runs up to the call and ends there,
 and the rows of all replicas are joined in their order. In later rounds the step runs again, and the call
 returns the joined rows: the replica's own ones as the step has computed them, the others as constants. Random
-generators, statistics and metrics of a round that ends at a call change nothing.
+generators, statistics and metrics of a round that ends at a call change nothing. (On PyTorch, Keras's own
+step does not run again up to the loss if its forward pass was kept: `ForwardPass` in `torch.py`.)
 
 Each replica computes the loss of the joined rows, with equal values up to rounding. Its gradient is only
 that through the replica's own rows, and the sum of these gradients is the gradient of one process. Replicas
