@@ -337,7 +337,7 @@ class JaxProgram(JaxState):
             return "the step is not compiled"
         if jax.default_backend() != "cpu":
             return "the weights are on a GPU"
-        if len(totals) != 1 or self._whole_arguments is not None:
+        if len(totals) != 1 or self._metric_arguments is not None:
             return "losses or metrics compare the examples of a batch"
         if not self._blocks:
             optimizer = self._model.optimizer
