@@ -538,6 +538,9 @@ class TorchProgram(TorchState):
                 partial = self._train(data, share, earlier, before, results, kept)
         if gathers.ended:
             self._form.show(number, ended=False)
+            if gathers.metrics is not None:
+                # A layer has updated a metric of the whole batch, whose rows travel with the last round.
+                self._pass = None
             return gathers.arrays
         if not self._form.is_last(number):
             return partial
