@@ -132,7 +132,7 @@ def _places() -> Iterator[None]:
     packed = _after(
         PackedReduce.publish,
         "published",
-        lambda reduce: [a for given in reduce.given.values() for a in given],
+        lambda reduce: [array for partial in reduce.packed_partials.values() for array in partial],
     )
     added = _after(PackedReduce.sum, "summed", lambda reduce: [s.out for s in reduce.total])
     with (
