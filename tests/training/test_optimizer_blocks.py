@@ -34,6 +34,8 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
 }
 
+QUICK = {"Adam", "AdamW", "SGD with momentum"}
+
 
 def built(make: Callable[[], Any], dtype: str) -> tuple[Any, list[Any]]:
     numbers = np.random.default_rng(0)
@@ -72,6 +74,7 @@ def divided(
     return state[0], state[2]
 
 
+@pytest.mark.ci(*OPTIMIZERS.keys() - QUICK)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "float32") for name in OPTIMIZERS), ("AdamW", "bfloat16"), ("Adam", "float16")],
