@@ -132,6 +132,13 @@ def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 3]
     store.remove_after(0)
     assert steps(tmp_path) == []
+    assert {path.name for path in tmp_path.glob("s*")} == {
+        "suspect-step-000000000001",
+        "suspect-step-000000000003",
+    }
+    store.write(sample(1))
+    store.remove_after(0)
+    assert steps(tmp_path) == []
 
 
 def test_the_checkpoint_just_written_is_kept_even_if_it_is_old(tmp_path: Path) -> None:

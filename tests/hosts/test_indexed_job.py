@@ -20,6 +20,7 @@ from lockstep.cli.main import main
 from lockstep.errors import ConfigError
 from lockstep.hosts.indexed_job import IndexedJob, name_from
 from lockstep.protocol.host import LEFT_OUT
+from lockstep.system.exit_status import WRONG_STATE
 from lockstep.transport.keys import JobKey
 
 Export = Callable[..., tuple[int, str, str]]
@@ -109,7 +110,7 @@ def test_what_follows_from_the_end_of_a_pod() -> None:
 
     assert action(1, "DisruptionTarget") == "Ignore"
     assert [action(status) for status in (LEFT_OUT, 143)] == ["Ignore", "Ignore"]
-    assert action(137) == "Count"
+    assert [action(status) for status in (WRONG_STATE, 137)] == ["Count", "Count"]
     assert [action(status) for status in (1, 2, 3, 139)] == ["FailJob"] * 4
 
 

@@ -279,6 +279,20 @@ def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
 
 
 @pytest.mark.ci
+def test_a_wrong_state_that_another_comparison_finds_is_not_kept_either(
+    launch: Launch, undisturbed_run: Launch, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py")
+    options = f"-n 2 --replicas 4 --verify-every 10 --checkpoint {saved} --checkpoint-every 1 --keep 9"
+    run = launch(options, "verified.py", "memory", "1", "11")
+    assert "WrongStateError: the end of fit 1: worker 0 has variable " in run.stderr
+    assert "wrong after step 10, the last one after which it was found right" in run.stderr
+    assert "and the job continues from that of step 10" in run.stderr
+    assert figures(run, 0)[-1] == figures(right, 0)[0]
+
+
+@pytest.mark.ci
 def test_a_wrong_bit_of_an_evaluation_is_found(launch: Launch, undisturbed_run: Launch) -> None:
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", "evaluated")
     options = "-n 2 --replicas 4 --verify-every 2 --verify-replicas all"
@@ -293,7 +307,7 @@ def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> Non
     run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "memory", "1", "5")
     assert run.status == 1
     assert "wrong after step 3, the last one after which it was found right" in run.stderr
-    assert ", and there is no checkpoint from before: start over" in run.stderr
+    assert ", and there is no checkpoint from before; start over" in run.stderr
 
 
 FLIPS = {"found", "harmless", "unseen"}

@@ -82,9 +82,12 @@ def flipped(step: GlobalStep, state: Any) -> Any:
     return step.program.load(state, arrays)
 
 
-def apply(step: GlobalStep, state: Any, totals: Any, original: Any = GlobalStep._apply) -> Any:
+_apply = GlobalStep._apply
+
+
+def apply(step: GlobalStep, state: Any, totals: Any, divided: Any = None) -> Any:
     """Make an update, perhaps a wrong one."""
-    logs, state = original(step, state, totals)
+    logs, state = _apply(step, state, totals, divided)
     return logs, flipped(step, state) if has("update") else state
 
 

@@ -173,14 +173,22 @@ class Store:
     def remove_after(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`.
 
+        If there are no others, they only get another name, under which no job finds them.
+
         Raises:
             CheckpointError: one cannot be removed.
         """
         try:
             with locked(self._folder / _LOCK):
                 self._clean()
-                for path in self._paths():
-                    if _step(path) > step:
+                paths = self._paths()
+                later = [path for path in paths if _step(path) > step]
+                for path in later:
+                    if later == paths:
+                        suspect = path.with_name(f"suspect-{path.name}")
+                        shutil.rmtree(suspect, ignore_errors=True)
+                        path.rename(suspect)
+                    else:
                         self._remove(path)
                 sync(self._folder)
         except FileNotFoundError:
@@ -238,7 +246,7 @@ class Store:
                 whole.rename(path)
                 sync(self._folder)
                 shutil.rmtree(replaced, ignore_errors=True)
-                self._prune(path, {})
+                self._prune(path, read_outline(path).manifest)
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint {path}: {reason(error)}") from None
         return path

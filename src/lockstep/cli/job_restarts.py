@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from lockstep.system.environment import ATTEMPT, attempt, take_environment
+from lockstep.system.exit_status import WRONG_STATE
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import flush_streams
 
@@ -41,12 +42,14 @@ def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, ro
         rolls_back: whether a job with the status of `WrongStateError` starts again in any case.
     """
     number, _ = attempt()
-    if rolls_back and status == os.EX_TEMPFAIL:
+    requested = restarts
+    if rolls_back and status == WRONG_STATE:
         restarts = max(restarts, _ROLL_BACKS)
     if status in _FINAL or not restarts:
         return
     if number >= restarts:
-        note(f"no restart of the job is left (--restart-job {restarts})")
+        limit = f"--restart-job {restarts}" if restarts == requested else f"{restarts} were made"
+        note(f"no restart of the job is left ({limit})")
         return
     pause = 0 if seconds >= _STEADY else min(2**number, 60)
     when = f" in {pause} s" if pause else ""

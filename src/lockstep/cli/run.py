@@ -556,7 +556,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         status,
         spec.run_dir,
         time.monotonic() - begun,
-        rolls_back=bool(spec.verification.every) and isinstance(place, Here | Hosts),
+        rolls_back=bool(spec.verification.every) and isinstance(destination, Here | Hosts),
     )
     if created:
         remove_unused(spec.run_dir)

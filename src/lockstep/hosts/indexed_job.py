@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.errors import ConfigError
 from lockstep.protocol.host import LEFT_OUT
 from lockstep.system.environment import KEY_FILE
+from lockstep.system.exit_status import WRONG_STATE
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 63
@@ -155,7 +156,7 @@ class IndexedJob:
             # Stopped from outside, or left without a job because another pod was lost.
             exits("Ignore", "In", LEFT_OUT, 128 + signal.SIGTERM),
             # A refusal or the script's own end, which a retry would repeat.
-            exits("FailJob", "NotIn", 128 + signal.SIGKILL),
+            exits("FailJob", "NotIn", WRONG_STATE, 128 + signal.SIGKILL),
         ]
 
     @property

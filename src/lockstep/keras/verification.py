@@ -38,7 +38,7 @@ from lockstep.keras.backends.contract import Total
 from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
 from lockstep.keras.rounds import ExchangeCall, Round
 from lockstep.keras.seeds import seed_at
-from lockstep.keras.worker_exchange import texts_of_all
+from lockstep.keras.worker_exchange import Facts, agree, compare_all, texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
 from lockstep.protocol.job_spec import Verification
 from lockstep.system.prose import count, name_workers
@@ -365,6 +365,46 @@ class Verifications:
                 )
             )
 
+    def agree(self, label: str, state: Facts, taken: int, *, whole: bool = False) -> None:
+        """Check that all workers call this with equal facts about their states, outside of a verified step.
+
+        If they differ, a wrong state may have been the origin of gradients, as in a verified step.
+
+        Args:
+            label: names the call.
+            state: the facts.
+            taken: the number of training steps so far.
+            whole: whether the facts are about the whole state of the training.
+
+        Raises:
+            DisagreementError: facts differ. Every worker raises it.
+            WrongStateError: likewise, steps since the last comparison of states may be wrong, and there is a
+                checkpoint from before.
+        """
+        if not self.plan.verification.every:
+            agree(self._job, label, state)
+            return
+
+        def compare(_: View, communicator: Communicator) -> DisagreementError | None:
+            try:
+                compare_all(self._job, communicator, label, state)
+            except DisagreementError as differs:
+                # Also if only workers differ that have joined: the others have used their gradients.
+                return differs
+            return None
+
+        differs = self._job.exchange(compare)
+        if differs is None:
+            self.compared = taken if whole else self.compared
+            return
+        blob = msgspec.msgpack.encode(self.compared)
+        blobs = self._job.exchange(lambda _, communicator: communicator.gather(blob, what=label))
+        since = min(msgspec.msgpack.decode(other, type=int) for other in blobs)
+        if since >= taken:
+            # No gradient is from a wrong state: workers that have joined end, and the others continue.
+            agree(self._job, label, state)
+        self.roll_back(str(differs), differs.workers, since)
+
     def roll_back(self, message: str, workers: tuple[int, ...], since: int) -> NoReturn:
         """End the job, whose state may be wrong; it starts again from the newest checkpoint before that.
 
@@ -379,13 +419,16 @@ class Verifications:
             WrongStateError: there is a checkpoint of this step, or of an earlier one.
             DisagreementError: there is none.
         """
-        left = -1
+        left, removed = -1, ""
         if self._job.checkpoints.scheduler is not None:
             left = self._job.exchange(partial(self._remove_later, since))
+            removed = ": those that may be wrong now have names with suspect-, and no job resumes from them"
         when = f"after step {since}, the last one after which it was found right" if since else "in any step"
         message = f"{message}; the state of all workers may be wrong {when}"
         if left < 0:
-            raise DisagreementError(f"{message}, and there is no checkpoint from before: start over", workers)
+            raise DisagreementError(
+                f"{message}, and there is no checkpoint from before{removed}; start over", workers
+            )
         raise WrongStateError(
             f"{message}, and so may files that callbacks have written since; later checkpoints are removed, "
             f"and the job continues from that of step {left}",

@@ -40,6 +40,7 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerIdentity, cache_folder, forget_worker, home_folder, read_worker
+from lockstep.system.exit_status import WRONG_STATE
 from lockstep.system.landlock import write_only_below
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
 _STATUS: dict[type[BaseException], int] = {
     KeyboardInterrupt: 128 + signal.SIGINT,
     ChangedError: 2,
-    WrongStateError: os.EX_TEMPFAIL,
+    WrongStateError: WRONG_STATE,
 }
 """The exit status for errors that are not faults of the script; otherwise 1."""
 

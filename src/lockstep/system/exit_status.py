@@ -1,7 +1,10 @@
 """How a process ended: exit statuses, and their texts in messages."""
 
+import os
 import signal
 
+WRONG_STATE = os.EX_SOFTWARE
+"""The exit status of a job whose state was wrong, and which a checkpoint continues."""
 UNKNOWN_STATUS = -(2**16)
 """The exit status of a process whose exit status is unknown; like a signal, it carries no report."""
 

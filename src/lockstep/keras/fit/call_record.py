@@ -104,7 +104,13 @@ class CallRecord:
                     assign(model, chiefs)
                 arrays = {}
             state = state_facts(self._backend.to_numpy, arrays)
-            agree(self._job, call.name, {"call": call.name} | seeds | dict(compared_facts) | state)
+            called = {"call": call.name} | seeds | dict(compared_facts)
+            verifications = verifications_of(self._job)
+            if verifications.plan.verification.every:
+                agree(self._job, call.name, called)
+                verifications.agree(call.name, state, self._calls.taken)
+            else:
+                agree(self._job, call.name, called | state)
 
     def begin_plain(self, call: NumberedCall, model: Any, settings: Facts) -> None:
         """Record the beginning of a `fit` whose steps are Keras's own."""
@@ -166,8 +172,8 @@ class CallRecord:
             return
         arrays = model_state(model)
         if not self._job.settings.allow_unlike:
-            facts = state_facts(self._backend.to_numpy, arrays)
-            agree(self._job, label, {**facts, **python_facts(model)})
+            facts = {**state_facts(self._backend.to_numpy, arrays), **python_facts(model)}
+            verifications_of(self._job).agree(label, facts, self._calls.taken, whole=True)
         elif chiefs := chiefs_state(self._job, label, self._backend.to_numpy, arrays):
             assign(model, chiefs)
 

@@ -37,7 +37,6 @@ from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_name
 from lockstep.keras.verification import Verifier, verifications_of
 from lockstep.keras.worker_exchange import (
     CHECK_EVERY,
-    agree,
     chiefs_state,
     gather,
     pack,
@@ -325,8 +324,8 @@ class GlobalStep:
         if number % CHECK_EVERY == 0 and len(self.job.view.workers) > 1:
             arrays, what = self.program.named_state(state), f"after step {call.steps} of {call.name}"
             if not self.job.settings.allow_unlike:
-                facts = state_facts(self.backend.to_numpy, arrays)
-                agree(self.job, what, {**facts, **python_facts(self.model)})
+                facts = {**state_facts(self.backend.to_numpy, arrays), **python_facts(self.model)}
+                self._verifications.agree(what, facts, self.calls.taken, whole=trains)
             elif (of_chief := chiefs_state(self.job, what, self.backend.to_numpy, arrays)) is not None:
                 state = self.program.load(state, of_chief)
         if trains and not call.at_end:

@@ -172,7 +172,10 @@ class StepLoops:
                     loop.load(None, of_chief)
                 arrays = {}
             state = state_facts(self._backend.to_numpy, arrays)
-            agree(self._job, what, {**(settings or {}), **state})
+            if settings is not None and self._verifications.plan.verification.every:
+                agree(self._job, what, settings)
+                settings = None
+            self._verifications.agree(what, {**(settings or {}), **state}, self._calls.taken, whole=True)
 
 
 @runtime_checkable
