@@ -123,6 +123,15 @@ def test_the_newest_verified_checkpoint_is_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [9, 11, 12]
 
 
+def test_a_checkpoint_from_another_host_leaves_the_newest_verified_one(tmp_path: Path) -> None:
+    store, other = Store(tmp_path, keep=1), Store(tmp_path / "other")
+    store.write(sample(4))
+    written = sample(8)
+    whole = other.write(replace(written, manifest={**written.manifest, "verified": 4}))
+    store.adopt(whole, 8)
+    assert steps(tmp_path) == [4, 8]
+
+
 def test_later_checkpoints_are_removed(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=9)
     store.remove_after(3)

@@ -55,6 +55,13 @@ def test_a_failed_job_starts_again_in_the_same_folder(lockstep: Any) -> None:
     assert done.log(0) == "attempt None\n"
 
 
+def test_a_verified_job_that_goes_back_starts_again(lockstep: Any) -> None:
+    script = lockstep.script(_FAILS_ONCE.replace("os.kill(os.getpid(), signal.SIGKILL)", "sys.exit(70)"))
+    done = lockstep.run("-n", "1", "--replicas", "2", "--verify-every", "1", script)
+    assert (done.status, done.log(0)) == (0, "attempt None\n")
+    assert "the job has ended with status 70, and starts again in 1 s " in done.err
+
+
 @pytest.mark.ci
 def test_a_job_that_fails_again_and_again_ends(lockstep: Any) -> None:
     done = lockstep.run("-n", "1", "--restart-job", "1", lockstep.script("sys.exit(3)"))
