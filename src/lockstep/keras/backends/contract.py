@@ -130,7 +130,7 @@ class Program(TrainingState, Protocol):
         """
 
     def keep_passes(self, keeps: bool) -> None:
-        """Set whether computes keep the forward pass of a replica for its next round in the same step.
+        """Set whether a compute keeps the forward pass of a replica, from which the next one may go on.
 
         They do not until this is set. If it is False, what was kept is forgotten.
         """

@@ -203,11 +203,6 @@ class StepForm:
         """Whether round `number`, which was computed, is the last."""
         return self._rounds[number].ended
 
-    def gathered(self, number: int) -> bool:
-        """Whether round `number` has ended at a call of `gather` when it was computed last."""
-        form = self._rounds.get(number)
-        return form is not None and form.update is None and not form.ended
-
     def updates(self, rounds: int) -> list[Update]:
         """Return the updates of the first `rounds` rounds, which were computed."""
         forms = [self._rounds[number] for number in range(rounds)]

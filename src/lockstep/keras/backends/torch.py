@@ -389,12 +389,14 @@ class TorchProgram(TorchState):
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial; afterwards, the model's variables have their values from before."""
-        if len(earlier) == 1 and self._pass is not None and self._pass.replica == share.replica:
-            kept, self._pass = self._pass, None
+        # Forgotten here, so that a worker needs no more memory than for its replicas one after the other.
+        kept, self._pass = self._pass, None
+        if len(earlier) == 1 and kept is not None and kept.replica == share.replica:
             # PyTorch refuses the backward pass if the graph needs layer state that was written to since.
             with suppress(RuntimeError):
                 return self._computed(share, earlier, kept)
             self._can_go_on = False
+        kept = None
         return self._computed(share, earlier)
 
     def keep_passes(self, keeps: bool) -> None:
@@ -542,6 +544,7 @@ class TorchProgram(TorchState):
                 # A layer has updated a metric of the whole batch, whose rows travel with the last round.
                 self._pass = None
             return gathers.arrays
+        self._pass = None
         if not self._form.is_last(number):
             return partial
         self._metric_arguments = gathers.metrics
@@ -568,11 +571,10 @@ class TorchProgram(TorchState):
         kept: ForwardPass | None,
     ) -> dict[str, Any]:
         number, weight, logs = len(earlier), share.weight, None
-        # Keras's own step makes no backward pass before its loss.
-        only_forward = self._form.gathered(number) and not has_own(self._model, "train_step")
-        # One, so that a worker needs no more memory than for the replicas one after the other.
-        keeps = self._keeps_passes and self._can_go_on and self._pass is None
-        keeps = keeps and only_forward and not earlier and "loss" in growths_of(self._model).whole
+        # Keras's own step makes no backward pass before its loss. A round that gathers has a graph, too: the
+        # model may compute gradients itself, and without one PyTorch may compute other bits.
+        keeps = self._keeps_passes and self._can_go_on and not earlier
+        keeps = keeps and not has_own(self._model, "train_step") and "loss" in growths_of(self._model).whole
         updates, totals = self._form.updates(number), updating(earlier)
         with ExitStack() as stack:
             recorder = UpdateRecorder(
@@ -590,8 +592,7 @@ class TorchProgram(TorchState):
                 stack.enter_context(self._keeping_pass(share.replica, before))
             if kept is not None:
                 stack.enter_context(self._going_on_from(kept, before))
-            without_graph = only_forward and not keeps
-            with suppress(EndOfRound), torch.no_grad() if without_graph else nullcontext():
+            with suppress(EndOfRound):
                 logs = self._model.train_step(data) or {}
         self._form.show(number, recorder.update, ended=logs is not None)
         partial = self._gradients(recorder, 1.0 if weighed else weight)
