@@ -718,7 +718,8 @@ def test_a_metric_that_a_program_lists_twice_counts_once(kind: str) -> None:
 
 
 @here
-def test_weights_that_a_masked_loss_scales_in_place_are_those_of_plain_keras() -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_that_a_masked_loss_scales_in_place_are_those_of_plain_keras(whole: bool) -> None:
     times = keras.layers.Reshape((6, 1))
     model = layers(keras.layers.ReLU(), times, keras.layers.Masking(0.0))
     steps = program(model, "test", metrics=[], weighted_metrics=["mae"])
@@ -728,16 +729,21 @@ def test_weights_that_a_masked_loss_scales_in_place_are_those_of_plain_keras() -
         return X[rows], y[rows], weights[rows].copy()
 
     def rows(replica: int, rows: slice) -> Share:
-        return Share(replica, rows.stop - rows.start, (rows.stop - rows.start) / 8, 1, lambda: batch(rows))
+        count = rows.stop - rows.start
+        return Share(replica, count, count / 8, 1, lambda: batch(rows), rows.start)
 
     with torch.no_grad():
         model.test_step([torch.tensor(part) for part in batch(slice(0, 8))])
     plain = [float(variable) for variable in model.metrics_variables]
     model.reset_metrics()
-    partials = [
-        steps.compute(None, rows(replica, part), ())
-        for replica, part in enumerate((slice(0, 3), slice(3, 8)))
-    ]
+    set_growths(model, Growths(whole=frozenset({"loss"} if whole else ())))
+    shares = [rows(replica, part) for replica, part in enumerate((slice(0, 3), slice(3, 8)))]
+    earlier = []
+    if whole:
+        gathered = [steps.compute(None, each, ()) for each in shares]
+        earlier.append({name: np.concatenate([one[name] for one in gathered]) for name in gathered[0]})
+    partials = [steps.compute(None, each, earlier) for each in shares]
     total = {name: sum(partial[name] for partial in partials) for name in partials[0]}
-    steps.apply(None, [as_total(total)])
+    # What was gathered has served its purpose.
+    steps.apply(None, [*({} for _ in earlier), as_total(total)])
     np.testing.assert_allclose([float(variable) for variable in model.metrics_variables], plain, rtol=1e-6)

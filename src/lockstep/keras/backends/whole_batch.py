@@ -97,6 +97,19 @@ class StepGathers:
         merged = [self._merged(leaf, joined, f"{_ROUND}{i}") for i, leaf in enumerate(leaves)]
         return keras.tree.pack_sequence_as(nest, merged)
 
+    def write_back(self, nest: Nest, joined: Nest) -> None:
+        """Copy the replica's rows of `joined`, where a loss with a mask has scaled them in place, to `nest`.
+
+        Keras scales weights so on PyTorch only, and metrics get them afterwards.
+        """
+        for leaf, rows in zip(keras.tree.flatten(nest), keras.tree.flatten(joined), strict=True):
+            if leaf is rows or not self.has_rows(leaf) or leaf.requires_grad:
+                continue
+            written = rows[self._start : self._start + leaf.shape[0]]
+            # A write would spoil a graph that has kept them.
+            if (written != leaf).any():
+                leaf.copy_(written)
+
     def keep_metrics(self, compute: Callable[[Any, Nest], Any], nest: Nest) -> None:
         """Let the arguments of a call that updates metrics travel with the round.
 
@@ -266,7 +279,10 @@ def _whole_loss(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractCo
     ) -> Any:
         given = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight, **({"x": x} if inputs else {})}
         joined = gathers.gather(given)
-        return compute_loss(**({"x": x} | joined | options))
+        loss = compute_loss(**({"x": x} | joined | options))
+        if keras.backend.backend() == "torch":
+            gathers.write_back(sample_weight, joined["sample_weight"])
+        return loss
 
     return replaced(model, "compute_loss", whole)
 
