@@ -485,7 +485,7 @@ def same_state(left: Any, right: Any) -> bool:
         return left.keys() == right.keys() and all(same_state(part, right[key]) for key, part in left.items())
     if isinstance(left, tuple) and any(isinstance(part, np.ndarray) for part in left):
         return len(left) == len(right) and all(map(same_state, left, right))
-    if isinstance(left, np.ndarray):
-        return bool(np.array_equal(left, right))
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return type(left) is type(right) and bool(np.array_equal(left, right))
     torch = sys.modules.get("torch")
     return bool(left.equal(right) if torch is not None and isinstance(left, torch.Tensor) else left == right)

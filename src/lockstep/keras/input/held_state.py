@@ -10,7 +10,7 @@ from functools import partial
 from io import IOBase
 from itertools import count, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import keras
@@ -39,6 +39,9 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray, n
 _NUMERIC_BYTES = 16 * 2**20
 """The most bytes of an array that counts as numbers of its object; larger ones are data."""
 
+_OBJECTS_BYTES = 64 * 2**20
+"""The most bytes of numbers of all objects that an input holds; the numbers of further objects are data."""
+
 _NUMERIC_ITEMS = 200_000
 """The most items of a list or tuple that counts as numbers of its object."""
 
@@ -65,36 +68,64 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
 
 
 class ChangedNumbers:
-    """The numbers in attributes of an object of the program that have changed since it was first seen.
+    """The numbers in attributes of some objects of the program that have changed since they were first seen.
 
-    Arrays, and lists and tuples of numbers, count up to a size. Text does not: it may be a path.
+    Arrays, and lists and tuples of numbers, count up to a size. Text does not: it may be a path. If something
+    else has changed, too, numbers may describe it: whether a table was read, or which. Then only those count
+    that have the same values in another order.
 
     Args:
-        held: the object.
+        objects: the objects, by path.
     """
 
-    def __init__(self, held: Any) -> None:
-        self._attributes = vars(held)
-        if held not in _first_numbers:
-            _first_numbers[held] = _numbers(self._attributes)
-        self._first = _first_numbers[held]
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._parts: dict[str, tuple[dict[str, Any], _First]] = {}
+        size = 0
+        for path, held in objects.items():
+            attributes = _dict_of(held)
+            first = _first.get(held)
+            first_size = _size(attributes) if first is None else first.size
+            if size + first_size > _OBJECTS_BYTES:
+                continue
+            size += first_size
+            if first is None:
+                numbers = {name: copy.copy(v) for name, v in attributes.items() if _is_numeric(v)}
+                first = _first[held] = _First(numbers, _marks(attributes), first_size)
+            self._parts[path] = attributes, first
 
-    def getstate(self) -> dict[str, Any]:
-        """Return the values of the attributes that have changed, by name."""
-        first = self._first
-        now = _numbers(self._attributes).items()
-        return {name: value for name, value in now if name not in first or not same_state(value, first[name])}
+    @property
+    def identities(self) -> dict[str, int]:
+        """What identifies the objects in this process, by path."""
+        return {path: id(attributes) for path, (attributes, _) in self._parts.items()}
 
-    def setstate(self, state: Mapping[str, Any]) -> None:
+    def getstate(self) -> dict[str, dict[str, Any]]:
+        """Return the values of the attributes that have changed, by path and name."""
+        parts = self._parts.items()
+        return {
+            path: {name: copy.copy(attributes[name]) for name in names}
+            for (path, (attributes, _)), names in zip(parts, self._changed(), strict=True)
+            if names
+        }
+
+    def setstate(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore a result of `getstate`, perhaps of another process that runs the same script."""
-        for name, value in {**self._first, **state}.items():
-            before = self._attributes.get(name)
-            if isinstance(value, np.ndarray) and _has_form_of(before, value):
-                before[...] = value
-            elif isinstance(value, list) and type(before) is list:
-                before[:] = value
-            else:
-                self._attributes[name] = copy.copy(value)
+        for (path, (attributes, first)), names in zip(self._parts.items(), self._changed(), strict=True):
+            before = {name: first.numbers[name] for name in names if name in first.numbers}
+            for name, value in {**before, **state.get(path, {})}.items():
+                _assign(attributes, name, value)
+
+    def _changed(self) -> list[list[str]]:
+        """Return the names of the changed attributes of each object."""
+        parts = list(self._parts.values())
+        only_orders = any(_marks(attributes) != first.others for attributes, first in parts)
+        changed = []
+        for attributes, first in parts:
+            names = [name for name, value in dict(attributes).items() if _is_numeric(value)]
+            names = [name for name in names if not _equal(attributes[name], first.numbers.get(name, _ABSENT))]
+            if only_orders:
+                names = [name for name in names if _is_order(attributes[name], first.numbers.get(name))]
+            changed.append(names)
+        return changed
 
 
 def states_held(*roots: tuple[str, Any]) -> dict[str, Any]:
@@ -103,11 +134,15 @@ def states_held(*roots: tuple[str, Any]) -> dict[str, Any]:
     These are the generators of random numbers that the objects hold, and `ChangedNumbers`.
     """
     states: dict[str, Any] = {}
-    for path, held in _objects(roots):
-        if _is_generator(held):
-            states.setdefault(path, held)
-        elif _is_of_program(held):
-            states.setdefault(f"numbers of {path}", ChangedNumbers(held))
+    for root in roots:
+        objects: dict[str, Any] = {}
+        for path, held in _objects((root,)):
+            if _is_generator(held):
+                states.setdefault(path, held)
+            elif _is_of_program(held):
+                objects.setdefault(path, held)
+        if objects:
+            states[f"numbers of {root[0]}"] = ChangedNumbers(objects)
     return states
 
 
@@ -156,14 +191,28 @@ def changed_path(*roots: tuple[str, Any]) -> str | None:
     return None
 
 
-_first_numbers: "WeakKeyDictionary[Any, dict[str, Any]]" = WeakKeyDictionary()
-"""The numbers in attributes of objects when they were first seen."""
+class _First(NamedTuple):
+    """The attributes of an object when it was first seen.
+
+    Attributes:
+        numbers: copies of those that are numbers.
+        others: marks of the others, by name.
+        size: bytes of the numbers.
+    """
+
+    numbers: dict[str, Any]
+    others: dict[str, Any]
+    size: int
+
+
+_first: "WeakKeyDictionary[Any, _First]" = WeakKeyDictionary()
+_ABSENT = object()
 
 
 def _is_of_program(held: Any) -> bool:
     """Whether an object has attributes, is of a class of the program, and its state is not kept elsewhere."""
     kind: Any = type(held)
-    if isinstance(held, type | FunctionType) or not hasattr(held, "__dict__") or _library(kind.__module__):
+    if isinstance(held, type | FunctionType) or not kind.__dictoffset__ or _library(kind.__module__):
         return False
     torch = sys.modules.get("torch")
     kept = (*KERAS_HOLDERS, keras.callbacks.Callback, *(() if torch is None else (torch.nn.Module,)))
@@ -172,9 +221,51 @@ def _is_of_program(held: Any) -> bool:
     return by_identity and not isinstance(held, kept)
 
 
-def _numbers(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the attributes that are numbers, or hold some and are not large."""
-    return {name: copy.copy(value) for name, value in attributes.items() if _is_numeric(value)}
+def _dict_of(held: Any) -> dict[str, Any]:
+    """Return the attributes of an object without those that its class computes."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(held, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _size(attributes: Mapping[str, Any]) -> int:
+    """Return the bytes of the numbers in arrays, lists and tuples among attributes."""
+    numbers = [value for value in dict(attributes).values() if _is_numeric(value)]
+    return sum(v.nbytes if hasattr(v, "nbytes") else 8 * len(v) for v in numbers if hasattr(v, "__len__"))
+
+
+def _marks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, for each attribute that is not a number, what shows that it has changed."""
+    return {name: _mark(value) for name, value in dict(attributes).items() if not _is_numeric(value)}
+
+
+def _mark(value: Any) -> Any:
+    if type(value) is str:
+        return value
+    if type(value) in (list, tuple, dict, set, deque):
+        members = list(value.values() if type(value) is dict else value)
+        return id(value), len(members), tuple(map(id, members[:_MEMBERS]))
+    if type(value) is np.ndarray and value.dtype != object:
+        return id(value), value.flat[:: value.size // _MEMBERS + 1].tobytes()
+    # Tensors of PyTorch count their changes.
+    return id(value), getattr(value, "_version", 0) if type(value).__module__ == "torch" else 0
+
+
+def _equal(value: Any, first: Any) -> bool:
+    """Whether an attribute has the value that it had first, of the same type."""
+    if isinstance(value, np.ndarray) and isinstance(first, np.ndarray) and value.dtype != first.dtype:
+        return False
+    return type(value) is type(first) and same_state(value, first)
+
+
+def _is_order(value: Any, first: Any) -> bool:
+    """Whether an attribute has the numbers that it had first, in another order."""
+    if type(value) is np.ndarray and type(first) is np.ndarray:
+        same_form = (value.shape, value.dtype) == (first.shape, first.dtype)
+        return same_form and np.array_equal(np.sort(value, None), np.sort(first, None))
+    return type(value) in (list, tuple) and type(value) is type(first) and sorted(value) == sorted(first)
 
 
 def _is_numeric(value: Any) -> bool:
@@ -185,10 +276,16 @@ def _is_numeric(value: Any) -> bool:
     return value is None or type(value) in (int, float, bool)
 
 
-def _has_form_of(before: Any, value: Any) -> bool:
-    """Whether an attribute is an array that can take the values of another one."""
-    is_array = type(before) is np.ndarray and before.flags.writeable
-    return is_array and (before.shape, before.dtype) == (value.shape, value.dtype)
+def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:
+    """Set an attribute to a number, or to numbers: within the same array or list if it can."""
+    before = attributes.get(name)
+    is_array = type(before) is np.ndarray and isinstance(value, np.ndarray) and before.flags.writeable
+    if is_array and (before.shape, before.dtype) == (value.shape, value.dtype):
+        before[...] = value
+    elif isinstance(value, list) and type(before) is list:
+        before[:] = value
+    else:
+        attributes[name] = copy.copy(value)
 
 
 def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
@@ -279,10 +376,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
-    try:
-        members = vars(held)
-    except TypeError:
-        members = {}
+    members = _dict_of(held)
     grain = type(held).__module__.startswith("grain.")
     for name, value in list(members.items()):
         # Grain's own parts draw from generators that they seed for each element.
@@ -291,8 +385,13 @@ def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     for base in type(held).__mro__:
         slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(held, name):
-                yield f"{path}.{name}", getattr(held, name)
+            if name.startswith("__"):
+                continue
+            try:
+                # Not what the class's own `__getattr__` returns, or raises.
+                yield f"{path}.{name}", object.__getattribute__(held, name)
+            except AttributeError:
+                continue
 
 
 def _library(module: str | None) -> bool:

@@ -27,6 +27,10 @@ _CallForm = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
 raised), their names, and by how much it has advanced the calls of each method and the training steps."""
 
 
+_LARGE = 256
+"""The most numbers of an attribute that the journal keeps of every call."""
+
+
 @dataclass(frozen=True)
 class FinishedCall:
     """The result of one finished top-level call.
@@ -84,6 +88,7 @@ class Journal:
         self._others: dict[int, Any] = {}
         self._states: dict[int, Mapping[str, Any]] = {}
         self._keys: dict[int, str] = {}
+        self._latest: dict[int, tuple[int, str, str]] = {}
         self.logs: dict[int, CallLog] = {}
         self.packed_logs: Mapping[int, Mapping[str, Any]] = {}
         self._last_states: Mapping[str, Any] = {}
@@ -126,8 +131,34 @@ class Journal:
             self._others[number] = result if failure is None else (failure, result)
         self._end.advance(form)
         states = random_states(held)
-        if not same_states(states, self._last_states):
+        changed = not same_states(states, self._last_states)
+        if changed:
             self._last_states = self._states[number] = states
+        self._release(number if changed else None, held)
+
+    def _release(self, number: int | None, held: Mapping[str, Any]) -> None:
+        """Release the large numbers that earlier calls have of objects of this one, which has newer ones.
+
+        A process that skips the calls restores small ones after each call, since the script may read them,
+        and large ones, such as the order of all examples, after the last call that has them.
+
+        Args:
+            number: of the call; None if its states are those of an earlier one.
+            held: what reading changes in its inputs.
+        """
+        last = max(self._states, default=0)
+        for name, numbers in held.items():
+            for path, identity in getattr(numbers, "identities", {}).items():
+                before = self._latest.get(identity)
+                if number is not None:
+                    self._latest[identity] = number, name, path
+                    if before is not None:
+                        attributes = self._states[before[0]]["held"][before[1]].get(before[2], {})
+                        for attribute in [key for key, value in attributes.items() if _is_large(value)]:
+                            del attributes[attribute]
+                elif before != (last, name, path):
+                    # These states are those of another object, too, so they stay.
+                    self._latest = {key: place for key, place in self._latest.items() if place[0] != last}
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -206,6 +237,10 @@ class Journal:
         if shape == "dict":
             return dict(zip(names, figures, strict=True)), None
         return (figures if shape == "list" else self._others[number]), None
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, np.ndarray | list | tuple) and np.size(value) > _LARGE
 
 
 class _Totals:
