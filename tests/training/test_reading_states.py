@@ -48,7 +48,7 @@ def test_the_generators_of_an_input_are_found_once() -> None:
     data = seeded()
     found = states_held(("x", [data, data.python]))
     (numbers,) = (path for path, held in found.items() if isinstance(held, ChangedNumbers))
-    assert numbers == "numbers of x[0]"
+    assert list(found[numbers].identities) == ["x[0]"]
     del found[numbers]
     assert {id(one) for one in found.values()} == {id(data.python), *map(id, data.own.values())}
     assert len(found) == 3

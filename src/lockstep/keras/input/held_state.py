@@ -278,7 +278,7 @@ def _is_numeric(value: Any) -> bool:
 
 def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:
     """Set an attribute to a number, or to numbers: within the same array or list if it can."""
-    before = attributes.get(name)
+    before: Any = attributes.get(name)
     is_array = type(before) is np.ndarray and isinstance(value, np.ndarray) and before.flags.writeable
     if is_array and (before.shape, before.dtype) == (value.shape, value.dtype):
         before[...] = value
