@@ -153,6 +153,9 @@ def test_many_large_parts_are_data() -> None:
 def test_objects_of_libraries_and_without_numbers_are_left_alone() -> None:
     assert states_held(("x", (np.zeros(3), {"y": [1, 2]}, random, Data))) == {}
     assert states_held(("x", [Named(1), Named(2)])) == {}
+    # A class of a compiled extension may have no text for its module.
+    unnamed = type("Unnamed", (Part,), {"__module__": property(lambda self: "any")})
+    assert states_held(("x", unnamed())) == {}
     assert [type(held) for held in states_held(("x", Part())).values()] == [ChangedNumbers]
     assert states_held(("x", Part())).keys() == {"numbers of x"}
 

@@ -183,7 +183,7 @@ def changed_path(*roots: tuple[str, Any]) -> str | None:
     """
     for path, held in _objects(roots):
         if isinstance(held, FunctionType):
-            steps = () if _library(held.__module__) else dis.get_instructions(held.__code__)
+            steps = () if _library(_module(held)) else dis.get_instructions(held.__code__)
             if any(step.opname in _ASSIGNMENTS for step in steps):
                 return path
         elif callable(held) and not isinstance(held, type | partial | BuiltinFunctionType):
@@ -212,7 +212,7 @@ _ABSENT = object()
 def _is_of_program(held: Any) -> bool:
     """Whether an object has attributes, is of a class of the program, and its state is not kept elsewhere."""
     kind: Any = type(held)
-    if isinstance(held, type | FunctionType) or not kind.__dictoffset__ or _library(kind.__module__):
+    if isinstance(held, type | FunctionType) or not kind.__dictoffset__ or _library(_module(kind)):
         return False
     torch = sys.modules.get("torch")
     kept = (*KERAS_HOLDERS, keras.callbacks.Callback, *(() if torch is None else (torch.nn.Module,)))
@@ -332,7 +332,7 @@ def _iterates_as_a_builtin(container: Any) -> bool:
 
 
 def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    if _library(function.__module__):
+    if _library(_module(function)):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
@@ -366,7 +366,7 @@ def _globals(code: CodeType) -> set[str]:
 
 def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
-        if not _library(base.__module__):
+        if not _library(_module(base)):
             for name, value in vars(base).items():
                 value = getattr(value, "__func__", value)  # Of a static or a class method.
                 value = value.fget if isinstance(value, property) else value
@@ -376,10 +376,10 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
 
 def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     members = _dict_of(held)
-    grain = type(held).__module__.startswith("grain.")
+    grain = _module(type(held)).startswith("grain.")
     for name, value in list(members.items()):
         # Grain's own parts draw from generators that they seed for each element.
-        if not grain or hasattr(value, "__getitem__") or not type(value).__module__.startswith("grain."):
+        if not grain or hasattr(value, "__getitem__") or not _module(type(value)).startswith("grain."):
             yield f"{path}.{name}", value
     for base in type(held).__mro__:
         slots = base.__dict__.get("__slots__", ())
@@ -393,8 +393,14 @@ def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
                 continue
 
 
-def _library(module: str | None) -> bool:
-    return module is None or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
+def _module(held: Any) -> str:
+    """Return the name of the module of a class or a function; empty if it has none, as in some extensions."""
+    module = getattr(held, "__module__", None)
+    return module if isinstance(module, str) else ""
+
+
+def _library(module: str) -> bool:
+    return not module or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
 
 
 def _is_generator(held: Any) -> bool:
