@@ -206,9 +206,9 @@ def _faults(program: Program) -> Iterator[None]:
             stack.callback(setattr, owner, name, original)
 
         def counted(original: Any) -> Any:
-            def step(self: Any, state: Any, batch: Any, record: Any = None) -> Any:
+            def step(self: Any, state: Any, *rest: Any, **options: Any) -> Any:
                 now[0] = next(steps)
-                return original(self, state, batch, record)
+                return original(self, state, *rest, **options)
 
             return step
 
