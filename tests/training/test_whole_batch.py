@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -12,8 +12,11 @@ import pytest
 
 import lockstep
 from lockstep.errors import ModelError
+from lockstep.keras.backends.multi_update import EndOfRound
+from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.fit import trials
 from lockstep.keras.fit.metric_states import keeps_examples
+from lockstep.keras.private.common import compiled_loss
 from lockstep.worker.job import Job
 
 ops = keras.ops
@@ -418,6 +421,19 @@ def test_a_metric_that_does_not_add_up_is_refused_if_its_rows_are_large(
     refused = r"does not start from zero: .*; its rows, 0 MiB a step, are exchanged only with --exact-batch"
     with pytest.raises(ModelError, match=refused):
         model.fit(X, y, verbose=0)
+
+
+def test_the_means_of_outputs_count_a_replicas_share_of_the_rows() -> None:
+    """Each replica has all rows; in a graph for any number of rows, a mean gets the share itself."""
+    model, y = two_outputs()
+    earlier: list[Any] = []
+    for _ in range(2):
+        gathers = StepGathers(earlier, 0, 0.25, len(X))
+        with computing_with(model, gathers, frozenset({"loss"})), suppress(EndOfRound):
+            model.compute_loss(X, [ops.convert_to_tensor(part) for part in y], model(X))
+        earlier = [gathers.arrays]
+    counts = [float(metric.count) for metric in compiled_loss(model).metrics]
+    assert counts == [len(X) / 4] * 2
 
 
 class TwoViews(keras.Sequential):

@@ -97,6 +97,22 @@ class StepGathers:
         merged = [self._merged(leaf, joined, f"{_ROUND}{i}") for i, leaf in enumerate(leaves)]
         return keras.tree.pack_sequence_as(nest, merged)
 
+    @contextmanager
+    def shared_means(self) -> Iterator[None]:
+        """Within the block, a `Mean` that gets a number of rows as weight gets the replica's share of it.
+
+        Keras passes that of a compiled loss's outputs, where it is known: in a trial, but not in a graph of
+        TensorFlow for any number. Each replica has all rows.
+        """
+        update = keras.metrics.Mean.update_state
+
+        def shared(metric: Any, values: Any, sample_weight: Any = None) -> Any:
+            weight = sample_weight * self._weight if isinstance(sample_weight, int) else sample_weight
+            return update(metric, values, sample_weight=weight)
+
+        with replaced(keras.metrics.Mean, "update_state", shared):
+            yield
+
     def write_back(self, nest: Nest, joined: Nest) -> None:
         """Copy the replica's rows of `joined`, where a loss with a mask has scaled them in place, to `nest`.
 
@@ -279,7 +295,8 @@ def _whole_loss(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractCo
     ) -> Any:
         given = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight, **({"x": x} if inputs else {})}
         joined = gathers.gather(given)
-        loss = compute_loss(**({"x": x} | joined | options))
+        with gathers.shared_means():
+            loss = compute_loss(**({"x": x} | joined | options))
         if keras.backend.backend() == "torch":
             gathers.write_back(sample_weight, joined["sample_weight"])
         return loss
