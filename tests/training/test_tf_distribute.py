@@ -106,6 +106,7 @@ def test_unsupported_names_are_refused_when_they_are_called(names: Any) -> None:
         )
 
 
+@pytest.mark.ci
 def test_a_strategy_may_follow_devices_and_sessions(names: Any) -> None:
     assert names.marked(0, "computed:") == ["computed: 2", "computed: 3"]
 

@@ -386,6 +386,7 @@ def test_no_false_alarm_in_10_000_steps(launch: Launch, backend: str) -> None:
     assert "; 10002 computations verified; " in run.stderr
 
 
+@pytest.mark.ci
 def test_a_verification_of_one_replica_is_refused(launch: Launch) -> None:
     run = launch("-n 1 --verify-every 3", "verified.py")
     assert run.status == 2
