@@ -24,6 +24,7 @@ from lockstep.observability.events import HostStrain, JobTotals
             "finished in 3 min 20 s (50 % effective training, 2 pauses of 1.2 s): 7 steps on 2 workers "
             "(1 host lost, 2 hosts joined)",
         ),
+        (JobTotals(effective=1.0, steps=7), 59.0, "finished in 59 s: 7 steps on 2 workers"),
         (
             JobTotals(pauses=1, paused=0.0436, steps=7),
             5.0,

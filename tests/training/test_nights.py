@@ -52,7 +52,7 @@ def test_a_night_is_told_the_same_everywhere(launch: Callable[..., Any], disk: P
     # The command: one note for each chief that has written, and one for the tenth failure of one of them.
     last = night.stderr.splitlines()[-1]
     assert re.match(
-        r"lockstep: finished in [^(]* \(\d+ % effective training, \d pauses of [^)]*\): 30 steps on 2 "
+        r"lockstep: finished in [^(]* \((\d+ % effective training, )?\d pauses of [^)]*\): 30 steps on 2 "
         rf"workers \(2 lost, 2 joined\); {re.escape(failed)}; ",
         last,
     )

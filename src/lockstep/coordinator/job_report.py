@@ -15,6 +15,8 @@ from lockstep.system.prose import count, percent, printable
 
 _SHORT = 0.9995
 """Seconds below which a pause is told in milliseconds."""
+_FIRST_SECONDS = 60.0
+"""Seconds in which a job mostly starts and compiles: its share of effective training says nothing yet."""
 
 
 def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
 
 
 def _time_spent(totals: JobTotals, seconds: float) -> str:
-    share = effective_share(totals, seconds)
+    share = effective_share(totals, seconds) if seconds >= _FIRST_SECONDS else None
     texts = [] if share is None else [f"{percent(share)} effective training"]
     paused = f"{1000 * totals.paused:.0f} ms" if totals.paused < _SHORT else _spoken(totals.paused)
     texts += [f"{count(totals.pauses, 'pause')} of {paused}"] if totals.pauses else []
