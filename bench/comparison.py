@@ -25,7 +25,7 @@ from turns import FailedError
 EXAMPLES = Path(__file__).parents[1] / "examples"
 NAMES = ("plain", "autoencoder", "gan")
 TURNS = 3
-EPOCHS = {"jax": 1600, "tensorflow": 1600, "torch": 400}
+EPOCHS = {"jax": 2400, "tensorflow": 2400, "torch": 400}
 TEN_MINUTES = 600.0
 TRAINING = """
 import sys, keras, numpy as np

@@ -18,6 +18,7 @@ import numpy as np
 
 from lockstep.keras.private.common import KERAS_HOLDERS, TRACKED_CONTAINERS
 from lockstep.keras.randomness import global_generators, same_state
+from lockstep.system.notes import RepeatedNotes
 
 _OBJECTS = 20_000
 """The number of objects that are searched."""
@@ -35,6 +36,9 @@ _LIBRARIES = frozenset(
 """Packages whose functions and classes hold no generators except the global ones."""
 
 _LEAVES = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray, np.generic, ModuleType)
+
+_SHOWN = 3
+"""The numbers that a note names."""
 
 _NUMERIC_BYTES = 16 * 2**20
 """The most bytes of an array that counts as numbers of its object; larger ones are data."""
@@ -99,32 +103,50 @@ class ChangedNumbers:
         return {path: id(attributes) for path, (attributes, _) in self._parts.items()}
 
     def getstate(self) -> dict[str, dict[str, Any]]:
-        """Return the values of the attributes that have changed, by path and name."""
-        parts = self._parts.items()
-        return {
-            path: {name: copy.copy(attributes[name]) for name in names}
-            for (path, (attributes, _)), names in zip(parts, self._changed(), strict=True)
-            if names
-        }
+        """Return the values of the attributes that count, by path and name.
+
+        Under `_LEFT_OUT` are the paths and names of the others that have changed.
+        """
+        state, left_out = {}, dict[str, bool]()
+        for (path, (attributes, _)), (names, others) in zip(
+            self._parts.items(), self._changed(), strict=True
+        ):
+            if names:
+                state[path] = {name: copy.copy(attributes[name]) for name in names}
+            left_out |= {f"{path}.{name}": True for name in others}
+        return state | {_LEFT_OUT: left_out} if left_out else state
 
     def setstate(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore a result of `getstate`, perhaps of another process that runs the same script."""
-        for (path, (attributes, first)), names in zip(self._parts.items(), self._changed(), strict=True):
+        """Restore a result of `getstate`, perhaps of another process that runs the same script.
+
+        A note names the numbers that have changed and do not count.
+        """
+        for (path, (attributes, first)), (names, _) in zip(self._parts.items(), self._changed(), strict=True):
             before = {name: first.numbers[name] for name in names if name in first.numbers}
             for name, value in {**before, **state.get(path, {})}.items():
                 _assign(attributes, name, value)
+        if left_out := list(state.get(_LEFT_OUT, {})):
+            shown = ", ".join(left_out[:_SHOWN]) + (", ..." if len(left_out) > _SHOWN else "")
+            _note(
+                f"{shown}: not restored, because these numbers have changed together with other data that "
+                "the input keeps: if its items depend on them, load that data before fit, or compute each "
+                "item from its index alone"
+            )
 
-    def _changed(self) -> list[list[str]]:
-        """Return the names of the changed attributes of each object."""
+    def _changed(self) -> list[tuple[list[str], list[str]]]:
+        """Return the names of the changed attributes of each object: those that count, and the others."""
         parts = list(self._parts.values())
         only_orders = any(_marks(attributes) != first.others for attributes, first in parts)
         changed = []
         for attributes, first in parts:
             names = [name for name, value in dict(attributes).items() if _is_numeric(value)]
             names = [name for name in names if not _equal(attributes[name], first.numbers.get(name, _ABSENT))]
-            if only_orders:
-                names = [name for name in names if _is_order(attributes[name], first.numbers.get(name))]
-            changed.append(names)
+            left_out = [
+                name
+                for name in names
+                if only_orders and not _is_order(attributes[name], first.numbers.get(name))
+            ]
+            changed.append(([name for name in names if name not in left_out], left_out))
         return changed
 
 
@@ -207,6 +229,8 @@ class _First(NamedTuple):
 
 _first: "WeakKeyDictionary[Any, _First]" = WeakKeyDictionary()
 _ABSENT = object()
+_LEFT_OUT = "left out"
+_note = RepeatedNotes()
 
 
 def _is_of_program(held: Any) -> bool:
