@@ -194,7 +194,9 @@ def test_what_cannot_be_divided_is_named_once_and_computed_by_each_worker(
     assert capfd.readouterr().err.count("computes the whole update: the step is not compiled") == 1
 
 
-def test_a_fit_within_another_call_and_a_call_for_one_batch_are_not_divided(pool: SharedPool) -> None:
+def test_a_fit_within_another_call_and_a_call_for_one_batch_are_not_divided(
+    pool: SharedPool, capfd: pytest.CaptureFixture[str]
+) -> None:
     program = Trained(sums(1))
     divided = DividedUpdate(job_of(place(REPLICAS, (0,)), 0, Member(Meeting(1), 0), pool), pool)
     inner, batch = in_fit(), in_fit()
@@ -203,6 +205,9 @@ def test_a_fit_within_another_call_and_a_call_for_one_batch_are_not_divided(pool
     for calls in (inner, batch):
         divided.make(program, None, [], calls)  # type: ignore[arg-type]
     assert program.applied == 2
+    errors = capfd.readouterr().err
+    assert "computes the whole update: fit runs within another call" in errors
+    assert "computes the whole update: fit takes one step by itself" in errors
 
 
 def test_workers_whose_optimizers_differ_are_named(pool: SharedPool) -> None:

@@ -15,6 +15,7 @@ joins has received the state of the others, and uses what is there.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -64,15 +65,12 @@ class DividedUpdate:
         self._number = 0
         self._noted: set[str] = set()
 
-    @classmethod
-    def of(cls, job: Job) -> "DividedUpdate | None":
+    @staticmethod
+    @lru_cache(1)
+    def of(job: Job) -> "DividedUpdate | None":
         """Return the one instance of a job; None if its workers do not divide updates."""
         pool = job.context.state_pool
-        if pool is None:
-            return None
-        if not _instances or _instances[0]._job is not job:
-            _instances[:] = [cls(job, pool)]
-        return _instances[0]
+        return None if pool is None else DividedUpdate(job, pool)
 
     def make(
         self, program: Program, state: Any, totals: Sequence[Total], calls: NumberedCalls
@@ -82,15 +80,20 @@ class DividedUpdate:
         A `fit` within another call, or a call for one batch, makes its updates by itself: the memory belongs
         to one `fit` from its first step to its last.
         """
-        if calls.current.at_end or len(calls.stack) > _TOP:
-            return program.apply(state, totals)
-        update = program.block_update(state, totals, self._job.view.replicas)
-        if isinstance(update, str):
-            if self._job.is_chief and update not in self._noted:
-                self._noted.add(update)
-                note(f"each worker computes the whole update: {update}")
-            return program.apply(state, totals)
-        return self._together(update, calls.where())
+        update: BlockUpdate | str
+        method = calls.current.name.partition(" ")[0]
+        if calls.current.at_end:
+            update = f"{method} takes one step by itself"
+        elif len(calls.stack) > _TOP:
+            update = f"{method} runs within another call"
+        else:
+            update = program.block_update(state, totals, self._job.view.replicas)
+        if not isinstance(update, str):
+            return self._together(update, calls.where())
+        if self._job.is_chief and update not in self._noted:
+            self._noted.add(update)
+            note(f"each worker computes the whole update: {update}")
+        return program.apply(state, totals)
 
     def _together(self, update: BlockUpdate, what: str) -> tuple[Any, Any]:
         layout = DividedLayout(update.groups, update.elements, self._job.view.replicas)
@@ -163,6 +166,3 @@ class DividedUpdate:
         if len(self._memory) < layout.size:
             self._memory = np.frombuffer(self._pool.map(layout.size), np.uint8)
         return DividedState(layout, self._memory)
-
-
-_instances: list[DividedUpdate] = []
