@@ -307,7 +307,7 @@ class Training:
                         flip.strike(list(state.values()))
                 verifications.begin(step)
                 what = f"step {step} of fit 1"
-                before = states.begin(program, state, what)  # type: ignore[arg-type]
+                before = states.begin(program, state, what, [program])  # type: ignore[arg-type]
                 total = verifier.sum(FlippedRound(worker, program, state, step, flip))
                 if flip is not None and flip.due("total"):
                     total = {name: array.copy() for name, array in total.items()}

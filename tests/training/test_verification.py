@@ -217,6 +217,23 @@ def test_a_worker_at_fault_leaves_and_nothing_wrong_is_summed(
         }
 
 
+def test_a_model_is_right_since_its_own_last_comparison() -> None:
+    class Model:
+        pass
+
+    hub = Hub(ReducePlan.of(view := place(REPLICAS, (0,))), WaitPolicy(timeout=60.0))
+    context = JobContext(0, Bus(SystemClock(), 0), JobSettings(workers=1, threads=1))
+    verifications = verification.Verifications(Job(context, (view, hub.member(0))))
+    first, second = Model(), Model()
+    verifications.unpack((), 3)
+    assert verifications.compared([first]) == 3
+    verifications.note_compared([first], 10)
+    verifications.note_compared([second], 20)
+    assert [verifications.compared([model]) for model in (first, second)] == [10, 20]
+    assert verifications.compared([first, second]) == 10
+    assert verifications.compared([second, Model()]) == 3
+
+
 def test_of_two_workers_that_always_differ_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(worker: int, replica: int) -> dict[str, Any]:
         return wrong(replica) if worker else gradient(replica)
@@ -289,6 +306,8 @@ def test_a_wrong_state_that_another_comparison_finds_is_not_kept_either(
     assert "WrongStateError: the end of fit 1: worker 0 has variable " in run.stderr
     assert "wrong after step 10, the last one after which it was found right" in run.stderr
     assert "and the job continues from that of step 10" in run.stderr
+    events = "".join(path.read_text() for path in run.folder.parent.rglob("events.jsonl"))
+    assert events.count('"verification failed"') == 1
     assert figures(run, 0)[-1] == figures(right, 0)[0]
 
 

@@ -46,10 +46,12 @@ class StateBefore(NamedTuple):
     """A copy of the state before a step.
 
     Attributes:
+        owners: whose state it is.
         arrays: by name, as `TrainingState.load` takes them.
         hashes: of the arrays.
     """
 
+    owners: Sequence[Any]
     arrays: Mapping[str, npt.NDArray[Any]]
     hashes: Hashes
 
@@ -82,13 +84,16 @@ class StateVerifier:
         self._backend = backend
         self._verifications = verifications
 
-    def begin(self, program: TrainingState, state: Any, what: str) -> StateBefore | None:
+    def begin(
+        self, program: TrainingState, state: Any, what: str, owners: Sequence[Any]
+    ) -> StateBefore | None:
         """Copy the state before a step, which all workers have; return None if it is not to be verified.
 
         Args:
             program: whose step it is.
             state: before the step.
             what: names the step.
+            owners: see `Verifications.compared`.
 
         Raises:
             WrongStateError: a state is wrong, and there is a checkpoint from before.
@@ -102,8 +107,8 @@ class StateVerifier:
             # Keras itself cannot read them either.
             return None
         arrays = {name: np.array(self._backend.to_numpy(value)) for name, value in values.items()}
-        before = StateBefore(arrays, _hashed(arrays))
-        answers = self._answers((before.hashes,), what, lambda: program.published(state))
+        before = StateBefore(owners, arrays, _hashed(arrays))
+        answers = self._answers(before, (before.hashes,), what, lambda: program.published(state))
         self._compare(answers, list(arrays), f"{what}: the state before the step", "memory")
         return before
 
@@ -132,16 +137,16 @@ class StateVerifier:
             DisagreementError: likewise, and there is none, or it is unknown which state is right.
         """
         hashes, names = self._hashes(program, result)
-        answers = self._answers((hashes,), what, lambda: program.published(result[1]))
+        answers = self._answers(before, (hashes,), what, lambda: program.published(result[1]))
         if again is None:
             self._compare(answers, names, f"{what}: the state after the step", "update")
         elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1:
             result = again(program.load(result[1], before.arrays))
             second, names = self._hashes(program, result)
-            answers = self._answers((hashes, second), what, lambda: program.published(result[1]))
+            answers = self._answers(before, (hashes, second), what, lambda: program.published(result[1]))
             verdict, differing = _judged(answers, names)
             self._verifications.follow(verdict, f"{what}: the state after the update", differing, "update")
-        self._verifications.compared = self._verifications.step
+        self._verifications.note_compared(before.owners, self._verifications.step)
         return result
 
     def _compare(self, answers: Sequence[_StateAnswer], names: Sequence[str], what: str, part: str) -> None:
@@ -167,12 +172,14 @@ class StateVerifier:
 
     def _answers(
         self,
+        before: StateBefore,
         attempts: tuple[Hashes, ...],
         what: str,
         catching_up: Callable[[], AbstractContextManager[None]],
     ) -> list[_StateAnswer]:
         """Return the answers of all workers."""
-        blob = msgspec.msgpack.encode((self._job.worker, self._verifications.compared, attempts))
+        compared = self._verifications.compared(before.owners)
+        blob = msgspec.msgpack.encode((self._job.worker, compared, attempts))
 
         def gather(_: View, communicator: Communicator) -> list[bytes]:
             return communicator.gather(blob, what=f"the verification of the state in {what}")

@@ -19,6 +19,7 @@ total, as each of them has it, with the checker's. If they differ, another worke
 What follows the sum, the update, is verified in `lockstep.keras.state_verification`.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -259,7 +260,6 @@ class Verifications:
         step: the step in progress, of training or of an evaluation; 0 if nothing is verified in it.
         trains: whether it is a training step.
         count: number of partials that this process knows to be verified.
-        compared: the last step after which this worker has known that all have equal states; 0 before.
         compares_hosts: whether each host computes a replica of the step in progress.
     """
 
@@ -268,10 +268,11 @@ class Verifications:
         self.step = 0
         self.trains = False
         self.count = 0
-        self.compared = 0
         self.compares_hosts = False
         self._job = job
         self._told = 0
+        self._taken_over = 0
+        self._compared: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._verified = [0] * self.plan.replicas
 
     @property
@@ -302,7 +303,25 @@ class Verifications:
             step: the last step of the training so far, whose state this worker has taken over.
         """
         self._verified = list(packed) or self._verified
-        self.compared = step
+        self._taken_over = step
+
+    def compared(self, owners: Sequence[Any]) -> int:
+        """Return the last step after which this worker has known that all have equal states of some objects.
+
+        Args:
+            owners: models, optimizers and the like, which have the state.
+        """
+        steps = []
+        for owner in owners:
+            reference, step = self._compared.get(id(owner), (None, 0))
+            # Another object may have had this id.
+            steps.append(step if reference is not None and reference() is owner else self._taken_over)
+        return min(steps, default=self._taken_over)
+
+    def note_compared(self, owners: Sequence[Any], step: int) -> None:
+        """Note that all workers have equal states of some objects after a step."""
+        for owner in owners:
+            self._compared[id(owner)] = weakref.ref(owner), step
 
     def begin(self, step: int, *, first: bool = False, trains: bool = True) -> None:
         """Begin a step.
@@ -365,7 +384,9 @@ class Verifications:
                 )
             )
 
-    def agree(self, label: str, state: Facts, taken: int, *, whole: bool = False) -> None:
+    def agree(
+        self, label: str, state: Facts, taken: int, owners: Sequence[Any], *, whole: bool = False
+    ) -> None:
         """Check that all workers call this with equal facts about their states, outside of a verified step.
 
         If they differ, a wrong state may have been the origin of gradients, as in a verified step.
@@ -374,7 +395,8 @@ class Verifications:
             label: names the call.
             state: the facts.
             taken: the number of training steps so far.
-            whole: whether the facts are about the whole state of the training.
+            owners: see `compared`.
+            whole: whether the facts are about the whole state of the owners.
 
         Raises:
             DisagreementError: facts differ. Every worker raises it.
@@ -395,14 +417,17 @@ class Verifications:
 
         differs = self._job.exchange(compare)
         if differs is None:
-            self.compared = taken if whole else self.compared
+            if whole:
+                self.note_compared(owners, taken)
             return
-        blob = msgspec.msgpack.encode(self.compared)
+        blob = msgspec.msgpack.encode(self.compared(owners))
         blobs = self._job.exchange(lambda _, communicator: communicator.gather(blob, what=label))
         since = min(msgspec.msgpack.decode(other, type=int) for other in blobs)
         if since >= taken:
             # No gradient is from a wrong state: workers that have joined end, and the others continue.
             agree(self._job, label, state)
+        self.step = taken
+        self.publish(Verdict("undecided", differs.workers), (), "memory")
         self.roll_back(str(differs), differs.workers, since)
 
     def roll_back(self, message: str, workers: tuple[int, ...], since: int) -> NoReturn:

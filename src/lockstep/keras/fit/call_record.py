@@ -108,7 +108,7 @@ class CallRecord:
             verifications = verifications_of(self._job)
             if verifications.plan.verification.every:
                 agree(self._job, call.name, called)
-                verifications.agree(call.name, state, self._calls.taken)
+                verifications.agree(call.name, state, self._calls.taken, [model])
             else:
                 agree(self._job, call.name, called | state)
 
@@ -173,7 +173,7 @@ class CallRecord:
         arrays = model_state(model)
         if not self._job.settings.allow_unlike:
             facts = {**state_facts(self._backend.to_numpy, arrays), **python_facts(model)}
-            verifications_of(self._job).agree(label, facts, self._calls.taken, whole=True)
+            verifications_of(self._job).agree(label, facts, self._calls.taken, [model], whole=True)
         elif chiefs := chiefs_state(self._job, label, self._backend.to_numpy, arrays):
             assign(model, chiefs)
 

@@ -153,7 +153,7 @@ class GlobalStep:
         )
         traced = self._traced
         where, totals = self.calls.where(), list[Total]()
-        before = self._states.begin(self.program, state, where)
+        before = self._states.begin(self.program, state, where, [self.model])
         logs, state = self._step(state, batch, record, totals, counts=True)
         if before is not None:
             again = partial(self._apply, totals=totals)
@@ -325,7 +325,7 @@ class GlobalStep:
             arrays, what = self.program.named_state(state), f"after step {call.steps} of {call.name}"
             if not self.job.settings.allow_unlike:
                 facts = {**state_facts(self.backend.to_numpy, arrays), **python_facts(self.model)}
-                self._verifications.agree(what, facts, self.calls.taken, whole=trains)
+                self._verifications.agree(what, facts, self.calls.taken, [self.model], whole=trains)
             elif (of_chief := chiefs_state(self.job, what, self.backend.to_numpy, arrays)) is not None:
                 state = self.program.load(state, of_chief)
         if trains and not call.at_end:

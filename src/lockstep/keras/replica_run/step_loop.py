@@ -106,7 +106,7 @@ class StepLoops:
                         taken = self._calls.taken + 1
                         self._digests.begin_loop_step(taken, call.name, call.steps + 1, loop)
                         self._verifications.begin(taken, first=call.steps == 0)
-                        before = self._states.begin(loop, None, self._calls.where())
+                        before = self._states.begin(loop, None, self._calls.where(), loop.owners)
                         yield call.steps
                         if before is not None:
                             self._states.end(before, loop, (None, None), self._calls.where())
@@ -175,7 +175,8 @@ class StepLoops:
             if settings is not None and self._verifications.plan.verification.every:
                 agree(self._job, what, settings)
                 settings = None
-            self._verifications.agree(what, {**(settings or {}), **state}, self._calls.taken, whole=True)
+            facts = {**(settings or {}), **state}
+            self._verifications.agree(what, facts, self._calls.taken, loop.owners, whole=True)
 
 
 @runtime_checkable
@@ -218,6 +219,11 @@ class LoopState:
     def parts(self) -> Mapping[str, Any]:
         """The parts, by name."""
         return self._parts
+
+    @property
+    def owners(self) -> list[Any]:
+        """The parts that have variables."""
+        return [part for part in self._parts.values() if _has_variables(part)]
 
     @property
     def incomplete(self) -> bool:
