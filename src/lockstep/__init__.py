@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         MaxSizePartitioner,
         MinSizePartitioner,
     )
+    from lockstep.protocol.local_steps import LocalSteps
     from lockstep.strategy.cluster_coordinator import ClusterCoordinator
     from lockstep.strategy.context import (
         ReplicaContext,
@@ -51,6 +52,7 @@ __all__ = [
     "DistributedValues",
     "FixedShardsPartitioner",
     "InputContext",
+    "LocalSteps",
     "MaxSizePartitioner",
     "MinSizePartitioner",
     "MirroredStrategy",
@@ -90,6 +92,7 @@ _HOMES = {
     "DistributedValues": "lockstep.keras.per_replica",
     "FixedShardsPartitioner": "lockstep.parameter_server.partitioners",
     "InputContext": "lockstep.data.input_context",
+    "LocalSteps": "lockstep.protocol.local_steps",
     "MaxSizePartitioner": "lockstep.parameter_server.partitioners",
     "MinSizePartitioner": "lockstep.parameter_server.partitioners",
     "MirroredStrategy": "lockstep.strategy.mirrored",

@@ -54,6 +54,7 @@ from lockstep.protocol.job_spec import (
     JobSpec,
     Verification,
 )
+from lockstep.protocol.local_steps import LocalSteps
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -130,6 +131,7 @@ _GROUPS = {
             "--devices",
             "--input",
             "--update",
+            "--local-steps",
             "--ps",
             "--tf-distribute",
             "--no-adopt",
@@ -398,6 +400,14 @@ _GROUPS = {
     is_flag=True,
     help="Compute losses and metrics that compare the examples of a batch as in one process even if replicas "
     "exchange more than 16 MiB of outputs in a step for that.",
+)
+@click.option(
+    "--local-steps",
+    default="",
+    metavar="H[,nesterov[,LR,M]]",
+    help="For slow links: in fit, each replica takes H steps by itself, and then the replicas are averaged. "
+    "With nesterov, the mean change is the gradient of an outer optimizer of learning rate LR (0.7) and "
+    "momentum M (0.9). Affects the result.  [default: each step is of all replicas]",
 )
 @click.option(
     "--accept-changes",
@@ -873,6 +883,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         plain=options["plain"],
         verification=_verification(options, replicas),
         exact_batch=options["exact_batch"],
+        local_steps=_local_steps(options, replicas),
         allow_unlike=options["allow_unlike"],
         parameter_servers=options["servers"] or 0,
         digests=options["digests"],
@@ -904,6 +915,19 @@ def _verification(options: Mapping[str, Any], replicas: int) -> Verification:
     if every is None and verifies_all:
         raise ConfigError("--verify-replicas all needs --verify-every K")
     return Verification(every or 0, verifies_all)
+
+
+def _local_steps(options: Mapping[str, Any], replicas: int) -> str:
+    text: str = options["local_steps"]
+    if not text:
+        return ""
+    if options["servers"]:
+        raise ConfigError("--local-steps excludes --ps: with parameter servers, workers train asynchronously")
+    if options["update"] == "divided":
+        raise ConfigError("--local-steps excludes --update divided: an update averages the whole state")
+    if replicas == 1:
+        note("--local-steps has no effect with one replica, which takes all steps by itself")
+    return LocalSteps.parse(text).text
 
 
 def check_numbers(workers: int, replicas: int, least: int) -> None:

@@ -6,6 +6,8 @@
     GlobalBatch     a range of the rows of the batch   a reading of one dataset: keras/input/readings.py
     PipelinesBatch  the next batch of its own dataset  the replicas' pipelines: keras/input/pipelines.py
 
+With local steps, `fit` trains on `LocalBatches`: several global batches in each outer step.
+
 `fit` gives shares to the program of the backend. The iterator of a distributed dataset shows them as values
 of a `PerReplica` (`BatchValues` in keras/input/sources.py), which `strategy.run` gives to the function of a
 replica. Shares become values, and values never become batches.
@@ -20,10 +22,12 @@ over datasets whose lengths are known exchanges nothing while it reads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from lockstep.data.digest import digest_arrays
 
 
 class Share(NamedTuple):
@@ -72,6 +76,10 @@ class Batch(ABC):
     def check(self) -> bytes:
         """Return bytes that are equal on all workers that have the same batch."""
 
+    def is_counted(self, replica: int) -> bool:
+        """Whether what a replica sets counts, if it has examples."""
+        return True
+
     def is_here(self, replica: int) -> bool:
         """Whether this worker has the share of a replica, or can read it without opening another dataset."""
         return True
@@ -111,6 +119,47 @@ class GlobalBatch(Batch):
         return self.read(slice(0, self.examples))
 
 
+class LocalBatches(Batch):
+    """The batches of an outer step, whose replicas take one step by themselves on their share of each.
+
+    The examples of a share are a list: those of each step, None for a step without any.
+
+    Args:
+        batches: the batches of the steps.
+        replicas: R.
+    """
+
+    __slots__ = ("batches", "replicas")
+
+    def __init__(self, batches: Sequence[Batch], replicas: int) -> None:
+        self.batches = batches
+        self.replicas = replicas
+
+    @property
+    def examples(self) -> int:
+        """The number of examples of all steps."""
+        return sum(batch.examples for batch in self.batches)
+
+    def share(self, replica: int, seed: int = 0) -> Share:
+        """Return the shares of a replica in all steps as one."""
+        shares = [batch.share(replica, seed) for batch in self.batches]
+        count = sum(share.examples for share in shares)
+
+        def data() -> list[Any]:
+            return [share.data() if share.examples else None for share in shares]
+
+        return Share(replica, count, count / self.examples, seed, data)
+
+    def check(self) -> bytes:
+        """Return the hash of what identifies the batches."""
+        return digest_arrays((), b"".join(batch.check() for batch in self.batches))
+
+    def is_counted(self, replica: int) -> bool:
+        """Whether no replica takes more steps: a counter of steps counts as on such a replica."""
+        steps = [sum(batch.share(r).examples > 0 for batch in self.batches) for r in range(self.replicas)]
+        return steps[replica] == max(steps)
+
+
 @dataclass(eq=False, slots=True)
 class PendingBatch:
     """The global batch of a step, before it is read.
@@ -121,7 +170,7 @@ class PendingBatch:
             `catching_up` of `lockstep.worker.job.Job.exchange`.
     """
 
-    read: Callable[[Callable[[], AbstractContextManager[None]]], GlobalBatch]
+    read: Callable[[Callable[[], AbstractContextManager[None]]], Batch]
 
 
 def replica_rows(examples: int, replica: int, replicas: int) -> slice:

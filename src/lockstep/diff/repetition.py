@@ -134,8 +134,9 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     words += ["--backend", str(job["backend"])] if job["backend"] else []
     words += ["--input", "joint"] if job["joint_input"] and not servers else []
     words += ["--tf-distribute"] if job["tf_distribute"] else []
-    # Earlier runs have not recorded it.
+    # Earlier runs have not recorded them.
     words += ["--exact-batch"] if job.get("exact_batch") else []
+    words += ["--local-steps", str(job["local_steps"])] if job.get("local_steps") else []
     words += [] if job["adopts"] else ["--no-adopt"]
     words += ["--timeout", str(job["timeout"])]
     for name, value in job.get("env", {}).items():

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import keras
 
@@ -64,11 +65,44 @@ class NamedVariables(VariableState):
         return self._named
 
 
+OUTER_MOMENTUM = "outer_momentum/"
+"""The beginning of the paths of the variables of `momentum_of`."""
+
+_momenta: "WeakKeyDictionary[Any, list[Any]]" = WeakKeyDictionary()
+
+
+def momentum_of(model: Any, *, creates: bool = False) -> list[Any]:
+    """Return the momentum of the outer optimizer, a variable for each weight of a model that trains.
+
+    Args:
+        model: the model, built if `creates`.
+        creates: whether to create the variables; otherwise there may be none.
+    """
+    if creates and model not in _momenta:
+        with keras.name_scope(OUTER_MOMENTUM.removesuffix("/")):
+            _momenta[model] = [
+                keras.Variable(
+                    keras.ops.zeros(weight.shape, weight.dtype),
+                    dtype=weight.dtype,
+                    trainable=False,
+                    name=weight.path.replace("/", "_"),
+                )
+                for weight in model.trainable_variables
+            ]
+    return _momenta.get(model, [])
+
+
+def forget_momentum(model: Any) -> None:
+    """Forget the momentum of a model, which is compiled anew."""
+    _momenta.pop(model, None)
+
+
 def all_variables(model: Any) -> list[Any]:
     """Return the variables of a model and of its optimizers, each once."""
     if isinstance(model, NamedVariables):
         return list(model.variables)
     variables = [*model.variables, *(v for optimizer in optimizers_of(model) for v in optimizer.variables)]
+    variables += momentum_of(model)
     return list({id(variable): variable for variable in variables}.values())
 
 

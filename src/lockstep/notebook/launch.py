@@ -16,6 +16,7 @@ from lockstep.functions.history import RunHistory
 from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import Giver, ResultBox, pack
 from lockstep.functions.worker import WORKER
+from lockstep.protocol.local_steps import LocalSteps
 from lockstep.system.child_process import command_of
 from lockstep.system.run_folder import RUNS, fresh_folder, remove_where_empty
 from lockstep.worker import job
@@ -43,6 +44,7 @@ def launch(
     accept_changes: bool = False,
     input: str | None = None,
     exact_batch: bool = False,
+    local_steps: LocalSteps | None = None,
     tensorboard: str | os.PathLike[str] | None = None,
     env: Mapping[str, str | None] | None = None,
     tags: Sequence[str] = (),
@@ -77,6 +79,8 @@ def launch(
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
             even if replicas exchange more than 16 MiB of outputs in a step for that.
+        local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
+            default, each step is of all replicas.
         tensorboard: folder in which to write metrics and times for TensorBoard.
         env: variables of the function, which are recorded with the run. If a value is None, the variable must
             be set here, and only its name is recorded: use this for secrets.
@@ -106,8 +110,9 @@ def launch(
     others = {"backend": backend, "checkpoint": checkpoint, "input": input}
     flags = {"accept-changes": accept_changes, "exact-batch": exact_batch}
     folders = {"run-dir": run_dir, "tensorboard": tensorboard}
+    local = {"local-steps": local_steps and local_steps.text}
     repeated = {"env": env_values(_NAME, env), "tag": tag_values(_NAME, tags)}
-    options = command_options(_NAME, {**numbers, **others, **flags, **folders, **repeated})
+    options = command_options(_NAME, {**numbers, **others, **local, **flags, **folders, **repeated})
     with contextlib.ExitStack() as closing:
         parts = {f"args[{at}]": value for at, value in enumerate(args)}
         parts |= {f"kwargs[{name!r}]": value for name, value in (kwargs or {}).items()}

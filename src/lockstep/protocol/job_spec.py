@@ -110,6 +110,7 @@ class JobSettings:
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         verification: the parts of steps that are computed twice.
         exact_batch: whether replicas also exchange large rows for losses and metrics that compare examples.
+        local_steps: the value of `--local-steps`; empty if each step is of all replicas.
         allow_unlike: whether hosts may compute different bits.
         parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
         digests: the steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
@@ -133,6 +134,7 @@ class JobSettings:
     accepts_changes: bool = False
     verification: Verification = field(default_factory=Verification)
     exact_batch: bool = False
+    local_steps: str = ""
     allow_unlike: bool = False
     parameter_servers: int = 0
     digests: str = ""

@@ -15,6 +15,7 @@ from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import held, pack, unpack_result
 from lockstep.functions.worker import WORKER
 from lockstep.protocol.job_spec import GRACE
+from lockstep.protocol.local_steps import LocalSteps
 from lockstep.ray.command import Follower, connect, require_ray, submit
 from lockstep.ray.placement import worker_needs
 from lockstep.system.environment import unrecorded
@@ -91,6 +92,7 @@ def fit(
     accept_changes: bool = False,
     input: str | None = None,
     exact_batch: bool = False,
+    local_steps: LocalSteps | None = None,
     tf_distribute: bool = False,
     env: Mapping[str, str | None] | None = None,
     tags: Sequence[str] = (),
@@ -126,6 +128,8 @@ def fit(
         input: "divided", the default, or "joint": each worker reads the whole dataset.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
             even if replicas exchange more than 16 MiB of outputs in a step for that.
+        local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
+            default, each step is of all replicas.
         tf_distribute: whether to replace the strategies in `tf.distribute` with Lockstep's, on every backend.
         env: variables of the function on all nodes, which are recorded with the run. If a value is None, the
             variable must be set here. Only its name is recorded, and Ray does not see its value.
@@ -170,6 +174,7 @@ def fit(
         "accept-changes": accept_changes,
         "input": input,
         "exact-batch": exact_batch,
+        "local-steps": local_steps and local_steps.text,
         "tf-distribute": tf_distribute,
         "env": env_values(_NAME, env),
         "tag": tag_values(_NAME, tags),

@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.launcher.restart_per_device import restart_per_device
+from lockstep.protocol.local_steps import LocalSteps
 from lockstep.rendezvous.take_part import take_part
 from lockstep.strategy.options import CommunicationImplementation
 from lockstep.strategy.strategy import Strategy
@@ -24,6 +25,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: how workers exchange data. It does not affect the result.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
             even if replicas exchange more than 16 MiB of outputs in a step for that.
+        local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
+            default, each step is of all replicas.
 
     Raises:
         ConfigError: `TF_CONFIG` is wrong, was set too late, or contradicts that of another task.
@@ -48,9 +51,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: Any = None,
         *,
         exact_batch: bool = False,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         take_part()
-        super().__init__(exact_batch=exact_batch)
+        super().__init__(exact_batch=exact_batch, local_steps=local_steps)
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         timeout = getattr(communication_options, "timeout_seconds", None)
         if timeout is not None:
@@ -86,6 +90,8 @@ class MirroredStrategy(Strategy):
         cross_device_ops: ignored, because sums use a fixed tree; accepted as in `tf.distribute`.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
             even if replicas exchange more than 16 MiB of outputs in a step for that.
+        local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
+            default, each step is of all replicas.
 
     Raises:
         ConfigError: the devices are invalid, or there is no script to restart.
@@ -105,9 +111,10 @@ class MirroredStrategy(Strategy):
         cross_device_ops: Any = None,
         *,
         exact_batch: bool = False,
+        local_steps: LocalSteps | None = None,
     ) -> None:
         restart_per_device(devices)
-        super().__init__(exact_batch=exact_batch)
+        super().__init__(exact_batch=exact_batch, local_steps=local_steps)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give the replicas one dataset, `dataset_fn(context)`, whose batches they take in turn.

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
-from lockstep.errors import ModelError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.keras import patches
 from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import runner_of
+from lockstep.protocol.local_steps import LocalSteps
 from lockstep.strategy.options import ReduceOp
 from lockstep.worker import job
 
@@ -55,9 +56,12 @@ class Strategy:
     is_default = False
     """Whether this is the strategy of a program that has created none."""
 
-    def __init__(self, *, exact_batch: bool = False) -> None:
+    def __init__(self, *, exact_batch: bool = False, local_steps: LocalSteps | None = None) -> None:
         self._job = job.current()
         self._job.exact_batch |= exact_batch
+        self._job.local_steps = local_steps or self._job.local_steps
+        if self._job.local_steps is not None and self._job.context.tasks is not None:
+            raise ConfigError("local steps are for mirrored replicas: a job with parameter servers has none")
         self._methods = patches.install(self._job)
         self._methods.adopt_in_scopes()
         self._runner = runner_of(self._job)
@@ -132,6 +136,7 @@ class Strategy:
             6.0
         """
         _refuse_within_replica("run")
+        self._refuse_local_steps("run")
         self._job.note_distribution()
         with self._part("run"), self._entered():
             self._job.timer.lap("other")
@@ -170,8 +175,17 @@ class Strategy:
             >>> float(seen), step
             (24.0, 1)
         """
+        self._refuse_local_steps("steps")
         self._job.note_distribution()
         return self._methods.step_loops.steps(count, state, checkpoint)
+
+    def _refuse_local_steps(self, method: str) -> None:
+        """Raise ModelError if replicas take local steps, which only `fit` does."""
+        if self._job.local_steps is not None and self._job.view.replicas > 1:
+            raise ModelError(
+                f"strategy.{method} sums over the replicas in each call: train with model.fit, or without "
+                "local steps"
+            )
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | Sequence[int] | None = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of a result of `run`.

@@ -31,6 +31,7 @@ from lockstep.observability.events import DistributionBegan, Event, FirstStepEnd
 from lockstep.observability.step_timer import StepTimer
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.job_spec import JobSettings
+from lockstep.protocol.local_steps import LocalSteps
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -215,6 +216,7 @@ class Job:
         left: whether this is a child of the worker, which must not take part in its exchange.
         policy: how this worker waits for others.
         exact_batch: whether replicas also exchange large rows; as `JobSettings` or a strategy says.
+        local_steps: the local steps of replicas in `fit`, likewise; None if each step is of all replicas.
         timer: measures the steps of the main thread.
     """
 
@@ -234,6 +236,8 @@ class Job:
         self.checkpoints = checkpoints or WorkerCheckpoints()
         self.policy = policy or WaitPolicy()
         self.exact_batch = context.settings.exact_batch
+        text = context.settings.local_steps
+        self.local_steps = LocalSteps.parse(text) if text else None
         self.task = "worker"
         self.left = False
         self.process = context.worker

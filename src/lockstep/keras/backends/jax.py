@@ -53,7 +53,7 @@ from lockstep.keras.private.common import stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32, seed_of_replica
-from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
+from lockstep.keras.variables import momentum_of, named_arrays, refuse_misfits, seed_positions
 from lockstep.system.notes import note
 from lockstep.worker import job
 from lockstep.worker.jax_cache import COMPILED
@@ -208,20 +208,25 @@ class JaxState:
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays that Keras threads through its steps, by the paths of their variables."""
-        variables = self._variables()
+        momentum = momentum_of(self._model)
+        variables = [*self._variables(), *momentum]
         if state is None:
             return named_arrays(variables, [variable.value for variable in variables])
-        return named_arrays(variables, [value for group in state for value in group])
+        values = [value for group in state for value in group]
+        return named_arrays(variables, [*values, *(variable.value for variable in momentum)])
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         """Return a state with the values of `arrays`; assign them to the variables if there is no state."""
-        variables = self._variables()
-        refuse_misfits(named_arrays(variables, variables), arrays)
-        if state is None:
-            for name, variable in named_arrays(variables, variables).items():
+        momentum = momentum_of(self._model)
+        variables = [*self._variables(), *momentum]
+        named = named_arrays(variables, variables)
+        refuse_misfits(named, arrays)
+        for name, variable in named.items():
+            if state is None or any(variable is other for other in momentum):
                 variable.assign(arrays[name])
+        if state is None:
             return None
-        values = iter([jnp.array(arrays[name]) for name in named_arrays(variables, variables)])
+        values = iter([jnp.array(arrays[name]) for name in named])
         loaded = tuple([next(values) for _ in group] for group in state)
         if keras.distribution.distribution() is None:
             return loaded
@@ -239,7 +244,7 @@ class JaxState:
         model = self._model
         variables = [*model.trainable_variables, *model.non_trainable_variables]
         if self._kind == "train":
-            variables += model.optimizer.variables
+            variables += [*model.optimizer.variables, *momentum_of(model)]
         return named_arrays(variables, variables)
 
     def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
@@ -247,7 +252,9 @@ class JaxState:
         if state is None:
             return [variable.value for variable in variables.values()]
         metrics = 0 if self._kind == "predict" else 1
-        return [value for group in state[: len(state) - metrics] for value in group]
+        values = [value for group in state[: len(state) - metrics] for value in group]
+        momentum = momentum_of(self._model) if self._kind == "train" else []
+        return values + [variable.value for variable in momentum]
 
     def _groups(self) -> list[list[Any]]:
         model = self._model
@@ -562,8 +569,10 @@ class JaxProgram(JaxState):
             if new is old:
                 continue
             if i in self._seeds:
-                # Every replica advances its key by the same amount: replica 0's change counts.
-                changes[f"state/{i}"] = jnp.where(replica == 0, new - old, jnp.zeros_like(old))
+                # Every replica advances its key by the same amount: the change of replica 0 counts, or that
+                # of the only replica.
+                counts = (replica == 0) | (weight == 1)
+                changes[f"state/{i}"] = jnp.where(counts, new - old, jnp.zeros_like(old))
             elif jnp.issubdtype(old.dtype, jnp.floating):
                 changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
             else:

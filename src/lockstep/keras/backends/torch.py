@@ -754,8 +754,8 @@ class TorchProgram(TorchState):
         one = self._state[i]
         new = self._tensors[i].detach()
         if one.changes_equally:
-            # The change of replica 0, whose seeds are the model's own, counts.
-            return new - old if share.replica == 0 else torch.zeros_like(old)
+            # The change of replica 0, whose seeds are the model's own, counts, or that of the only replica.
+            return new - old if share.replica == 0 or share.weight == 1 else torch.zeros_like(old)
         if not old.is_floating_point():
             return new.clone()
         # The difference of two infinite values is not a number.

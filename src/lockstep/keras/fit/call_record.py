@@ -93,7 +93,9 @@ class CallRecord:
         self._job.events.publish(CallStarted(call.name, *call.extent))
         self.meet(model, call.name)
         several = len(self._job.view.workers) > 1
-        compared_facts = facts() if several or self._digests.active else {}
+        compared_facts = dict(facts()) if several or self._digests.active else {}
+        if compared_facts and self._job.local_steps is not None:
+            compared_facts["local steps"] = self._job.local_steps.text
         seeds = {"the seeds of the script": f"{call.seed:x}"}
         recorded = settings() if self._digests.active else {}
         self._digests.begin_call(call.name, self._calls.taken, {**seeds, **compared_facts, **recorded})

@@ -16,13 +16,14 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.collectives.contract import Communicator
-from lockstep.data.batch import Batch, Share
+from lockstep.data.batch import Batch, LocalBatches, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
 from lockstep.keras.backends.growth import growths_of
 from lockstep.keras.backends.whole_batch import is_gather, updating
 from lockstep.keras.fit.divided_update import DividedUpdate
+from lockstep.keras.fit.local_steps import LocalProgram
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.nests import repeated, structure_of
@@ -92,6 +93,10 @@ class GlobalStep:
         self.backend = backend
         self.context = context
         self.program = backend.program(model, kind)
+        # A check compares a step with one process, so it takes no local steps.
+        self._local = job.local_steps if kind == "train" and not job.settings.checks else None
+        if self._local is not None:
+            self.program = LocalProgram(self.program, backend, model, self._local)
         self._programs: dict[str, Program] = {}
         self.python = PythonOfReplicas.of_model(model, backend.to_numpy, trains=kind == "train")
         self._describe = variable_names(model)
@@ -144,7 +149,7 @@ class GlobalStep:
             label, _, count = call.name.partition(" ")
             number = int(count.partition(" ")[0])
         self.timer.begin(label)
-        batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
+        batch = self._read(state, element)
         self.timer.lap("input")
         trains = self.kind == "train"
         record = self._digests.begin(self.calls.taken + trains, call.name, number, trains=trains)
@@ -174,15 +179,20 @@ class GlobalStep:
             sys.exit(0)
         return logs, state
 
+    def _read(self, state: Any, element: Any) -> Batch:
+        """Return the batch of an element of Keras's loop; one for a single step is that of an outer step."""
+        replicas = self.job.view.replicas
+        batch = read_batch(element, replicas, partial(self.program.published, state))
+        single = self._local is not None and not isinstance(batch, LocalBatches)
+        return LocalBatches([batch], replicas) if single else batch
+
     def _join_job(self, state: Any, element: Any) -> Any:
         """Join the job, after one step that compiles the program while the members do not wait yet.
 
         Raises:
             CallFinishedElsewhere: the members have finished the call.
         """
-        _, state = self._step(
-            state, read_batch(element, self.job.view.replicas, partial(self.program.published, state))
-        )
+        _, state = self._step(state, self._read(state, element))
         self.backend.settle()
         if self._snapshots.resumable.join():
             # The step has reused the memory of the variables' values.
@@ -388,6 +398,10 @@ class StepRound(Round):
     def contributes(self, replica: int) -> bool:
         """Whether the replica has examples."""
         return self._share(replica).examples > 0
+
+    def counts(self, replica: int) -> bool:
+        """Whether what the replica sets counts."""
+        return self._batch.is_counted(replica)
 
     def compute(self, replica: int) -> Partial:
         """Compute a replica by the program; the computation may still go on afterwards."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from lockstep.errors import ModelError
 from lockstep.keras.backends.common import (
     refuse_other_weights,
     refuse_stateful_layers,
@@ -23,8 +24,9 @@ from lockstep.keras.fit.callbacks import (
 )
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.introductions import Introductions
+from lockstep.keras.fit.local_steps import OuterBatches
 from lockstep.keras.fit.trainer import FUNCTIONS, KINDS, Original, TrainerParts, bind, method_of
-from lockstep.keras.input.fit_inputs import GlobalInput
+from lockstep.keras.input.fit_inputs import GlobalInput, PipelinesInput
 from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.private.common import CACHED_VALIDATION
@@ -81,6 +83,7 @@ class Mirrored:
             if finished := self._resumable.resume():
                 return replay_fit(model, callbacks, finished)
             training, validation = self._inputs_of_fit(arguments)
+            self._group(training, arguments)
             inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
             explain_memory(self._job, sum(data.held for data in inputs))
             call.extent = extent_of_fit(arguments, training)
@@ -214,6 +217,21 @@ class Mirrored:
         training, validation = self._parts.inputs.of_training(arguments)
         training.before_pass = self._resumable.begin_pass
         return training, None if validation is None else self._validation(arguments, validation)
+
+    def _group(self, training: GlobalInput, arguments: dict[str, Any]) -> None:
+        """Let Keras's loop take outer steps, if the job takes local steps."""
+        local, replicas = self._job.local_steps, self._job.view.replicas
+        if local is None or self._job.settings.checks or replicas == 1:
+            return
+        if isinstance(training, PipelinesInput):
+            raise ModelError(
+                "local steps: replicas with datasets of their own are not supported; give fit one dataset of "
+                "global batches"
+            )
+        epoch = arguments["steps_per_epoch"]
+        training.grouping = OuterBatches(local.steps, epoch, replicas)
+        if epoch is not None:
+            arguments["steps_per_epoch"] = training.grouping.count(epoch)
 
     def _validation(self, arguments: dict[str, Any], validation: Any) -> Any:
         """Return the validation data as Keras's loop gets it."""

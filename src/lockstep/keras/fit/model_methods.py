@@ -31,6 +31,7 @@ from lockstep.keras.shared_saves import SharedSaves
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, listeners
 from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.variables import forget_momentum
 from lockstep.observability.events import MetricsRecorded, TrainingEnded
 from lockstep.observability.step_recorder import finite_values
 from lockstep.worker.job import Job
@@ -122,6 +123,7 @@ class ModelMethods:
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         forget_growths(model)
+        forget_momentum(model)
         self.adopt(model)
         return result
 

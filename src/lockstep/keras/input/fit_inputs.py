@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from types import GeneratorType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import keras
@@ -83,6 +83,16 @@ AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.P
 """The reason for joint reading of a generator."""
 
 
+class Grouping(Protocol):
+    """Makes one batch of those of several steps."""
+
+    def batches(self, elements: Iterator[Batch | PendingBatch]) -> Iterator[PendingBatch]:
+        """Yield the batches of a pass."""
+
+    def count(self, batches: int) -> int:
+        """Return their number, given that of the steps' own batches."""
+
+
 class GlobalInput(DataAdapter):  # type: ignore[misc]
     """An input that yields one batch per step, the same on every worker.
 
@@ -94,6 +104,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         held: the number of bytes of arrays in memory that this worker reads rows of.
         plain_first: the next pass yields only one of Keras's own batches, to call a model on.
         before_pass: called before anything is drawn or read for a pass.
+        grouping: makes one batch of those of several steps; None if each is one of its own.
     """
 
     def __init__(self, inner: DataAdapter, *, unsplit: bool) -> None:
@@ -102,6 +113,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         self.held = 0
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
+        self.grouping: Grouping | None = None
 
     def batches(self) -> Iterator[Batch | PendingBatch]:
         """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
@@ -140,6 +152,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             self.plain_first = False
             return iter([self.first()])
         batches = self.batches()
+        if self.grouping is not None:
+            return self.grouping.batches(batches)
         return map(_whole, batches) if self._unsplit else batches
 
     def get_tf_dataset(self) -> Any:
@@ -190,7 +204,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     def num_batches(self) -> int | None:
         """Number of batches in a pass; None if it never ends."""
         batches: int | None = self._inner.num_batches
-        return batches
+        return batches if batches is None or self.grouping is None else self.grouping.count(batches)
 
     @property
     def known_batches(self) -> int | None:

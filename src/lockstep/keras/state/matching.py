@@ -10,7 +10,14 @@ import numpy.typing as npt
 
 from lockstep.checkpoint.values import named
 from lockstep.keras.state.naming import parts, renamed_slots, renumbered, slot
-from lockstep.keras.variables import misfits, named_arrays, optimizers_of, seed_positions
+from lockstep.keras.variables import (
+    OUTER_MOMENTUM,
+    misfits,
+    momentum_of,
+    named_arrays,
+    optimizers_of,
+    seed_positions,
+)
 
 Array = npt.NDArray[Any]
 
@@ -108,6 +115,8 @@ def build_optimizers(model: Any, names: Iterable[str]) -> None:
     names = list(names)
     for optimizer in optimizers_of(model):
         _build(optimizer, model, names)
+    if any(name.startswith(OUTER_MOMENTUM) for name in names):
+        momentum_of(model, creates=True)
 
 
 def _weights(model: Any, trainable_first: bool) -> Mapping[str, Any]:

@@ -314,7 +314,9 @@ class Snapshots:
         call_settings = self._calls.current.settings or settings_of_call(model, (), first=False)
         if model not in self._described:
             self._described[model] = settings_of_model(model)
-        return {**call_settings, **self._described[model]}
+        local = self._job.local_steps
+        local_settings = {} if local is None else {"local steps": local.text}
+        return {**call_settings, **self._described[model], **local_settings}
 
     def compare_settings(
         self, step: int, training: Mapping[str, Any], model: Any, program: TrainingState | None

@@ -1,0 +1,300 @@
+"""Local steps: a replica takes several training steps by itself, and then the replicas' changes are averaged.
+
+    inner step   a replica's own: the step that one process would take on the replica's share of a batch
+    outer step   H inner steps of each replica, and the update from the mean of their changes
+
+An outer step is a function of the state and of H global batches, as a step is of one batch. So it is a step
+of a `Program` whose partial is the change of a replica's state, and everything else is as for other programs:
+the sum along the tree, checkpoints, joins, digests, verification. No state belongs to a replica between outer
+steps.
+
+    weights                       their mean change, through the outer optimizer
+    other floating-point state    the mean change: the inner optimizer's slots, BatchNormalization's averages
+    integers, random generators   the value of the replicas that took the most steps, which must be equal
+    metrics                       the sum of the increments of all inner steps
+    figures that a step logs      the mean over all inner steps
+
+Means are weighted by numbers of examples: changes by those of an outer step, figures by those of inner steps.
+A replica without examples in an inner step does not take it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.batch import LocalBatches, PendingBatch, Share
+from lockstep.errors import ModelError
+from lockstep.keras.backends.contract import EQUAL, GATHERED, Backend, Partial, Program, Total
+from lockstep.keras.backends.growth import MEAN, growths_of
+from lockstep.keras.backends.losses import divided
+from lockstep.keras.input.readings import read_batch
+from lockstep.keras.seeds import seed_at
+from lockstep.keras.variables import OUTER_MOMENTUM, momentum_of, optimizers_of
+from lockstep.protocol.local_steps import LocalSteps
+
+Array = npt.NDArray[Any]
+Element = TypeVar("Element")
+
+_CHANGE = "change/"
+"""The prefix of names of weighted changes in a partial. The name of a variable follows."""
+_FIGURES = ("metric/", "log/")
+
+_WHOLE_BATCH = (
+    "local steps: a loss or metric of model {!r} compares the examples of the whole batch, but a replica "
+    "takes its steps by itself; replace it, or train without local steps"
+)
+
+
+# Pure.
+
+
+def weighted_change(before: Array, after: Array, weight: float) -> Array:
+    """Return the change of an array of floating-point numbers times `weight`, in the array's dtype."""
+    # The difference of two infinite values is not a number.
+    with np.errstate(invalid="ignore", over="ignore"):
+        change = np.where(after == before, np.zeros_like(before), after - before)
+        return np.asarray(change * before.dtype.type(weight), before.dtype)
+
+
+def outer_update(weight: Array, momentum: Array, change: Array, local: LocalSteps) -> tuple[Array, Array]:
+    """Return a weight and its momentum after a step of SGD with Nesterov momentum along the mean change."""
+    dtype = weight.dtype.type
+    momentum = dtype(local.momentum) * momentum + change
+    return weight + dtype(local.learning_rate) * (change + dtype(local.momentum) * momentum), momentum
+
+
+def outer_sizes(steps: int, epoch: int | None) -> Iterator[int]:
+    """Yield the numbers of inner steps of the outer steps of a pass without end.
+
+    Args:
+        steps: H.
+        epoch: the number of inner steps of an epoch, whose last outer step may be smaller; None if an epoch
+            is a pass.
+    """
+    while True:
+        rest = steps if epoch is None else epoch
+        while rest > 0:
+            yield min(steps, rest)
+            rest -= steps
+
+
+def outer_count(batches: int, steps: int, epoch: int | None) -> int:
+    """Return the number of outer steps of a pass over so many batches; see `outer_sizes`."""
+    whole, rest = divmod(batches, epoch) if epoch else (0, batches)
+    return whole * -(-(epoch or 0) // steps) + -(-rest // steps)
+
+
+def grouped(elements: Iterator[Element], steps: int, epoch: int | None) -> Iterator[list[Element]]:
+    """Yield the elements of each outer step of a pass; see `outer_sizes`."""
+    for size in outer_sizes(steps, epoch):
+        group = list(islice(elements, size))
+        if not group:
+            return
+        yield group
+
+
+@dataclass(frozen=True)
+class OuterBatches:
+    """The `lockstep.keras.input.fit_inputs.Grouping` by outer steps.
+
+    Attributes:
+        steps: H.
+        epoch: see `outer_sizes`.
+        replicas: R.
+    """
+
+    steps: int
+    epoch: int | None
+    replicas: int
+
+    def batches(self, elements: Iterator[Any]) -> Iterator[PendingBatch]:
+        """Yield the batches of the outer steps of a pass, given the elements for inner steps."""
+        return map(self._pending, grouped(elements, self.steps, self.epoch))
+
+    def count(self, batches: int) -> int:
+        """Return the number of outer steps."""
+        return outer_count(batches, self.steps, self.epoch)
+
+    def _pending(self, elements: Sequence[Any]) -> PendingBatch:
+        def read(catching_up: Callable[[], AbstractContextManager[None]]) -> LocalBatches:
+            batches = [read_batch(element, self.replicas, catching_up) for element in elements]
+            return LocalBatches(batches, self.replicas)
+
+        return PendingBatch(read)
+
+
+# The program of an outer step.
+
+
+class LocalProgram:
+    """The `lockstep.keras.backends.contract.Program` whose steps are outer steps of another one.
+
+    Args:
+        program: trains `model`. It takes the inner steps.
+        backend: the backend of both.
+        model: the model, whose variables exist.
+        local: the number of inner steps, and the outer optimizer.
+
+    Raises:
+        ModelError: the model cannot train so.
+    """
+
+    def __init__(self, program: Program, backend: Backend, model: Any, local: LocalSteps) -> None:
+        self._program = program
+        self._backend = backend
+        self._model = model
+        self._local = local
+        self._last = 0
+        _refuse(model)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        if local.outer == "nesterov":
+            momentum_of(model, creates=True)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the inner program: its state is that of the outer one."""
+        return getattr(self._program, name)
+
+    def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
+        """Take the inner steps of a replica; return its partial. Afterwards, the state is as before."""
+        _refuse_sums(self._model)
+        program, before = self._program, self._values(state)
+        batches = [_of_step(share, number, data) for number, data in enumerate(share.data())]
+        examples = sum(batch.examples for batch in batches)
+        figures: dict[str, Array] = {}
+        inner = program.load(state, before) if state is not None else None
+        try:
+            for batch in batches:
+                if batch.examples:
+                    inner, step_figures = self._inner_step(inner, batch)
+                    part = share.weight * batch.examples / examples
+                    for name, value in step_figures.items():
+                        summand = value * value.dtype.type(part) if name.startswith("log/") else value
+                        figures[name] = figures[name] + summand if name in figures else summand
+            after = self._values(inner)
+        finally:
+            if state is None:
+                program.load(None, before)
+        changes: dict[str, Array] = {}
+        for number, name in enumerate(self._lasting()):
+            if _is_float(before[name]):
+                changes[f"{_CHANGE}{name}"] = weighted_change(before[name], after[name], share.weight)
+            else:
+                changes[f"{EQUAL}{number}/{name}"] = after[name]
+        return {**changes, **figures}
+
+    def _inner_step(self, state: Any, share: Share) -> tuple[Any, dict[str, Array]]:
+        """Take a step of a replica by itself; return (the state, metrics and logged figures)."""
+        program, to_numpy = self._program, self._backend.to_numpy
+        totals: list[Total] = []
+        while not totals or not program.is_last(len(totals) - 1):
+            partial = program.compute(state, share, totals)
+            if any(name.startswith(GATHERED) for name in partial):
+                raise ModelError(_WHOLE_BATCH.format(self._model.name))
+            totals.append({name: to_numpy(value) for name, value in partial.items()})
+        self._last = len(totals) - 1
+        named = divided(self._model, program.parts(self._last, totals[-1]))
+        figures = {name: np.array(value) for name, value in named.items() if name.startswith(_FIGURES)}
+        _, state = program.apply(state, totals)
+        # The update reads the totals in place.
+        self._backend.settle()
+        return state, figures
+
+    def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Apply the mean change of the replicas; return (logs, new state)."""
+        (total,) = totals
+        values = self._values(state)
+        if self._local.outer == "nesterov":
+            names = {id(variable): name for name, variable in self._program.lasting_variables().items()}
+            pairs = zip(self._model.trainable_variables, momentum_of(self._model), strict=True)
+            momenta = {names[id(weight)]: names[id(momentum)] for weight, momentum in pairs}
+        else:
+            momenta = {}
+        for name, array in total.items():
+            variable = name.removeprefix(_CHANGE)
+            if variable in momenta:
+                of_weight = momenta[variable]
+                values[variable], values[of_weight] = outer_update(
+                    values[variable], values[of_weight], array, self._local
+                )
+            elif name.startswith(_CHANGE):
+                values[variable] = values[variable] + array
+            elif name.startswith(EQUAL):
+                values[name.split("/", 2)[2]] = array
+        figures = {name: np.array(array) for name, array in total.items() if name.startswith(_FIGURES)}
+        logs, state = self._program.finish(self._program.load(state, values), figures)  # type: ignore[attr-defined]
+        self._backend.settle()
+        return logs, state
+
+    def is_last(self, number: int) -> bool:
+        """Whether a round is the step's last: an outer step has one."""
+        return True
+
+    def form(self, number: int) -> str:
+        """Return the form of the inner steps."""
+        return self._program.form(self._last)
+
+    def parts(self, number: int, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays, which are not packed."""
+        return arrays
+
+    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> str:
+        """Return why there is none."""
+        return "with local steps, an update averages the whole state"
+
+    def _values(self, state: Any) -> dict[str, Array]:
+        """Return copies of the arrays of the state."""
+        to_numpy = self._backend.to_numpy
+        return {name: np.array(to_numpy(value)) for name, value in self._program.named_state(state).items()}
+
+    def _lasting(self) -> list[str]:
+        """Return the names of the state that inner steps change, besides metrics."""
+        return [name for name in self._program.lasting_variables() if not name.startswith(OUTER_MOMENTUM)]
+
+
+def _of_step(share: Share, number: int, data: Any) -> Share:
+    """Return a replica's share of an inner step, as that of the step's only replica."""
+    rows = next((leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None), 0)
+    return Share(share.replica, rows, 1.0, seed_at(share.seed, 0, number), lambda: data)
+
+
+def _is_float(array: Array) -> bool:
+    return "float" in array.dtype.name
+
+
+def _refuse(model: Any) -> None:
+    """Raise ModelError for optimizers whose state cannot be averaged, or is not known yet."""
+    for optimizer in optimizers_of(model):
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise ModelError(
+                f"local steps: model {model.name!r} scales its loss (mixed_float16), and replicas would "
+                "change the scale differently; use mixed_bfloat16, or train without local steps"
+            )
+        if not optimizer.built and optimizer is not model.optimizer:
+            raise ModelError(
+                f"local steps: the optimizer {optimizer.name!r} of model {model.name!r} has no variables "
+                "before the first step; call its build(variables) first"
+            )
+
+
+def _refuse_sums(model: Any) -> None:
+    """Raise ModelError for losses that are not means over examples: a replica's own would be smaller."""
+    growths = growths_of(model)
+    gradients = [
+        growth for (_, name), growth in growths.steps.get("train", {}).items() if name.startswith("gradient/")
+    ]
+    if growths.divisor > 1 or any(
+        growth != MEAN for growth in (*growths.losses.values(), *growths.layers.values(), *gradients)
+    ):
+        raise ModelError(
+            f"local steps: a loss of model {model.name!r} is a sum over examples, and a replica would take "
+            "smaller steps with its share of them; make it a mean, or train without local steps"
+        )
+    if growths.whole:
+        raise ModelError(_WHOLE_BATCH.format(model.name))
