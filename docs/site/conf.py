@@ -26,6 +26,7 @@ NAVIGATION = {
         "docs/running",
         "docs/overnight",
         "docs/hosts",
+        "docs/slow-links",
         "docs/cluster",
         "docs/ray",
         "docs/by-hand",

@@ -73,7 +73,8 @@ ALLOWED: dict[str, set[str]] = {
         *("supervisor", "system", "transport", "version", "worker"),
     },
     "strategy": {
-        *("cluster", "errors", "keras", "launcher", "parameter_server", "rendezvous", "system", "worker"),
+        *("cluster", "errors", "keras", "launcher", "parameter_server", "protocol", "rendezvous", "system"),
+        "worker",
     },
     "doctor": {"cluster", "collectives", "errors", "hosts", "launcher", "system", "worker"},
     "functions": {"errors", "observability", "system", "worker"},
@@ -94,7 +95,7 @@ ALLOWED: dict[str, set[str]] = {
             "worker",
         ),
     },
-    "notebook": {"cli", "errors", "functions", "system", "worker"},
+    "notebook": {"cli", "errors", "functions", "protocol", "system", "worker"},
     "__main__": {"cli"},
     "__init__": {
         *("callbacks", "cluster", "cluster_resolver", "data", "keras", "notebook", "parameter_server"),
@@ -434,6 +435,7 @@ def test_public_names() -> None:
         "DistributedValues",
         "FixedShardsPartitioner",
         "InputContext",
+        "LocalSteps",
         "MaxSizePartitioner",
         "MinSizePartitioner",
         "MirroredStrategy",

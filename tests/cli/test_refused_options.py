@@ -53,6 +53,7 @@ VALUES = {
     "--verify-every": "2",
     "--verify-replicas": "all",
     "--exact-batch": None,
+    "--local-steps": "20",
     "--allow-unlike": None,
     "--accept-changes": None,
     "--tf-distribute": None,
@@ -90,6 +91,7 @@ REFUSALS = [
     ),
     ("--ps --min-workers", "--ps cannot be combined with --min-workers: workers do not wait for one another"),
     ("--ps --update", "--ps cannot be combined with --update: the servers have the optimizer's state"),
+    ("--ps --local-steps", "--ps cannot be combined with --local-steps: workers train asynchronously"),
     *(
         (
             f"{way} --restart-job",
@@ -168,6 +170,10 @@ REFUSALS = [
         "share one",
     ),
     ("--verify-replicas not --verify-every", "--verify-replicas all needs --verify-every K"),
+    (
+        "--local-steps --update",
+        "--local-steps excludes --update divided: an update averages the whole state",
+    ),
 ]
 """The first row decides that has only options which are given, except those after `not`."""
 

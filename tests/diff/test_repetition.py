@@ -25,6 +25,7 @@ JOB: dict[str, Any] = {
     "joint_input": False,
     "tf_distribute": False,
     "exact_batch": True,
+    "local_steps": "5,nesterov,0.7,0.9",
     "adopts": True,
 }
 PROGRAM: dict[str, Any] = {"flags": {}, "sources": {}}
@@ -57,7 +58,8 @@ def test_the_options_that_bits_depend_on_are_those_of_the_run(
     found = options_of_repetition(tmp_path, monkeypatch, workers=3, replicas=5, parameter_servers=0)
     expected: dict[str, Any] = {"workers": 3, "replicas": 5, "servers": None, "run_dir": tmp_path / "new"}
     expected |= {
-        name: JOB[name] for name in ("threads", "seed", "backend", "timeout", "module", "exact_batch")
+        name: JOB[name]
+        for name in ("threads", "seed", "backend", "timeout", "module", "exact_batch", "local_steps")
     }
     expected |= {"script": "train.py", "arguments": ("--epochs", "2"), "reading": None, "no_adopt": False}
     assert expected.items() <= found.items()

@@ -697,6 +697,7 @@ def _refuse_with_servers(options: Mapping[str, Any]) -> None:
     refused = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
     refused += ["--min-workers"] if options["min_workers"] > 1 else []
     refused += ["--update"] if options["update"] == "divided" else []
+    refused += ["--local-steps"] if options["local_steps"] else []
     reasons = {
         "--replicas": "a step is one batch on one worker",
         "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
@@ -704,6 +705,7 @@ def _refuse_with_servers(options: Mapping[str, Any]) -> None:
         "--verify-every": "lockstep rerun repeats the whole run",
         "--min-workers": "workers do not wait for one another",
         "--update": "the servers have the optimizer's state",
+        "--local-steps": "workers train asynchronously",
     }
     if refused:
         raise ConfigError(f"--ps cannot be combined with {refused[0]}: {reasons[refused[0]]}")
@@ -921,8 +923,6 @@ def _local_steps(options: Mapping[str, Any], replicas: int) -> str:
     text: str = options["local_steps"]
     if not text:
         return ""
-    if options["servers"]:
-        raise ConfigError("--local-steps excludes --ps: with parameter servers, workers train asynchronously")
     if options["update"] == "divided":
         raise ConfigError("--local-steps excludes --update divided: an update averages the whole state")
     if replicas == 1:

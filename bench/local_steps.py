@@ -1,0 +1,95 @@
+"""What local steps cost in quality: the validation loss after equal numbers of steps, for several H.
+
+    lockstep run -n 1 --replicas 4 --backend jax --witness off bench/local_steps.py PROBLEM
+
+PROBLEM is `digits` (scikit-learn's handwritten digits), `characters` (the next character of the source of
+Python's `argparse` module) or `images` (generated: ten textures of 16 x 16 x 3 pixels, shifted, in noise).
+Each line has the training and the validation loss of one setting. `average` and `nesterov` are outer
+optimizers; the first line is of synchronous steps. The number of workers does not change a digit.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+import lockstep
+
+LAYERS = keras.layers
+H = (1, 5, 20, 100)
+BATCH = 64
+EPOCH, EPOCHS = 200, 3
+"""The number of batches of an epoch, and of epochs."""
+
+
+def digits():
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = np.random.default_rng(0).permutation(len(data.target))
+    x, y = (data.images[order, :, :, None] / 16).astype("float32"), data.target[order]
+    layers = [LAYERS.Conv2D(16, 3, activation="relu"), LAYERS.Flatten(), LAYERS.Dense(64, activation="relu")]
+    return (x[:1400], y[:1400]), (x[1400:], y[1400:]), [*layers, LAYERS.Dense(10)]
+
+
+def characters():
+    text = Path(argparse.__file__).read_bytes()
+    codes = np.frombuffer(text, np.uint8) & 127
+    windows = np.lib.stride_tricks.sliding_window_view(codes, 33)
+    order = np.random.default_rng(0).permutation(len(windows) - 8000)[:20000]
+    training, validation = windows[order], windows[-6000::3]
+    layers = [LAYERS.Embedding(128, 32), LAYERS.Conv1D(64, 8, padding="causal", activation="relu")]
+    layers += [LAYERS.Conv1D(64, 8, padding="causal", activation="relu"), LAYERS.Dense(128)]
+    return (training[:, :-1], training[:, 1:]), (validation[:, :-1], validation[:, 1:]), layers
+
+
+def images():
+    random = np.random.default_rng(0)
+    textures = random.normal(size=(10, 16, 16, 3))
+
+    def examples(count):
+        y = random.integers(10, size=count)
+        shifts = random.integers(16, size=(count, 2))
+        x = np.stack([np.roll(textures[k], shift, (0, 1)) for k, shift in zip(y, shifts, strict=True)])
+        return (x + 1.5 * random.normal(size=x.shape)).astype("float32"), y
+
+    layers = [LAYERS.Conv2D(16, 3), LAYERS.BatchNormalization(), LAYERS.ReLU(), LAYERS.MaxPooling2D()]
+    layers += [LAYERS.Conv2D(32, 3), LAYERS.BatchNormalization(), LAYERS.ReLU()]
+    return examples(8000), examples(2000), [*layers, LAYERS.GlobalAveragePooling2D(), LAYERS.Dense(10)]
+
+
+def repeated(arrays, rows):
+    """Return so many rows, in the order of as many passes as are needed."""
+    random, count = np.random.default_rng(1), len(arrays[0])
+    order = np.concatenate([random.permutation(count) for _ in range(-(-rows // count))])[:rows]
+    return [array[order] for array in arrays]
+
+
+def main():
+    name = sys.argv[1]
+    problem = {"digits": digits, "characters": characters, "images": images}[name]
+    settings = [
+        None,
+        *(lockstep.LocalSteps(h) for h in H),
+        *(lockstep.LocalSteps(h, "nesterov") for h in H[1:]),
+    ]
+    for local in settings:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(1)
+        training, validation, layers = problem()
+        x, y = repeated(training, EPOCH * BATCH)
+        with lockstep.MultiWorkerMirroredStrategy(local_steps=local).scope():
+            model = keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype.name), *layers])
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(1e-3), loss)
+        history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0).history
+        loss = model.evaluate(*validation, batch_size=500, verbose=0)
+        label = "synchronous" if local is None else f"H = {local.steps}, {local.outer}"
+        steps = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
+        if lockstep.is_chief():
+            print(f"{name} | {label} | {steps} steps | {history['loss'][-1]:.4f} | {loss:.4f}", flush=True)
+
+
+main()
