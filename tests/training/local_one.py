@@ -14,7 +14,7 @@ x = random.normal(size=(50, 8)).astype("float32")
 y = (x[:, :1] > 0).astype("float32")
 with lockstep.MultiWorkerMirroredStrategy(local_steps=local_steps).scope():
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", metrics=["mae"])
 history = model.fit(x, y, batch_size=12, epochs=2, verbose=0).history
 values = [*history["loss"], *history["mae"], *(np.ravel(weight) for weight in model.get_weights())]
 print("numbers", *(repr(float(value)) for value in np.concatenate([np.ravel(value) for value in values])))
