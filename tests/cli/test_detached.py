@@ -114,7 +114,9 @@ def test_a_job_outlives_its_terminal(lockstep: Any, is_gone: Gone, name: str) ->
     # In the morning, the job has ended.
     done = attach(name, lockstep.folder)
     assert (done.returncode, done.stderr) == (7, "")
-    assert done.stdout.endswith(f"works\n{rest}")
+    # On a busy machine, notes may stand between what the worker has printed and what the follower saw.
+    assert done.stdout.endswith(rest)
+    assert "works\n" in done.stdout.removesuffix(rest)
 
 
 @pytest.mark.ci
