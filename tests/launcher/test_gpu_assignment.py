@@ -1,12 +1,14 @@
 """The GPUs of each worker."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
+from lockstep.launcher.gpu_assignment import assign, describe_sharing, parse_devices, spread
 from lockstep.protocol.job_spec import Devices
+from lockstep.system.environment import visible_gpus
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
 
@@ -66,3 +68,38 @@ def test_assign_refuses_another_number() -> None:
 )
 def test_spread(gpus: tuple[str, ...], workers: int, visible: list[tuple[str, bool]]) -> None:
     assert spread(gpus, workers) == tuple(Devices(*entry) for entry in visible)
+
+
+def test_parse_refuses_a_number_without_a_gpu() -> None:
+    message = "--devices 0,2: there is no GPU 2; this machine has 2 GPUs, numbered from 0"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        parse_devices("0,2", ("0", "1"))
+    assert parse_devices(f"1,{UUID}", ("0", "1")) == (("1",), (UUID,))
+
+
+@pytest.mark.parametrize(
+    ("listed", "workers", "each", "sharing"),
+    [
+        (None, 1, ["0"], ""),
+        (None, 2, ["0", "1"], ""),
+        (None, 3, ["0", "0", "1"], "2 workers share GPU 0"),
+        (None, 4, ["0", "0", "1", "1"], "up to 2 workers share each of GPU 0 and GPU 1"),
+        ("1", 2, ["1", "1"], "2 workers share GPU 1"),
+        ("0,7", 2, ["0", "0"], "2 workers share GPU 0"),
+        ("0,0", 2, ["0", "0"], "2 workers share GPU 0"),
+        ("MIG-x,MIG-y", 2, ["MIG-x", "MIG-y"], ""),
+        (UUID, 1, [UUID], ""),
+        ("", 2, [], ""),
+        ("-1", 2, [], ""),
+        ("7", 2, [], ""),
+    ],
+)
+def test_what_each_worker_gets(
+    listed: str | None, workers: int, each: list[str], sharing: str, tmp_path: Path
+) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    devices = spread(visible_gpus(environment, tmp_path), workers)
+    assert [mine.visible for mine in devices] == each
+    assert describe_sharing(devices) == sharing

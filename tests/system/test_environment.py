@@ -21,6 +21,7 @@ from lockstep.system.environment import (
     shared_variables,
     switched_off,
     tf_config,
+    unknown_gpu,
     unrecorded,
     usable_cores,
     variable_marks,
@@ -206,25 +207,35 @@ def test_a_missing_variable_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "gpus"),
+    ("listed", "gpus", "unknown"),
     [
-        (None, ("0", "1")),
-        ("", ()),
-        ("-1", ()),
-        ("3", ("3",)),
-        ("2, GPU-x", ("2", "GPU-x")),
-        ("2,-1,3", ("2",)),
+        (None, ("0", "1"), ""),
+        ("", (), ""),
+        ("-1", (), ""),
+        ("-2", (), ""),
+        ("1", ("1",), ""),
+        ("1, GPU-x", ("1", "GPU-x"), ""),
+        ("1,-1,7", ("1",), ""),
+        ("0,7,1", ("0",), "7"),
+        ("3", (), "3"),
+        ("0,0", ("0", "0"), ""),
+        ("MIG-x,MIG-y", ("MIG-x", "MIG-y"), ""),
     ],
 )
-def test_visible_gpus(listed: str | None, gpus: tuple[str, ...], tmp_path: Path) -> None:
+def test_visible_gpus(listed: str | None, gpus: tuple[str, ...], unknown: str, tmp_path: Path) -> None:
     for bus in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / bus).mkdir()
     environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
     assert visible_gpus(environment, tmp_path) == gpus
+    assert unknown_gpu(environment, tmp_path) == unknown
 
 
 def test_without_a_driver_no_gpu_is_visible(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path / "nix") == ()
+
+
+def test_numbers_count_if_the_driver_does_not_list_its_gpus(tmp_path: Path) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "3,4"}, tmp_path / "nix") == ("3", "4")
 
 
 def test_the_cache_of_a_user_without_a_home_is_not_at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:

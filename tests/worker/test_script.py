@@ -24,6 +24,7 @@ from lockstep.errors import (
 )
 from lockstep.worker.script import (
     Script,
+    device_memory_hint,
     hide_internals,
     is_of_machine,
     keep_original,
@@ -300,3 +301,23 @@ JaxRuntimeError = type("JaxRuntimeError", (RuntimeError,), {"__module__": "jaxli
 )
 def test_only_some_errors_can_be_of_a_machine(error: BaseException, of_machine: bool) -> None:
     assert is_of_machine(error) == of_machine
+
+
+@pytest.mark.parametrize(
+    ("error", "out_of_memory"),
+    [
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8 bytes."), True),
+        (JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure"), False),
+        (type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})("CUDA out of memory."), True),
+        (type("ResourceExhaustedError", (Exception,), {"__module__": "tensorflow.python"})("OOM"), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: of the program"), False),
+        (MemoryError(), False),
+    ],
+)
+def test_an_error_of_device_memory_names_the_gpus_of_the_worker(
+    error: BaseException, out_of_memory: bool
+) -> None:
+    hint = "; {} has too little free memory for this worker: use smaller batches, or fewer workers"
+    on_gpu, on_cpu = (hint.format("GPU 2 or MIG-x") + " per GPU (--devices)", hint.format("the device"))
+    assert device_memory_hint(error, ("2", "MIG-x")) == (on_gpu if out_of_memory else "")
+    assert device_memory_hint(error, ()) == (on_cpu if out_of_memory else "")

@@ -41,7 +41,7 @@ from lockstep.launcher.backend import (
     refuse_legacy_keras,
     require_tensorflow,
 )
-from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
+from lockstep.launcher.gpu_assignment import assign, describe_sharing, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
@@ -67,6 +67,7 @@ from lockstep.system.environment import (
     set_recorded,
     switched_off,
     take_environment,
+    unknown_gpu,
     unrecorded,
     usable_cores,
     visible_gpus,
@@ -531,6 +532,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         first, rest = spec.describe()
         note(first)
         note(f"{rest}{_passed_on(options['arguments'])}")
+    if isinstance(destination, Here) and destination.devices is None and (unknown := unknown_gpu()):
+        note(f"CUDA_VISIBLE_DEVICES names GPU {unknown}, which this machine does not have: CUDA stops there")
+    if sharing := describe_sharing(spec.devices):
+        note(sharing)
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     if hash_seed := replaced_hash_seed(spec.seed):
@@ -831,7 +836,11 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
     checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
     here = where if isinstance(where, Here) else None
-    entries = parse_devices(here.devices) if here is not None and here.devices is not None else None
+    entries = (
+        parse_devices(here.devices, visible_gpus({}))
+        if here is not None and here.devices is not None
+        else None
+    )
     gpus = visible_gpus() if here is not None else ()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
     others, replicas = _others(options), options["replicas"] or past.get("replicas")

@@ -5,16 +5,22 @@ from collections import Counter
 
 from lockstep.errors import ConfigError
 from lockstep.protocol.job_spec import Devices
+from lockstep.system.environment import unknown_numbers
+from lockstep.system.prose import count
 
 # A number, or a UUID such as GPU-8932f937-... or MIG-GPU-8932f937-.../1/0.
 _NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
-def parse_devices(text: str) -> tuple[tuple[str, ...], ...]:
+def parse_devices(text: str, gpus: tuple[str, ...] = ()) -> tuple[tuple[str, ...], ...]:
     """Split the value of `--devices`: a comma separates workers, `+` joins the GPUs of one worker.
 
+    Args:
+        text: the value.
+        gpus: all GPUs of this machine; empty if unknown.
+
     Raises:
-        ConfigError: a name is not that of a GPU, or is repeated in one worker.
+        ConfigError: a name is not that of a GPU, is a number of none of `gpus`, or is repeated in one worker.
     """
     entries = tuple(tuple(name.strip() for name in entry.split("+")) for entry in text.split(","))
     for name in (name for entry in entries for name in entry):
@@ -26,6 +32,11 @@ def parse_devices(text: str) -> tuple[tuple[str, ...], ...]:
     for entry in entries:
         if len(set(entry)) < len(entry):
             raise ConfigError(f"--devices {text}: {'+'.join(entry)} names a GPU twice")
+    for name in unknown_numbers([name for entry in entries for name in entry], gpus):
+        raise ConfigError(
+            f"--devices {text}: there is no GPU {name}; this machine has {count(len(gpus), 'GPU')}, numbered "
+            "from 0"
+        )
     return entries
 
 
@@ -55,6 +66,20 @@ def spread(gpus: tuple[str, ...], workers: int) -> tuple[Devices, ...]:
     if workers <= len(gpus):
         return _mark_shared(tuple((gpu,) for gpu in gpus[:workers]))
     return _mark_shared(tuple((gpus[worker * len(gpus) // workers],) for worker in range(workers)))
+
+
+def describe_sharing(devices: tuple[Devices, ...]) -> str:
+    """Return a text on the GPUs that several of the workers compute on; empty if there are none.
+
+    Args:
+        devices: the GPUs of each worker.
+    """
+    users = Counter(name for mine in devices for name in mine.visible.split(","))
+    shared = [f"GPU {name}" for name, workers in users.items() if workers > 1]
+    most = max(users.values(), default=0)
+    if len(shared) < 2:
+        return f"{most} workers share {shared[0]}" if shared else ""
+    return f"up to {most} workers share each of {' and '.join(shared)}"
 
 
 def _mark_shared(entries: tuple[tuple[str, ...], ...]) -> tuple[Devices, ...]:

@@ -39,7 +39,14 @@ from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
-from lockstep.system.environment import WorkerIdentity, cache_folder, forget_worker, home_folder, read_worker
+from lockstep.system.environment import (
+    WorkerIdentity,
+    cache_folder,
+    forget_worker,
+    home_folder,
+    read_worker,
+    visible_gpus,
+)
 from lockstep.system.exit_status import WRONG_STATE
 from lockstep.system.landlock import write_only_below
 from lockstep.system.notes import note
@@ -56,6 +63,7 @@ from lockstep.worker.jax_cache import keep_compiled
 from lockstep.worker.program_sources import keep_sources
 from lockstep.worker.script import (
     Script,
+    device_memory_hint,
     hide_internals,
     is_of_machine,
     original_of,
@@ -301,7 +309,7 @@ def _hint(error: BaseException) -> str:
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"
         )
-    return ""
+    return device_memory_hint(error, visible_gpus())
 
 
 if __name__ == "__main__":

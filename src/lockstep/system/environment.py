@@ -237,15 +237,42 @@ def environment_at_start(file: Path = Path("/proc/self/environ")) -> dict[str, s
 def visible_gpus(
     environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> tuple[str, ...]:
-    """Return the GPUs that CUDA would show, without using any framework."""
+    """Return the GPUs that CUDA would show, without using any framework.
+
+    An unknown UUID is returned like a known one; CUDA would stop there.
+    """
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         gpus = len(list(driver.iterdir())) if driver.is_dir() else 0
         return tuple(map(str, range(gpus)))
+    names = _listed(listed)
+    numbers = unknown_numbers(names, visible_gpus({}, driver))
+    return names[: next((at for at, name in enumerate(names) if name in numbers), len(names))]
+
+
+def unknown_gpu(
+    environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> str:
+    """Return the number of no GPU at which CUDA stops reading `CUDA_VISIBLE_DEVICES`; empty without one."""
+    names = _listed(environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return next(iter(unknown_numbers(names, visible_gpus({}, driver))), "")
+
+
+def _listed(listed: str) -> tuple[str, ...]:
+    """Return the names in `CUDA_VISIBLE_DEVICES` up to one that hides the rest."""
     names = [name.strip() for name in listed.split(",")]
     # CUDA itself stops at the first unknown name; "-1" and "" are common ways to hide GPUs.
-    hidden = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    hidden = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
     return tuple(names[:hidden])
+
+
+def unknown_numbers(names: Sequence[str], gpus: Sequence[str]) -> tuple[str, ...]:
+    """Return the numbers in `names` that identify none of `gpus`, all GPUs of this machine.
+
+    Empty if `gpus` is empty: the driver does not list its GPUs everywhere.
+    """
+    numbers = (name for name in names if name.isascii() and name.isdigit())
+    return tuple(name for name in numbers if gpus and int(name) >= len(gpus))
 
 
 def hide_gpus(environ: MutableMapping[str, str] = os.environ) -> None:

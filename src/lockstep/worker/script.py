@@ -22,6 +22,7 @@ from lockstep.worker.program_sources import is_program, library_name
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _HELPERS = (contextlib.__file__, functools.__file__)
 _BACKENDS = {"jax", "jaxlib", "tensorflow", "torch"}
+_OUT_OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
 _IN_A_GRAPH = "Graph execution error:"
 _AROUND = ("in user code:", "Exception encountered when calling ")
 """How errors begin that TensorFlow and Keras raise again with their own text around the original one."""
@@ -237,6 +238,23 @@ def is_of_machine(error: BaseException) -> bool:
         return not isinstance(error, InputError | DisagreementError)
     of_backend = type(error).__module__.partition(".")[0] in _BACKENDS
     return of_backend or not isinstance(error, Exception) or isinstance(error, OSError | MemoryError)
+
+
+def device_memory_hint(error: BaseException, gpus: Sequence[str]) -> str:
+    """Return a hint to show after a backend's error that a device has too little memory; otherwise empty.
+
+    Args:
+        error: the error of the script.
+        gpus: the worker's GPUs; empty if it computes on the CPU.
+    """
+    kind = type(error)
+    # JAX has one class for all errors of devices.
+    out_of_memory = kind.__name__ in _OUT_OF_MEMORY or str(error).startswith("RESOURCE_EXHAUSTED")
+    if kind.__module__.partition(".")[0] not in _BACKENDS or not out_of_memory:
+        return ""
+    device = f"GPU {' or '.join(gpus)}" if gpus else "the device"
+    fewer = "fewer workers per GPU (--devices)" if gpus else "fewer workers"
+    return f"; {device} has too little free memory for this worker: use smaller batches, or {fewer}"
 
 
 def summarize(error: BaseException) -> str:
