@@ -1,11 +1,13 @@
 """A model trained by one worker on each of several hosts, against DistributedDataParallel on the same links.
 
     hosts_training.py [jax | tensorflow | torch] [MODEL] [--hosts N] [--rate RATE] [--turns N] [--steps N]
+        [--local-steps H]
 
 A host is a network namespace (see `hosts_network.py`); this needs root. The command reaches the other hosts
 with a program in the place of ssh that starts a process there. Other rows are the same job without
 encryption, as many workers on one host, with more than two hosts the job on two, and the peer without an
-exchange: what is left of its step. With a rate, such as 1gbit, a host sends no faster. All processes are
+exchange: what is left of its step. With local steps, which compute something else, another row takes H steps
+between two exchanges. With a rate, such as 1gbit, a host sends no faster. All processes are
 pinned, have one thread, and in their turns real-time priority, so that other programs of the machine do not
 disturb the comparison.
 """
@@ -36,6 +38,7 @@ PLAIN_LINK = "lockstep, not encrypted"
 ONE_HOST = "lockstep, one host"
 TWO_HOSTS = "lockstep, not encrypted, two hosts"
 NO_EXCHANGE = "keras, fused Adam, no exchange"
+LOCAL = "lockstep, not encrypted, local steps"
 
 
 def ratios(hosts: int) -> list[Ratio]:
@@ -46,6 +49,8 @@ def ratios(hosts: int) -> list[Ratio]:
         Ratio(f"{hosts} hosts against one", LOCKSTEP, ONE_HOST),
         Ratio(f"{hosts} hosts, not encrypted, against one", PLAIN_LINK, ONE_HOST),
         Ratio(f"{hosts} hosts, not encrypted, against two", PLAIN_LINK, TWO_HOSTS),
+        Ratio(f"{hosts} hosts, local steps, against synchronous", LOCAL, PLAIN_LINK),
+        Ratio(f"{hosts} hosts, local steps, against one", LOCAL, ONE_HOST, "0.90"),
     ]
 
 
@@ -57,7 +62,7 @@ def ddp(name: str, namespaces: list[str], exchange: int, work: Work) -> Program:
     return program
 
 
-def measure(backend: str, hosts: int, rate: str, work: Work) -> None:
+def measure(backend: str, hosts: int, rate: str, work: Work, local: int | None) -> None:
     with (
         network(hosts, rate) as namespaces,
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as temporary,
@@ -73,6 +78,8 @@ def measure(backend: str, hosts: int, rate: str, work: Work) -> None:
             over_hosts(PLAIN_LINK, hosts, "--plain"),
             train_lockstep(ONE_HOST, hosts, hosts, backend, work, folder / ONE_HOST),
         ]
+        if local is not None:
+            programs.append(over_hosts(LOCAL, hosts, "--plain", "--local-steps", str(local)))
         if hosts > 2:
             programs.append(over_hosts(TWO_HOSTS, 2, "--plain"))
         if backend == "torch":
@@ -100,12 +107,13 @@ def main(
     turns: int = TURNS,
     steps: int | None = None,
     rate: str = "",
+    local: int | None = None,
 ) -> None:
     if not available():
         print("skipping the training on several hosts, which needs root and the command ip")
         return
     try:
-        measure(backend, hosts, rate, Work.of(model, turns, steps))
+        measure(backend, hosts, rate, Work.of(model, turns, steps), local)
     except FailedError as error:
         sys.exit(f"{model} on {backend}, {hosts} hosts: {error}")
 
@@ -122,5 +130,14 @@ if __name__ == "__main__":
     )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, help="steps per turn")
+    parser.add_argument("--local-steps", type=int, metavar="H", help="also train with local steps")
     options = parser.parse_args()
-    main(options.backend, options.model, options.hosts, options.turns, options.steps, options.rate)
+    main(
+        options.backend,
+        options.model,
+        options.hosts,
+        options.turns,
+        options.steps,
+        options.rate,
+        options.local_steps,
+    )
