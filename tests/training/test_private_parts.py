@@ -207,7 +207,7 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     (
         "",
         model,
-        "_call_has_training_arg _compile_loss _compile_metrics _functional _loss_tracker",
+        "_call_has_training_arg _compile_loss _compile_metrics _compute_loss _functional _loss_tracker",
     ),
     ("", model, "metrics_variables"),
     ("", compiled_metrics, "_flat_weighted_metrics"),

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import jax
@@ -434,6 +435,29 @@ def test_the_means_of_outputs_count_a_replicas_share_of_the_rows() -> None:
         earlier = [gathers.arrays]
     counts = [float(metric.count) for metric in compiled_loss(model).metrics]
     assert counts == [len(X) / 4] * 2
+
+
+class CountsCalls(keras.layers.Layer):
+    calls = 0
+
+    def call(self, x: Any) -> Any:
+        type(self).calls += 1
+        return x
+
+
+def test_evaluating_takes_one_forward_pass() -> None:
+    """The loss, the metrics and what layers add to the loss follow from its outputs."""
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        added = hidden(kernel_regularizer="l2", activity_regularizer="l1")
+        model = keras.Sequential([keras.Input((4,)), added, CountsCalls(), keras.layers.Dense(2)])
+        compiled(model, contrast, metrics=[f1], run_eagerly=True)
+    evaluate = partial(model.evaluate, X[:9], LABELS[:9], batch_size=9, verbose=0)
+    # The first step is tried before.
+    found, calls = evaluate(), CountsCalls.calls
+    evaluate()
+    assert CountsCalls.calls == calls + 3
+    plain = inspect.unwrap(keras.Model.evaluate)(model, X[:9], LABELS[:9], batch_size=9, verbose=0)
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
 class TwoViews(keras.Sequential):

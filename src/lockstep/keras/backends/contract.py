@@ -12,9 +12,10 @@ from lockstep.data.batch import Share
 from lockstep.keras.backends.multi_update import Update
 
 StepKind = Literal["train", "test", "predict"]
-WholePart = Literal["loss", "inputs", "metrics"]
+WholePart = Literal["loss", "inputs", "metrics", "test_step"]
 """A part of a step that is computed from the whole batch: `compute_loss` (`loss`), which gets labels, outputs
-and weights, and with `inputs` also the inputs, or `compute_metrics` (`metrics`)."""
+and weights, and with `inputs` also the inputs, or `compute_metrics` (`metrics`). With `test_step`, the loss
+of Keras's own `test_step` is computed with the metrics."""
 
 Partial = Mapping[str, Any]
 """A replica's contribution to a step: arrays of the backend, by names that are equal for all replicas."""

@@ -508,8 +508,8 @@ class JaxProgram(JaxState):
         self, before: list[Any], metrics: list[Any], total: Mapping[str, Any]
     ) -> tuple[Any, Any, Any, Any]:
         total = divided(self._model, total)
-        logs, metrics = self._logs_after(metrics, total)
-        return logs, self._layers_after(before, total), metrics, jnp.zeros(())
+        logs, layers, metrics = self._logs_after([], self._layers_after(before, total), metrics, total)
+        return logs, layers, metrics, jnp.zeros(())
 
     def _applied(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         trainable, before, *rest = state
@@ -517,7 +517,7 @@ class JaxProgram(JaxState):
         after = self._layers_after(before, totals[-1])
         if self._kind == "predict":
             return None, (trainable, after)
-        logs, metrics = self._logs_after(rest[-1], totals[-1])
+        logs, after, metrics = self._logs_after(trainable, after, rest[-1], totals[-1])
         if self._kind == "test":
             return logs, (trainable, after, metrics)
         optimizer = rest[0]
@@ -535,22 +535,21 @@ class JaxProgram(JaxState):
                 after[int(name.split("/")[1])] = jnp.copy(last[name])
         return after
 
-    def _logs_after(self, metrics: list[Any], last: Mapping[str, Any]) -> tuple[Any, list[Any]]:
+    def _logs_after(
+        self, trainable: list[Any], layers: list[Any], metrics: list[Any], last: Mapping[str, Any]
+    ) -> tuple[Any, list[Any], list[Any]]:
+        """Update the metrics; return (the logs, the layers' state, the metrics' values)."""
         metrics = [value + last[f"metric/{i}"] for i, value in enumerate(metrics)]
-        metrics, figures = self._whole_metrics(metrics, last)
-        return with_figures(self._logs(metrics, last), figures), metrics
-
-    def _whole_metrics(
-        self, metrics: list[Any], total: Mapping[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Update metrics of the whole batch; return all metrics' values, and the figures."""
-        if self._metric_arguments is None:
-            return metrics, {}
-        variables = self._model.metrics_variables
-        mapping = list(zip(variables, metrics, strict=True))
-        with keras.StatelessScope(state_mapping=mapping) as scope:
-            figures = self._metric_arguments.computed(self._model, total, jnp.asarray)
-            return [scope.get_current_value(variable) for variable in variables], figures
+        figures: Mapping[str, Any] = {}
+        if self._metric_arguments is not None:
+            model, values = self._model, (trainable, layers, metrics)
+            groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+            pairs = [zip(group, held, strict=True) for group, held in zip(groups, values, strict=True)]
+            with keras.StatelessScope(state_mapping=[pair for group in pairs for pair in group]) as scope:
+                figures = self._metric_arguments.computed(model, last, jnp.asarray)
+                # A loss may change the state of layers.
+                layers, metrics = ([scope.get_current_value(v) for v in group] for group in groups[1:])
+        return with_figures(self._logs(metrics, last), figures), layers, metrics
 
     def _mix_seeds(self, variables: list[Any], replica: Any) -> list[Any]:
         """Return the replica's random keys; replica 0 keeps the model's."""

@@ -45,8 +45,9 @@ def replica_step(
     divisor = growths.divisor if kind == "train" else 1
     # A worker of parameter servers trains with a whole batch.
     trains_whole_batch = kind == "train" and job.current().context.tasks is not None
+    whole = growths.whole if kind == "test" else growths.whole - {"test_step"}
     with (
-        computing_with(model, None if trains_whole_batch else gathers, growths.whole),
+        computing_with(model, None if trains_whole_batch else gathers, whole),
         scaled_losses(divisor) if divisor > 1 else nullcontext(),
         replica_losses(model, weight) as densities,
         weighted_means(weight),

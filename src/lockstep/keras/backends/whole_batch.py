@@ -15,7 +15,8 @@ gathered: their means remain what they are.
 
 Metrics need no further round: they have no gradient. The arguments of `compute_metrics` travel with the last
 round, and each worker updates the metrics once with the joined rows (`MetricArguments`). So do those of
-`update_state` where a step, or a layer, updates a metric of the program itself.
+`update_state` where a step, or a layer, updates a metric of the program itself. Neither does the loss of
+Keras's own `test_step`: each worker computes it once, with the metrics. Meanwhile, a replica's loss is zero.
 
 `lockstep.keras.fit.trials` finds out which models need this.
 """
@@ -31,9 +32,18 @@ import keras
 import numpy as np
 
 from lockstep.errors import InternalError, ModelError
+from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import GATHERED, Total, WholePart
 from lockstep.keras.backends.multi_update import EndOfRound
-from lockstep.keras.private.common import kept_losses, layers_of, mask_of, set_mask, wrapped_function
+from lockstep.keras.private.common import (
+    kept_losses,
+    layers_of,
+    loss_tracker,
+    mask_of,
+    set_mask,
+    track_loss,
+    wrapped_function,
+)
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.patch_registry import replaced
 
@@ -66,6 +76,7 @@ class StepGathers:
         arrays: of the round, by their names in a partial.
         ended: whether a call has ended the round.
         metrics: the arguments of the calls that update metrics, if the whole batch updates them.
+        postponed: whether the loss is computed with the metrics.
     """
 
     def __init__(self, earlier: Sequence[Total], start: Any, weight: Any, rows: int | None) -> None:
@@ -75,6 +86,7 @@ class StepGathers:
         self.arrays: dict[str, Any] = {}
         self.ended = False
         self.metrics: MetricArguments | None = None
+        self.postponed = False
 
     def gather(self, nest: Nest) -> Nest:
         """Return the rows of all replicas, or end the round; see `lockstep.gather`.
@@ -143,6 +155,14 @@ class StepGathers:
         self.arrays |= self._constants(leaves, prefix)
         self.metrics = MetricArguments((*calls, (compute, keras.tree.pack_sequence_as(nest, arguments))))
 
+    def postpone_loss(self, losses: Sequence[Any]) -> None:
+        """Let the losses of layers and weights, which are means over examples, travel with the round."""
+        dtype = keras.backend.floatx()
+        self.postponed = True
+        if losses:
+            added = sum(keras.ops.sum(keras.ops.cast(loss, dtype)) for loss in losses)
+            self.arrays[_ADDED.name] = added * keras.ops.cast(self._weight, dtype)
+
     def all_have_rows(self, nest: Nest) -> bool:
         """Whether each tensor of a nest has a row for each example of the replica, and there is one."""
         tensors = [leaf for leaf in _leaves(nest) if keras.ops.is_tensor(leaf)]
@@ -194,7 +214,7 @@ class StepGathers:
 
 @dataclass(frozen=True)
 class _Argument:
-    """Represents an argument with a row for each example.
+    """Represents an argument with a row for each example, or the sum of what is added to the loss.
 
     Attributes:
         name: of its array in a total. An argument that is None, as sample weights may be in one `fit` and not
@@ -202,6 +222,9 @@ class _Argument:
     """
 
     name: str
+
+
+_ADDED = _Argument("added losses")
 
 
 @dataclass(frozen=True)
@@ -277,26 +300,35 @@ def computing_with(model: Any, gathers: StepGathers | None, parts: frozenset[Who
                 yield
                 return
             if "loss" in parts:
-                stack.enter_context(_whole_loss(model, gathers, inputs="inputs" in parts))
+                stack.enter_context(_whole_loss(model, gathers, parts))
                 # A step that ends within `compute_loss` leaves the losses that layers have added.
                 stack.enter_context(kept_losses(layers_of(model)))
-            if "metrics" in parts:
-                stack.enter_context(_whole_metrics(model, gathers, inputs="inputs" in parts))
+            if parts & {"metrics", "test_step"}:
+                stack.enter_context(_whole_metrics(model, gathers, parts))
             yield
     finally:
         _thread.gathers = before
 
 
-def _whole_loss(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractContextManager[None]:
-    compute_loss = model.compute_loss
+def _whole_loss(
+    model: Any, gathers: StepGathers, parts: frozenset[WholePart]
+) -> AbstractContextManager[None]:
+    compute_loss, own = model.compute_loss, has_own(model, "compute_loss")
 
     def whole(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
     ) -> Any:
-        given = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight, **({"x": x} if inputs else {})}
+        given = _given(parts, x, y, y_pred, sample_weight)
+        if "test_step" in parts and gathers.all_have_rows(given):
+            losses = model.losses
+            # A loss of the program's own may use those of single layers.
+            if not (losses and own):
+                gathers.postpone_loss(losses)
+                return keras.ops.zeros(())
         joined = gathers.gather(given)
         with gathers.shared_means():
-            loss = compute_loss(**({"x": x} | joined | options))
+            arguments = [joined[name] for name in _ARGUMENTS]
+            loss = compute_loss(*arguments, **options)
         if keras.backend.backend() == "torch":
             gathers.write_back(sample_weight, joined["sample_weight"])
         return loss
@@ -304,17 +336,30 @@ def _whole_loss(model: Any, gathers: StepGathers, *, inputs: bool) -> AbstractCo
     return replaced(model, "compute_loss", whole)
 
 
+_ARGUMENTS = ("x", "y", "y_pred", "sample_weight")
+"""The first arguments of `compute_loss` and `compute_metrics`."""
+
+
+def _given(parts: frozenset[WholePart], *arguments: Any) -> dict[str, Any]:
+    """Return the arguments for the whole batch by their names."""
+    given = dict(zip(_ARGUMENTS, arguments, strict=True))
+    return given if "inputs" in parts else {**given, "x": None}
+
+
 @contextmanager
-def _whole_metrics(model: Any, gathers: StepGathers, *, inputs: bool) -> Iterator[None]:
-    compute_metrics = model.compute_metrics
+def _whole_metrics(model: Any, gathers: StepGathers, parts: frozenset[WholePart]) -> Iterator[None]:
+    compute_metrics, tracker = model.compute_metrics, loss_tracker(model)
     computing = False
 
     def kept(x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         nonlocal computing
-        given = {"x": x if inputs else None, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        if "metrics" not in parts and not gathers.postponed:
+            return compute_metrics(x, y, y_pred, sample_weight)
+        given = _given(parts, x, y, y_pred, sample_weight)
         if not gathers.all_have_rows(given):
             raise InternalError("an argument of compute_metrics has no row for each example")
-        gathers.keep_metrics(_compute_metrics, given)
+        end = _end_test_step if gathers.postponed else _compute_metrics
+        gathers.keep_metrics(end, given | {"added": _ADDED})
         # The result shows which logs there are. Its values do not count, and change no metric.
         before = [(variable, keras.ops.copy(variable.value)) for variable in model.metrics_variables]
         computing = True
@@ -327,19 +372,32 @@ def _whole_metrics(model: Any, gathers: StepGathers, *, inputs: bool) -> Iterato
         return logs
 
     def update(metric: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if computing:
+        if computing or (metric is tracker and gathers.postponed):
             return None
-        if not (may_compare_examples(metric) and gathers.all_have_rows((args, kwargs))):
+        compares = "metrics" in parts and may_compare_examples(metric)
+        if not (compares and gathers.all_have_rows((args, kwargs))):
             return original(*args, **kwargs)
         gathers.keep_metrics(lambda _, given: metric.update_state(*given[0], **given[1]), (args, kwargs))
         return None
 
-    with replaced(model, "compute_metrics", kept), replaced_updates(flat_metrics(model.metrics), update):
+    metrics = [*flat_metrics(model.metrics), *([] if tracker is None else [tracker])]
+    with replaced(model, "compute_metrics", kept), replaced_updates(metrics, update):
         yield
 
 
 def _compute_metrics(model: Any, given: Mapping[str, Any]) -> Any:
-    return model.compute_metrics(given["x"], given["y"], given["y_pred"], given["sample_weight"])
+    return model.compute_metrics(*(given[name] for name in _ARGUMENTS))
+
+
+def _end_test_step(model: Any, given: Mapping[str, Any]) -> Any:
+    """Do what Keras's own `test_step` does after its forward pass."""
+    ops, weights = keras.ops, given["sample_weight"]
+    # On PyTorch, a loss with a mask scales the weights in place, and these belong to a total.
+    weights = keras.tree.map_structure(lambda leaf: None if leaf is None else ops.copy(leaf), weights)
+    given = {**given, "sample_weight": weights}
+    rows = next(ops.shape(leaf)[0] for leaf in keras.tree.flatten(given["y_pred"]) if leaf is not None)
+    track_loss(model, given["added"], rows, *(given[name] for name in _ARGUMENTS))
+    return _compute_metrics(model, given)
 
 
 @contextmanager

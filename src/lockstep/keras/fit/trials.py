@@ -180,7 +180,20 @@ class Trial:
             self.exact += exact
         if self._refused:
             raise ModelError(next(iter(self._refused.values())))
+        if self._loss_can_wait():
+            self.growths = replace(self.growths, whole=self.growths.whole | {"test_step"})
         set_growths(self._model, self.growths)
+
+    def _loss_can_wait(self) -> bool:
+        """Whether a step that evaluates may compute a loss of the whole batch with the metrics.
+
+        Keras's own step uses the loss for nothing else. Each worker would draw numbers of its own.
+        """
+        own, whole = partial(has_own, self._model), self.growths.whole
+        draws = any(name.startswith(DRAWS) for name in self.names)
+        return "loss" in whole and not (
+            draws or own("test_step") or (own("compute_metrics") and "metrics" not in whole)
+        )
 
     def _wholes(self) -> list[frozenset[WholePart]]:
         """Return what may also be computed from the whole batch, so that fewer parts are named."""

@@ -441,9 +441,32 @@ def weighted_metrics(model: Any) -> list[Any]:
     return [metrics for metrics in lists or () if metrics is not None]
 
 
+def loss_tracker(model: Any) -> Any:
+    """Return the metric that gets the loss of each step; None if the model was not compiled."""
+    return getattr(model, "_loss_tracker", None)
+
+
+def track_loss(model: Any, added: Any, rows: Any, *arguments: Any) -> None:
+    """Compute the loss and pass it to the metric of losses, as Keras's `test_step` does.
+
+    Args:
+        model: of the step.
+        added: the sum of the losses that layers have added and those of weights; None if there are none.
+        rows: the number of examples.
+        arguments: the first four of `compute_loss`.
+    """
+    before = model._losses_override
+    vars(model)["_losses_override"] = [] if added is None else [added]
+    try:
+        loss = model._compute_loss(*arguments, training=False)
+    finally:
+        vars(model)["_losses_override"] = before
+    loss_tracker(model).update_state(loss, sample_weight=rows)
+
+
 def loss_total(model: Any) -> Any:
     """Return the variable in which Keras sums the losses of steps; None if the model was not compiled."""
-    tracker = getattr(model, "_loss_tracker", None)
+    tracker = loss_tracker(model)
     return None if tracker is None else tracker.total
 
 
