@@ -257,7 +257,9 @@ def _fork_in_jobs() -> None:
 
     def start(command: Sequence[str], **options: Any) -> Any:
         foreseen = ForkServerSetup.read(parent_told(options["env"])).imports
-        if foreseen and imported_with(options["env"]) == here:
+        # The threads of that library survive no fork, so that its calls would wait for ever.
+        has_threads = "obstore" in sys.modules
+        if foreseen and not has_threads and imported_with(options["env"]) == here:
             return ForkServer(command, **options)
         return subprocess.Popen(command, **options)
 

@@ -18,6 +18,7 @@
     |   |-- NetworkError       a connection to another host fails, or is refused
     |   |   `-- UnreachableError   the host cannot be reached at all
     |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or belongs to another model
+    |       `-- SupersededError     another job continues the training whose checkpoints this one saves
     |-- FunctionError          a scheduled function failed with an exception of a class unknown here
     |-- JobError               the job of a function ended without a result
     `-- InternalError          a bug in Lockstep
@@ -112,6 +113,10 @@ class UnreachableError(NetworkError):
 
 class CheckpointError(UnfitError):
     """A checkpoint cannot be written, is damaged or incomplete, or belongs to another model."""
+
+
+class SupersededError(CheckpointError):
+    """Another job has begun to save its checkpoints where this one does, and continues the training."""
 
 
 class UnknownFormatError(CheckpointError):

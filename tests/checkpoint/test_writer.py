@@ -8,6 +8,7 @@ import pytest
 from checkpoint_samples import sample, steps
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.latest import Latest
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
@@ -108,8 +109,8 @@ class EmptyStore(Store):
         return Path(str(contents.step))
 
 
-class SlowWriter(Writer):
-    """A writer whose first thread ends only when the test allows it."""
+class SlowWork(Latest[Contents]):
+    """Work whose first thread ends only when the test allows it."""
 
     def hold(self) -> None:
         self.ending: list[threading.Thread] = []
@@ -128,16 +129,17 @@ class SlowWriter(Writer):
 def test_close_waits_for_a_request_made_while_the_thread_ends(tmp_path: Path) -> None:
     store = BlockedStore(tmp_path)
     store.open.set()
-    writer = SlowWriter(store, lambda *done: None, print, print)
-    writer.hold()
+    writer = Writer(store, lambda *done: None, print, print)
+    writer._work = work = SlowWork(writer._write, "checkpoints")
+    work.hold()
     writer.write(sample(1))
-    assert writer.reached.wait(PATIENCE)
+    assert work.reached.wait(PATIENCE)
     store.open.clear()
     store.reached.clear()
     writer.write(sample(2))
     assert store.reached.wait(PATIENCE)
-    writer.go.set()
-    writer.ending[0].join(PATIENCE)
+    work.go.set()
+    work.ending[0].join(PATIENCE)
     assert writer.busy()
     assert not writer.close(0)
     store.open.set()

@@ -49,6 +49,7 @@ VALUES = {
     "--checkpoint": "c",
     "--checkpoint-every": "5",
     "--keep": "2",
+    "--one-writer": None,
     "--grace": "3s",
     "--verify-every": "2",
     "--verify-replicas": "all",
@@ -141,6 +142,7 @@ REFUSALS = [
     ),
     ("--checkpoint-every not --checkpoint", f"--checkpoint-every {NO_CHECKPOINTS} every= to the callback"),
     ("--keep not --checkpoint", f"--keep {NO_CHECKPOINTS} keep= to the callback"),
+    ("--one-writer", "--one-writer needs --checkpoint with a URL, such as s3://bucket/job"),
     (
         "--detach --ui",
         "--ui cannot be combined with --detach: nobody would see the address of the page; run lockstep ui "

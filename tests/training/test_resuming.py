@@ -2,13 +2,16 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep.checkpoint.store import Store
+from object_server import SECRET, s3_server
 
 Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
@@ -29,9 +32,15 @@ def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
     return lambda backend: undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend)
 
 
-def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> Any:
-    """Kill all workers, and run the same command again with another number of workers; return its run."""
-    keeping = f"--checkpoint {folder / 'kept'} --checkpoint-every 2"
+def resumes(
+    launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any, url: str = ""
+) -> Any:
+    """End all workers, and run the same command again with another number of workers; return its run.
+
+    With the URL of a store, the second command runs on another machine: this one has no checkpoints.
+    """
+    keeping = f"--checkpoint {url or folder / 'kept'} --checkpoint-every 2"
+    keeping += " --one-writer" if url.startswith("file:") else ""
     arguments = (str(folder), how, *place.split())
     lost = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
     assert lost.status == {"killed": 137, "stopped": 143}[how]
@@ -41,6 +50,9 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
             lost.stderr,
             re.M,
         )
+    if url:
+        (kept,) = (place for place in (folder / "cache" / "lockstep" / "checkpoints").iterdir())
+        shutil.rmtree(kept)
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
     assert "resuming from" in run.stderr
     assert "was made with" not in run.stderr
@@ -102,6 +114,31 @@ def test_a_stopped_job_resumes_at_its_last_step(
     launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
     resumes(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("scheme", ["file", "s3"])
+def test_a_stopped_job_resumes_on_another_machine(
+    launch: Launch,
+    undisturbed: Callable[[str], Any],
+    environment: dict[str, str],
+    scheme: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore")
+    expected = undisturbed("jax")
+    monkeypatch.setitem(environment, "XDG_CACHE_HOME", str(tmp_path / "cache"))
+    url, server = f"file://{tmp_path / 'store'}", nullcontext(dict[str, str]())
+    if scheme == "s3":
+        url, server = "s3://bucket/job", s3_server(tmp_path)
+    with server as variables:
+        for name, value in variables.items():
+            monkeypatch.setitem(environment, name, value)
+        run = resumes(launch, "jax", "stopped", "fit 2 step 4", tmp_path, expected, url)
+        assert f"resuming from {url}/step-" in run.stderr
+        recorded = [file.read_text(errors="replace") for file in run.folder.rglob("*") if file.is_file()]
+        assert not any(SECRET in text for text in (run.stdout, run.stderr, *recorded))
 
 
 @pytest.mark.slow

@@ -19,12 +19,15 @@ Facts = Mapping[str, Any]
 """The facts that a checkpoint records about its job: replicas, seed, threads, input, backend, versions."""
 
 
-def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:
+def newest(
+    folder: Path, report: Callable[[str], None], place: Path | str | None = None
+) -> tuple[Path, Facts, str] | None:
     """Return the newest complete checkpoint in `folder` and the facts about its job; None if there is none.
 
     Args:
         folder: may not exist yet.
         report: called with a message for each newer checkpoint that is damaged.
+        place: the store of which the folder is a copy, for messages; None for none.
 
     Returns:
         Its path, the facts, and a note for the user if the job is finished.
@@ -36,7 +39,7 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, st
     if checkpoint is None:
         return None
     path, contents = checkpoint
-    return path, job_facts(path, contents.manifest), note_if_finished(folder, contents.step)
+    return path, job_facts(path, contents.manifest), note_if_finished(folder, contents.step, place or folder)
 
 
 def job_facts(path: Path, manifest: Mapping[str, Any]) -> Facts:
@@ -110,15 +113,15 @@ def _shown(name: str, value: Any) -> str:
     return forms.get(name, f"{{}} {name}").format(value)
 
 
-def note_if_finished(folder: Path, step: int) -> str:
+def note_if_finished(folder: Path, step: int, place: Path | str) -> str:
     """Return a note if the job, whose newest checkpoint is of `step`, has finished; empty otherwise."""
-    return note_on_end(folder, step) if Store(folder).finished() == step else ""
+    return note_on_end(place, step) if Store(folder).finished() == step else ""
 
 
-def note_on_end(folder: Path, step: int) -> str:
+def note_on_end(place: Path | str, step: int) -> str:
     """Return a note on a job that has finished with its checkpoint of `step`."""
     return (
-        f"the job in {folder} is finished after {count(step, 'step')}: it repeats no training step and runs "
+        f"the job in {place} is finished after {count(step, 'step')}: it repeats no training step and runs "
         "the rest of the script. A script that trains more steps resumes from there; to start over, give "
         "another folder"
     )

@@ -25,9 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.mirror import Mirror
+from lockstep.checkpoint.object_store import StoreLease
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, SupersededError
 from lockstep.observability.events import (
     CheckpointNotWritten,
     CheckpointRemoved,
@@ -88,6 +90,7 @@ class CheckpointScheduler:
         finished: records on the disk that the job finished with a checkpoint of this step; may raise
             CheckpointError.
         failed: called with the reason if the end of the job cannot be recorded.
+        mirror: brings the checkpoints to an object store; None if they stay on the disk.
 
     Attributes:
         leaving: whether a signal has told the process to end. The next step is its last.
@@ -100,8 +103,10 @@ class CheckpointScheduler:
         clock: Clock,
         finished: Callable[[int], None],
         failed: Callable[[str], None],
+        mirror: Mirror | None = None,
     ) -> None:
         self._writer = writer
+        self._mirror = mirror
         self._finished = finished
         self._failed = failed
         self._every = every
@@ -132,10 +137,17 @@ class CheckpointScheduler:
         Args:
             taken: the number of training steps so far; may have grown by more than one since the last call.
             take: returns the state, which is copied before this returns; called at most once, on this thread.
+
+        Raises:
+            SupersededError: another job saves its checkpoints in the same place of an object store.
         """
+        if self._mirror is not None and self._mirror.taken_over:
+            raise SupersededError(self._mirror.taken_over)
         if not self._ready:
             self._ready = True
             self._copies.make_ready(take())
+            if self._mirror is not None:
+                self._mirror.begin()
         self.drop()
         due, self._taken = self._due(taken), taken
         if due and self._every.steps is not None and not self.leaving:
@@ -192,22 +204,36 @@ class CheckpointScheduler:
                 self._finished(self._taken)
             except CheckpointError as error:
                 self._failed(str(error))
+            self._finish_in_store(self._taken)
 
-    def roll_back(self, step: int) -> int:
+    def _finish_in_store(self, step: int) -> None:
+        if self._mirror is None:
+            return
+        self._mirror.finish(step)
+        who = "the script has ended and waits"
+        if not _wait_for(self._mirror.close, _LAST_SECONDS, f"{who} for the upload of", self._clock):
+            self._failed(f"not uploaded within {_LAST_SECONDS:.0f} s after the end of the script")
+
+    def roll_back(self, step: int, *, is_chief: bool) -> int:
         """Remove the checkpoints of later steps than `step`; return that of the newest one left, or -1.
 
-        Save none from now on.
+        Save none from now on. The chief also removes those in an object store.
         """
         self.drop()
         if not self._wait_for_disk(_PATIENCE_SECONDS, "training, which was wrong,"):
             note(
                 "a checkpoint is still being written: remove it if its step is later than those that are kept"
             )
-        return self._writer.remove_after(step)
+        left = self._writer.remove_after(step)
+        return self._mirror.remove_after(step) if self._mirror is not None and is_chief else left
 
     def close(self, seconds: float) -> bool:
-        """Wait until all requested checkpoints are on the disk; return False if `seconds` pass first."""
-        return self._writer.close(seconds)
+        """Wait until all requested checkpoints are where they belong; return False on timeout."""
+        until = self._clock.now() + seconds
+        written = self._writer.close(seconds)
+        if self._mirror is None or not written:
+            return written
+        return self._mirror.close(max(0.0, until - self._clock.now()))
 
     @property
     def _requested(self) -> int | None:
@@ -236,13 +262,7 @@ class CheckpointScheduler:
 
     def _wait_for_disk(self, seconds: float, who: str) -> bool:
         """Wait until all requested checkpoints are written, with regular notes; return False on timeout."""
-        begun, pause = self._clock.now(), _QUIET_SECONDS
-        while not self._writer.close(max(0.0, min(pause, begun + seconds - self._clock.now()))):
-            waited, pause = self._clock.now() - begun, _NOTE_EVERY_SECONDS
-            if waited >= seconds:
-                return False
-            note(f"{who} for the disk to write a checkpoint: {waited:.0f} of {seconds:.0f} s")
-        return True
+        return _wait_for(self._writer.close, seconds, f"{who} for the disk to write", self._clock)
 
     def _due(self, taken: int) -> bool:
         if self._every.steps is not None:
@@ -251,19 +271,37 @@ class CheckpointScheduler:
         return self._every.seconds is not None and self._clock.now() - self._last >= self._every.seconds
 
 
-def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], None]) -> CheckpointScheduler:
+def _wait_for(close: Callable[[float], bool], seconds: float, who: str, clock: Clock) -> bool:
+    """Wait until `close` succeeds, with regular notes on who waits for what; return False on timeout."""
+    begun, pause = clock.now(), _QUIET_SECONDS
+    while not close(max(0.0, min(pause, begun + seconds - clock.now()))):
+        waited, pause = clock.now() - begun, _NOTE_EVERY_SECONDS
+        if waited >= seconds:
+            return False
+        note(f"{who} a checkpoint: {waited:.0f} of {seconds:.0f} s")
+    return True
+
+
+def open_scheduler(
+    store: Store,
+    every: Every,
+    publish: Callable[[WorkerEvent], None],
+    lease: StoreLease | None = None,
+) -> CheckpointScheduler:
     """Return the scheduler that writes checkpoints to `store` while its process is the chief.
 
     Args:
         store: the store of the checkpoints.
         every: the interval.
         publish: called on another thread with an event for each checkpoint that is written or fails, and for
-            each one that is removed to free space.
+            each one that is removed to free space. One that belongs into an object store is written once it
+            is there.
+        lease: of an object store to which the checkpoints are uploaded; None if they stay on the disk.
     """
 
     say = RepeatedNotes()
 
-    def done(path: Path, step: int, seconds: float) -> None:
+    def done(path: Path | str, step: int, seconds: float) -> None:
         publish(CheckpointWritten(str(path), step, seconds))
 
     def failed(reason: str) -> None:
@@ -277,9 +315,16 @@ def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], 
             "space, or keep fewer checkpoints"
         )
 
-    return CheckpointScheduler(
-        Writer(store, done, failed, removed), every, SystemClock(), store.finish, failed
-    )
+    mirror = Mirror(lease, store, done, failed) if lease is not None else None
+
+    def on_disk(path: Path, step: int, seconds: float) -> None:
+        if mirror is None:
+            done(path, step, seconds)
+        else:
+            mirror.upload(step, seconds)
+
+    writer = Writer(store, on_disk, failed, removed)
+    return CheckpointScheduler(writer, every, SystemClock(), store.finish, failed, mirror)
 
 
 def end_at_a_step(

@@ -70,6 +70,16 @@ class Store:
         self._keep = keep
         self._lock = lock
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints, which may not exist."""
+        return self._folder
+
+    @property
+    def keep(self) -> int:
+        """The number of checkpoints to keep."""
+        return self._keep
+
     def write(self, contents: Contents, removed: Callable[[Path], None] = lambda path: None) -> Path:
         """Write a checkpoint; it replaces one of the same step.
 

@@ -1,10 +1,10 @@
 """The writer of checkpoints: a thread that writes them while training continues."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.latest import Latest
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 from lockstep.system.clock import SystemClock
@@ -34,9 +34,7 @@ class Writer:
         self._done = done
         self._failed = failed
         self._removed = removed
-        self._changed = threading.Condition()
-        self._waiting: Contents | None = None
-        self._running = False
+        self._work = Latest(self._write, "checkpoints")
         self.requested: int | None = None
         self.written: int | None = None
         self.seconds = 0.0
@@ -49,11 +47,7 @@ class Writer:
         or is replaced.
         """
         self.requested = contents.step
-        with self._changed:
-            self._waiting = contents
-            if not self._running:
-                threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
-                self._running = True
+        self._work.give(contents)
 
     def remove_after(self, step: int) -> int:
         """Remove the checkpoints of later steps than `step`; return that of the newest one left, or -1."""
@@ -62,35 +56,11 @@ class Writer:
 
     def busy(self) -> bool:
         """Whether a checkpoint is being written or waits to be."""
-        return self._running
+        return self._work.busy()
 
     def close(self, seconds: float) -> bool:
         """Wait until all requested checkpoints are written or have failed; return False on timeout."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not self._running, seconds)
-
-    def _run(self) -> None:
-        try:
-            while (contents := self._next()) is not None:
-                self._write(contents)
-                del contents
-        except BaseException:
-            with self._changed:
-                self._waiting = None
-                self._stop()
-            raise
-
-    def _next(self) -> Contents | None:
-        with self._changed:
-            contents, self._waiting = self._waiting, None
-            if contents is None:
-                # From now on, a request starts another thread.
-                self._stop()
-            return contents
-
-    def _stop(self) -> None:
-        self._running = False
-        self._changed.notify_all()
+        return self._work.close(seconds)
 
     def _write(self, contents: Contents) -> None:
         clock = SystemClock()

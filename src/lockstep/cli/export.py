@@ -81,6 +81,7 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     if options["checkpoint"] is None:
         note("without --checkpoint, the job begins anew after a reboot, unless the script resumes by itself")
     lacks = [f"--env {name}" for name in options["env"] if "=" not in name]
+    lacks += [f"--checkpoint {url}" for url in [options["checkpoint"]] if isinstance(url, str)]
     lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
     if lacks:
         note(f"the service lacks the variable of {' and '.join(lacks)}: add a line EnvironmentFile= to it")

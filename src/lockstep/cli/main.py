@@ -4,13 +4,13 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 import click
 
 from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.help import LazyGroup
-from lockstep.cli.parameter_types import PARTS
+from lockstep.cli.parameter_types import PARTS, FolderOrUrl
 from lockstep.errors import LockstepError, with_code
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
@@ -97,14 +97,16 @@ def cli(verbose: bool) -> None:
 
 
 @cli.command()
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
-def checkpoints(folder: Path) -> None:
-    """List and verify the checkpoints in FOLDER.
+@click.argument("folder", type=FolderOrUrl(path_type=Path, exists=True, file_okay=False))
+def checkpoints(folder: Path | str) -> None:
+    """List and verify the checkpoints in FOLDER, or in an object store, such as s3://bucket/job.
 
     The exit status is 1 if any checkpoint is damaged.
     """
     from lockstep.checkpoint.store import Store
 
+    if isinstance(folder, str):
+        _list_stored(folder)
     store = Store(folder)
     entries = store.entries()
     for entry in entries:
@@ -117,6 +119,27 @@ def checkpoints(folder: Path) -> None:
     elif entries[-1].step == store.finished():
         click.echo(f"the job is finished after {count(entries[-1].step, 'step')}")
     sys.exit(any(entry.fault for entry in entries))
+
+
+def _list_stored(url: str) -> NoReturn:
+    from lockstep.checkpoint.mirror import fault_of, read_head
+    from lockstep.checkpoint.object_store import ObjectStore
+
+    store, damaged = ObjectStore(url), False
+    head, _ = read_head(store)
+    for stored in head.checkpoints if head is not None else ():
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.time))
+        fault = fault_of(store, stored)
+        damaged = damaged or fault is not None
+        text = fault or "complete" + (
+            f", verified up to step {stored.verified}" if stored.verified >= 0 else ""
+        )
+        click.echo(f"{stored.folder}  {when}  {stored.bytes / 1e6:10,.1f} MB  {text}")
+    if head is None or not head.checkpoints:
+        click.echo(printable(f"there is no checkpoint in {url}"))
+    elif head.finished == head.newest():
+        click.echo(f"the job is finished after {count(head.newest(), 'step')}")
+    sys.exit(damaged)
 
 
 @cli.command("list")

@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from lockstep.errors import ConfigError
 from lockstep.system.prose import printable
 
 PARTS = click.IntRange(min=1, max=4096)
@@ -34,6 +35,21 @@ class Folder(click.Path):
         if "://" in os.fsdecode(value):
             self.fail(f"{os.fsdecode(value)} is not a folder of this machine.", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class FolderOrUrl(Folder):
+    """A folder of this machine, or the URL of a prefix in an object store, as text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path or the URL, or fail."""
+        from lockstep.checkpoint.object_store import is_url, parse_url
+
+        if not is_url(value):
+            return super().convert(value, param, ctx)
+        try:
+            return parse_url(os.fsdecode(value))
+        except ConfigError as error:
+            self.fail(f"{error}.", param, ctx)
 
 
 class Tag(click.types.StringParamType):

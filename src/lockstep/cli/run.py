@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import click
 
+from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
@@ -27,7 +28,7 @@ from lockstep.cli.notifier import (
     variable_with_url,
 )
 from lockstep.cli.page import page_beside
-from lockstep.cli.parameter_types import PARTS, Folder, Seconds, Tag
+from lockstep.cli.parameter_types import PARTS, Folder, FolderOrUrl, Seconds, Tag
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.task_place import TaskRole
@@ -103,6 +104,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
+_FIRST_RETRIES = 4
+"""How often a request to an object store is repeated before a job begins: some 8 seconds in all."""
 _ENDS_WITHIN = 2.0
 """Seconds in which the processes of a run end whose command was killed."""
 _TIMES = 10**9
@@ -139,7 +142,7 @@ _GROUPS = {
         ),
         *("--verify-every", "--verify-replicas", "--witness"),
     ),
-    "Checkpoints": ("--checkpoint-every", "--keep", "--accept-changes"),
+    "Checkpoints": ("--checkpoint-every", "--keep", "--one-writer", "--accept-changes"),
     "Losses and ends": ("--timeout", "--min-workers", "--max-restarts", "--restart-job", "--grace"),
     "Output": ("--tee", "--tag", "--metrics-port", "--notify"),
 }
@@ -348,9 +351,15 @@ _GROUPS = {
 )
 @click.option(
     "--checkpoint",
-    type=Folder(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Save checkpoints to DIR, the last one when SCRIPT ends, and resume from the newest one in DIR.",
+    type=FolderOrUrl(path_type=Path, file_okay=False),
+    metavar="DIR|URL",
+    help="Save checkpoints to DIR, the last one when SCRIPT ends, and resume from the newest one in DIR. URL "
+    "is a place in an object store, such as s3://bucket/job.",
+)
+@click.option(
+    "--one-writer",
+    is_flag=True,
+    help="Save checkpoints to a URL whose store cannot keep two jobs apart: no other job uses it.",
 )
 @click.option(
     "--checkpoint-every",
@@ -496,11 +505,12 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     # Where an engine starts a coordinator again, hosts that run the job have the variables.
     _take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
-    folder, board = options["checkpoint"], options["tensorboard"]
+    folder, board = _folder_of(options["checkpoint"]), options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
-    if existed:
+    if folder is not None and existed:
         claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
+    options["lease"] = _fetch(options)
     spec = replace(_spec(options, destination), inherited=inherited or ())
     created = options["run_dir"] is None or not options["run_dir"].exists()
     new_board = board is not None and not board.exists()
@@ -584,6 +594,28 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(status)
 
 
+def _folder_of(place: Path | str | None) -> Path | None:
+    """Return the folder of this machine for `--checkpoint`; None if the job saves no checkpoints."""
+    return folder_of(place) if isinstance(place, str) else place
+
+
+def _fetch(options: Mapping[str, Any]) -> StoreLease | None:
+    """Bring the newest checkpoint of the store to this machine; return the right to write there, if any.
+
+    The lease is that of a new job. A coordinator that takes a job over keeps the job's.
+    """
+    url = options["checkpoint"]
+    if not isinstance(url, str):
+        return None
+    from lockstep.checkpoint.mirror import fetch
+
+    note(f"looking for checkpoints in {url}")
+    store = ObjectStore(url, conditional=not options["one_writer"], retries=_FIRST_RETRIES)
+    store.check_conditions()
+    base = fetch(store, folder_of(url), options["keep"], note)
+    return StoreLease(url, secrets.token_hex(8), base, options["one_writer"])
+
+
 def _notifier(
     receiver: Receiver | None, spec: JobSpec, is_continued: bool
 ) -> contextlib.AbstractContextManager[Notifier | None]:
@@ -653,6 +685,8 @@ def refuse_without_checkpoint(context: click.Context) -> None:
                 f"{option} needs --checkpoint DIR, without which this command saves no checkpoints; for a "
                 f"script with lockstep.callbacks.Checkpoint, give {name}= to the callback"
             )
+    if context.params["one_writer"] and not isinstance(context.params["checkpoint"], str):
+        raise ConfigError("--one-writer needs --checkpoint with a URL, such as s3://bucket/job")
 
 
 def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
@@ -973,15 +1007,16 @@ def _checkpoints(
     from lockstep.checkpoint.store import Store
 
     every = parse_every(options["every"])
-    folder = options["checkpoint"].absolute()
+    folder, lease = folder_of(options["checkpoint"]), options["lease"]
+    place = folder if lease is None else lease.url
     newest_saved: tuple[Path | None, Mapping[str, Any], str]
     if held is None:
-        newest_saved = newest(folder, note) or (None, {}, "")
+        newest_saved = newest(folder, note, place) or (None, {}, "")
     else:
         newest_saved = (
             Store(folder).path(held.step),
             msgspec.to_builtins(held.job),
-            note_on_end(folder, held.step) if held.finished else "",
+            note_on_end(place, held.step) if held.finished else "",
         )
     resume, past, finished = newest_saved
     if finished:
@@ -990,7 +1025,16 @@ def _checkpoints(
         affecting = {name: options[name] for name in ("replicas", "seed", "threads")}
         refuse_another_job(resume, past, affecting | {"input": options["reading"]})
     as_written = os.fspath(options["checkpoint"])
-    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume, as_written), past
+    saved = Checkpoints(
+        folder,
+        every.steps,
+        every.seconds,
+        options["keep"],
+        resume=resume,
+        given=as_written,
+        store=lease,
+    )
+    return saved, past
 
 
 def _past_reading(past: Mapping[str, Any]) -> str:
@@ -1009,6 +1053,10 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
 
 def _serve_here(spec: JobSpec, command: "StopChannel", exports: Exports) -> int:
     """Run a job of this machine in the process that the command has forked for it."""
+    if (saved := spec.checkpoints) is not None and saved.store is not None:
+        from lockstep.checkpoint.mirror import take_lease
+
+        take_lease(saved.folder, saved.store, saved.resume)
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 

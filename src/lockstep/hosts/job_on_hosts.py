@@ -12,6 +12,7 @@ from lockstep.agent.agent import Agent
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import ForwardedOutput, WorkerOutput
 from lockstep.checkpoint.held import HeldCheckpoint
+from lockstep.checkpoint.mirror import take_lease
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
@@ -167,6 +168,9 @@ class JobOnHosts:
         try:
             facts = self._compare_hosts()
             spec = self._share_checkpoint(facts)
+            saved = spec.checkpoints
+            if self.here is not None and saved is not None and saved.store is not None:
+                take_lease(saved.folder, saved.store, saved.resume)
         except LockstepError as error:
             for agent in self.others.values() if self.notifies else ():
                 agent.channel.send(Rejected(str(error)))

@@ -16,6 +16,8 @@ import msgspec
 
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of, newest_held, parts_of_checkpoint
 from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
+from lockstep.checkpoint.mirror import take_lease
+from lockstep.checkpoint.object_store import folder_of
 from lockstep.errors import CheckpointError, LockstepError, UnfitError
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, heed_stop
 from lockstep.protocol.admin import StopChannel
@@ -79,7 +81,7 @@ class AgentCheckpoints:
         clock: Clock,
     ) -> "AgentCheckpoints":
         """Return the checkpoints of a job on this host, whose current folder must be that of the job."""
-        folder = Path(prepare.checkpoints).absolute() if prepare.checkpoints else None
+        folder = folder_of(prepare.checkpoints) if prepare.checkpoints else None
         return cls(folder, channel, loop, clock)
 
     def describe(self, facts: HostFacts, job: bytes) -> None:
@@ -145,12 +147,18 @@ class AgentCheckpoints:
             self._arriving = None
 
     def placed(self, begin: BeginJob) -> BeginJob:
-        """Return the job with the paths of this host."""
+        """Return the job with the paths of this host.
+
+        Raises:
+            CheckpointError: the folder cannot be written to.
+        """
         past = begin.spec.checkpoints
         if past is None or self.folder is None:
             return begin
         resume = self.folder / past.resume.name if past.resume is not None else None
         here = replace(past, folder=self.folder, resume=resume)
+        if past.store is not None:
+            take_lease(self.folder, past.store, resume)
         return msgspec.structs.replace(begin, spec=replace(begin.spec, checkpoints=here))
 
 
@@ -190,7 +198,7 @@ class SharedCheckpoints:
     _said: float = field(default=0.0, init=False)
 
     def choose(self) -> HeldCheckpoint | None:
-        """Return the newest checkpoint of all hosts; None if there is none.
+        """Return the newest checkpoint of all hosts, or of the store; None if there is none.
 
         Raises:
             ConfigError: hosts have checkpoints of the same step of different jobs.
@@ -198,6 +206,9 @@ class SharedCheckpoints:
         for host, agent in self.hosts.items():
             for text in self.facts[host].damaged:
                 self.say(f"{agent.name}: {text}")
+        if self.checkpoints.store is not None:
+            # This host has fetched it. Other hosts may have newer ones of another job.
+            return self._held_here()
         held = [self._held_here(), *(self.facts[host].checkpoint for host in self.hosts)]
         chosen = choose_newest(["this host", *(agent.name for agent in self.hosts.values())], held)
         return held[chosen] if chosen is not None else None

@@ -29,6 +29,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import cast
 
+from lockstep.checkpoint.mirror import take_lease
 from lockstep.coordinator.job_record import JobRecord, decode_record, newest
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
@@ -237,7 +238,9 @@ class TakenOverJob:
         if here is None or begun is None:
             return None
         sign_claim(here.folder, job.hex())
-        return replace(here, resume=begun.resume)
+        if begun.store is not None:
+            take_lease(here.folder, begun.store, begun.resume)
+        return replace(here, resume=begun.resume, store=begun.store)
 
     def _check(self, runs: JobSpec) -> None:
         def saves(spec: JobSpec) -> str | None:

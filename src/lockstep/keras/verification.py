@@ -468,7 +468,7 @@ class Verifications:
         left = -1
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and any(host[0] == self._job.worker for host in view.hosts):
-            left = scheduler.roll_back(step)
+            left = scheduler.roll_back(step, is_chief=self._job.is_chief)
         blob = msgspec.msgpack.encode(left) if self._job.is_chief else b""
         blobs = communicator.gather(blob, what="the removal of checkpoints")
         return next(msgspec.msgpack.decode(other, type=int) for other in blobs if other)

@@ -22,6 +22,7 @@ from lockstep.errors import (
     LockstepError,
     PeerLostError,
     PeerStuckError,
+    SupersededError,
     WrongStateError,
     with_code,
 )
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
 _STATUS: dict[type[BaseException], int] = {
     KeyboardInterrupt: 128 + signal.SIGINT,
     ChangedError: 2,
+    SupersededError: 2,
     WrongStateError: WRONG_STATE,
 }
 """The exit status for errors that are not faults of the script; otherwise 1."""

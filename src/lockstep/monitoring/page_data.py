@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from lockstep.monitoring.training_times import advice, training_times
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns
 from lockstep.observability.run_lines import Happening
-from lockstep.observability.run_state import RunState, WorkerInfo, effective_share
+from lockstep.observability.run_state import RunState, WorkerInfo, effective_share, place_of
 from lockstep.observability.slowness import shares_of_time
 from lockstep.observability.step_recorder import serves, trains
 
@@ -242,7 +241,7 @@ def _checkpoints(run: RunState) -> list[dict[str, Any]]:
     kept: dict[str, Any] = {}
     removed: set[str] = set()
     if isinstance(settings := run.job.get("checkpoints"), Mapping):
-        kept[str(settings.get("folder"))] = settings.get("keep")
+        kept[place_of(settings)] = settings.get("keep")
     for event in run.events:
         if event.event == "keeps":
             kept[str(event.fields.get("folder"))] = event.fields.get("keep")
@@ -252,7 +251,7 @@ def _checkpoints(run: RunState) -> list[dict[str, Any]]:
     shown = []
     for event in reversed(run.checkpoints):
         path = str(event.fields.get("path"))
-        folder = str(Path(path).parent)
+        folder, _, _ = path.rpartition("/")
         others, keep = newer.setdefault(folder, set()), kept.get(folder)
         full = isinstance(keep, int) and 0 < keep <= len(others)
         fields = {name: event.fields.get(name) for name in _CHECKPOINT}

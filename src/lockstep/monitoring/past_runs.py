@@ -24,7 +24,7 @@ from lockstep.monitoring.run_catalog import is_active
 from lockstep.monitoring.top_text import csv_lines
 from lockstep.observability.events import FORMAT
 from lockstep.observability.run_lines import happenings, measurement
-from lockstep.observability.run_state import RunState, effective_share
+from lockstep.observability.run_state import RunState, effective_share, place_of
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import columns, percent, printable, short_duration
@@ -182,7 +182,7 @@ def summarize(
     hosts, tags, totals = job.get("hosts"), job.get("tags"), state.totals
     checkpoints = job.get("checkpoints")
     if isinstance(checkpoints, dict):
-        kept = str(checkpoints.get("folder", ""))
+        kept = place_of(checkpoints)
     return PastRun(
         name=name,
         began=began,

@@ -72,7 +72,8 @@ def launch(
         seed: the seed of all random numbers; 0 by default.
         timeout: seconds for which others wait for a worker before it is killed as stuck; 600 by default.
         run_dir: folder for the logs and events of the run; `runs/<function>-<time>` by default.
-        checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
+        checkpoint: folder, or URL of an object store, in which to save checkpoints; training resumes from the
+            newest one there.
         accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the

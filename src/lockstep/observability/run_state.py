@@ -661,6 +661,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, totals=replace(self.totals, **changes))
 
 
+def place_of(checkpoints: Mapping[str, Any]) -> str:
+    """Return where a job saves checkpoints, as its settings say: a folder, or the URL of an object store."""
+    store = checkpoints.get("store")
+    return str(store.get("url") if isinstance(store, Mapping) else checkpoints.get("folder", ""))
+
+
 def effective_share(totals: JobTotals, seconds: float) -> float | None:
     """Return the effective training time of a job as a share of the `seconds` that it has taken so far.
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from lockstep.checkpoint.object_store import StoreLease
 from lockstep.observability.console import Tee
 from lockstep.system.prose import count, interval
 from lockstep.topology import View, place_on_hosts
@@ -51,7 +52,8 @@ class Checkpoints:
         seconds: the interval in seconds; None if it is a number of steps.
         keep: the number of checkpoints to keep.
         resume: the checkpoint to resume from; None to start from the beginning.
-        given: the folder as the user wrote it.
+        given: the folder or the URL as the user wrote it.
+        store: the right to write to the store of a URL; None for a folder.
     """
 
     folder: Path
@@ -60,6 +62,12 @@ class Checkpoints:
     keep: int
     resume: Path | None = None
     given: str = ""
+    store: StoreLease | None = None
+
+    @property
+    def place(self) -> str:
+        """The folder, or the URL of the store, for messages."""
+        return str(self.folder) if self.store is None else self.store.url
 
 
 class Verification(msgspec.Struct, frozen=True, rename={"every": "verify_every", "all": "verify_all"}):
@@ -285,8 +293,8 @@ class JobSpec(JobSettings):
         if self.chosen:
             parts.append(self.chosen)
         if (kept := self.checkpoints) is not None:
-            began = f"resuming from {kept.resume}, checkpoints"
-            if kept.resume is None:
-                began = f"new training with checkpoints in {kept.folder},"
+            began = f"new training with checkpoints in {kept.place},"
+            if kept.resume is not None:
+                began = f"resuming from {kept.place}/{kept.resume.name}, checkpoints"
             parts.append(f"{began} {interval(kept.steps, kept.seconds)}")
         return "; ".join(parts)

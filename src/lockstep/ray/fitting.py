@@ -56,7 +56,7 @@ class FitResult(Generic[Value]):
     Attributes:
         value: the return value of the function on the chief.
         metrics: the last metrics that a `ReportCallback` reported there; empty without one.
-        checkpoint: the folder of checkpoints; None if none was given.
+        checkpoint: the folder or the URL of checkpoints; None if none was given.
         path: the run folder, with logs and events.
         node: the address of the node that has the run folder.
 
@@ -70,7 +70,7 @@ class FitResult(Generic[Value]):
 
     value: Value
     metrics: dict[str, float]
-    checkpoint: Path | None
+    checkpoint: Path | str | None
     path: Path
     node: str
 
@@ -122,7 +122,8 @@ def fit(
         timeout: seconds for which others wait for a worker before it is killed as stuck; 600 by default.
         run_dir: folder for the logs and events of the run, on the node of the coordinator;
             `runs/<function>-<time>` by default.
-        checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
+        checkpoint: folder, or URL of an object store, in which to save checkpoints; training resumes from the
+            newest one there.
         accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset.
@@ -204,8 +205,9 @@ def fit(
     if outcome.error is not None:
         raise outcome.error
     returned = unpack_result(outcome.result)
-    saved = None if checkpoint is None else Path(checkpoint)
-    return FitResult(returned.value, returned.metrics, saved, Path(outcome.folder), outcome.node)
+    saved = None if checkpoint is None else os.fspath(checkpoint)
+    place = saved if saved is None or "://" in saved else Path(saved)
+    return FitResult(returned.value, returned.metrics, place, Path(outcome.folder), outcome.node)
 
 
 def _packed(function: Callable[..., Any], config: Any) -> bytes:

@@ -86,7 +86,8 @@ def open_checkpoints(
         return WorkerCheckpoints(accepts_changes=settings.accepts_changes)
     announce(checkpoints.folder)
     every = Every(checkpoints.steps, checkpoints.seconds)
-    opened = open_scheduler(Store(checkpoints.folder, checkpoints.keep), every, events.publish)
+    store = Store(checkpoints.folder, checkpoints.keep)
+    opened = open_scheduler(store, every, events.publish, checkpoints.store)
     # The coordinator kills a chief that never reaches the end of a step.
     end_at_a_step(opened, is_chief)
     resumes = checkpoints.resume is not None and not joins

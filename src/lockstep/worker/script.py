@@ -16,7 +16,14 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from lockstep.errors import ConfigError, DisagreementError, InputError, LockstepError, with_code
+from lockstep.errors import (
+    ConfigError,
+    DisagreementError,
+    InputError,
+    LockstepError,
+    SupersededError,
+    with_code,
+)
 from lockstep.worker.program_sources import is_program, library_name
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -235,7 +242,7 @@ def is_of_machine(error: BaseException) -> bool:
     Errors that backends define are of this kind, because devices cause them.
     """
     if isinstance(error, LockstepError):
-        return not isinstance(error, InputError | DisagreementError)
+        return not isinstance(error, InputError | DisagreementError | SupersededError)
     of_backend = type(error).__module__.partition(".")[0] in _BACKENDS
     return of_backend or not isinstance(error, Exception) or isinstance(error, OSError | MemoryError)
 

@@ -17,6 +17,7 @@ import msgspec
 from lockstep.checkpoint.checkpoint_files import Contents, load
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of, parts_of_checkpoint
 from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
+from lockstep.checkpoint.object_store import is_url
 from lockstep.checkpoint.resume import (
     note_on_end,
     note_on_versions,
@@ -446,6 +447,11 @@ def _listed(callbacks: Any) -> list[Any]:
 
 def _folder(folder: Any) -> Path:
     path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if isinstance(folder, str) and is_url(folder):
+        raise ConfigError(
+            f"lockstep.callbacks.Checkpoint, folder={folder!r}: give the path of a folder; for an object "
+            "store, remove the callback and run the script with lockstep run --checkpoint URL"
+        )
     if isinstance(path, str) and path and "\0" not in path and plain(path):
         return Path(path).absolute()
     raise ConfigError(f"lockstep.callbacks.Checkpoint, folder={folder!r}: give the path of a folder")
