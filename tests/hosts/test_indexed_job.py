@@ -1,11 +1,14 @@
 """`lockstep export kubernetes`: manifests that the official client accepts, and pods that they start."""
 
+import json
 import os
 import re
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import localcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,15 @@ import chaos_steps
 import pytest
 import yaml
 from host_network import Host, Running
+from hypothesis import given
+from hypothesis import strategies as st
 from kubernetes.client import ApiClient
+from kubernetes.utils.quantity import parse_quantity
 from stepping_job import CHAOS, HERE
 
 from lockstep.cli.main import main
 from lockstep.errors import ConfigError
-from lockstep.hosts.indexed_job import IndexedJob, name_from
+from lockstep.hosts.indexed_job import IndexedJob, amount, name_from
 from lockstep.protocol.host import LEFT_OUT
 from lockstep.system.exit_status import WRONG_STATE
 from lockstep.transport.keys import JobKey
@@ -46,7 +52,8 @@ def export(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -
 
 def exported(export: Export, *arguments: str) -> str:
     status, out, err = export(*arguments)
-    assert (status, err) == (0, "")
+    assert status == 0
+    assert err == "" or " --checkpoint" in err
     return out
 
 
@@ -55,24 +62,119 @@ def made(**fields: Any) -> IndexedJob:
     return IndexedJob(**given | fields)
 
 
-def test_the_official_client_knows_every_field_and_its_type(export: Export) -> None:
-    options = ["-n", "4", "--pods", "2", "--cpu", "1.5", "--memory", "2Gi", "--grace", "2m"]
-    secret, service, job = yaml.safe_load_all(exported(export, *options, "train.py"))
+def deserialized(document: Any, model: str) -> Any:
+    """What the official client reads from a document and writes again."""
     client = ApiClient()
     # The public method has other arguments in each version.
-    deserialize = client._ApiClient__deserialize
+    return client.sanitize_for_serialization(client._ApiClient__deserialize(document, model))
+
+
+OPTIONS = ["-n", "4", "--pods", "2", "--cpu", "1.5", "--memory", "2Gi", "--gpus", "2", "--grace", "2m"]
+MORE = ["--volume", "data:/data", "--volume", "saved:/saved/", "--volume", "data:/more", "--label", "a.b/c=d"]
+
+
+def test_the_official_client_knows_every_field_and_its_type(export: Export) -> None:
+    text = exported(export, *OPTIONS, *MORE, "--image-pull-secret", "registry", "--user", "7:8", "train.py")
+    secret, service, job = yaml.safe_load_all(text)
     for document, model in ((secret, "V1Secret"), (service, "V1Service"), (job, "V1Job")):
-        parsed = deserialize(document, model)
-        assert client.sanitize_for_serialization(parsed) == document
-    assert [each["metadata"]["name"] for each in (secret, service, job)] == ["train"] * 3
+        assert deserialized(document, model) == document
+        assert document["metadata"]["name"] == "train"
+        assert document["metadata"]["labels"]["a.b/c"] == "d"
     assert JobKey.parse(secret["stringData"]["job.key"], "the secret").secret
     spec = job["spec"]
     assert (spec["completions"], spec["parallelism"]) == (2, 2)
     assert spec["podReplacementPolicy"] == "Failed"
+    assert spec["template"]["metadata"]["labels"]["a.b/c"] == "d"
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     assert pod["terminationGracePeriodSeconds"] == 130
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
     assert pod["volumes"][0]["secret"] == {"secretName": "train", "defaultMode": 0o400}
+    (container,) = pod["containers"]
+    claims = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    paths = {mount["mountPath"]: claims.get(mount["name"]) for mount in container["volumeMounts"]}
+    assert paths == {"/etc/lockstep": None, "/tmp": None, "/data": "data", "/saved": "saved", "/more": "data"}
+    wanted = {"cpu": "1.5", "memory": "2Gi", "nvidia.com/gpu": "2"}
+    assert container["resources"] == {"requests": wanted, "limits": wanted}
+
+
+def test_a_job_set_contains_the_same_job(export: Export) -> None:
+    """Its fields are those of jobset.x-k8s.io/v1alpha2, whose controller makes the Service."""
+    _, _, job = yaml.safe_load_all(exported(export, *OPTIONS, *MORE, "train.py"))
+    secret, job_set = yaml.safe_load_all(exported(export, *OPTIONS, *MORE, "--kind", "JobSet", "train.py"))
+    assert secret["kind"] == "Secret"
+    assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    network = {"enableDNSHostnames": True, "subdomain": "train", "publishNotReadyAddresses": True}
+    assert job_set["spec"].keys() == {"network", "replicatedJobs"}
+    assert job_set["spec"]["network"] == network
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    template = replicated.pop("template")
+    assert replicated == {"name": "host", "replicas": 1}
+    assert deserialized(template, "V1JobTemplateSpec") == template
+    # A controller names the pods NAME-host-0-INDEX.
+    text = json.dumps(template["spec"]).replace("train-host-0", "train")
+    assert json.loads(text) == job["spec"]
+    assert "train-host-0-1.train:2222" in json.dumps(template)
+
+
+def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) -> None:
+    """Its rules, as Kubernetes documents them."""
+    *_, job = yaml.safe_load_all(exported(export, *OPTIONS, *MORE, "train.py"))
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & pod.keys()
+    kinds = [kind for volume in pod["volumes"] for kind in volume if kind != "name"]
+    assert {*kinds} == {"secret", "emptyDir", "persistentVolumeClaim"}
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == pod["securityContext"]["fsGroup"] == 1000
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    security = container["securityContext"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert security["readOnlyRootFilesystem"] is True
+    # Processes of root keep a Secret that nobody else may read.
+    (_, _, job) = yaml.safe_load_all(exported(export, "-n", "2", "--user", "0", "train.py"))
+    assert not {"runAsNonRoot", "fsGroup"} & job["spec"]["template"]["spec"]["securityContext"].keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("", "without --checkpoint, in a --volume, the job begins anew if all its pods are lost"),
+        (
+            "--checkpoint saved/a",
+            "--checkpoint saved/a is not in a --volume, so checkpoints are lost with the pods; add for "
+            "example --volume CLAIM:/saved --checkpoint /saved/a",
+        ),
+        ("--volume s:/saved --checkpoint /saved/../a", "give a --checkpoint below /saved"),
+        ("--volume s:/saved --checkpoint /savedto", "give a --checkpoint below /saved"),
+        ("--volume s:/saved --checkpoint /saved/a", ""),
+    ],
+)
+def test_checkpoints_that_would_be_lost_are_named(export: Export, options: str, said: str) -> None:
+    status, _, err = export("-n", "2", *options.split(), "train.py")
+    assert status == 0
+    assert said in err if said else err == ""
+    assert len(err.splitlines()) == bool(said)
+
+
+SUFFIXES = ["", *"numkMGTPE", *(f"{letter}i" for letter in "KMGTPE"), "e3", "E2", "e-3", "e+1"]
+
+
+@given(st.from_regex(r"\+?(\d{1,15}(\.\d{0,9})?|\.\d{1,9})", fullmatch=True), st.sampled_from(SUFFIXES))
+def test_quantities_have_the_value_of_the_official_client(digits: str, suffix: str) -> None:
+    digits = digits.translate({ord(digit): str(int(digit)) for digit in digits if digit.isdigit()})
+    with localcontext(prec=60):
+        assert amount(digits + suffix) == Fraction(parse_quantity(digits + suffix))
+
+
+@pytest.mark.parametrize("text", ["", "1k1", "-1", "1 Gi", "1gi", "1K", "e3", "1e", ".", "1e3Mi", "٣"])
+def test_other_texts_are_not_quantities(text: str) -> None:
+    assert amount(text) is None
 
 
 def test_only_the_key_differs_between_outputs(export: Export) -> None:
@@ -93,7 +195,18 @@ def test_words_reach_the_command_as_they_are(export: Export) -> None:
     *_, job = yaml.safe_load_all(text)
     (container,) = job["spec"]["template"]["spec"]["containers"]
     command = [expand(word, {"HOME": "/root"}) for word in container["command"]]
-    assert command == ["lockstep", "run", "--tf-config", *options, "-m", "--", "train", *words]
+    assert command == [
+        "lockstep",
+        "run",
+        "--tf-config",
+        "--run-dir",
+        "/tmp/runs/train",
+        *options,
+        "-m",
+        "--",
+        "train",
+        *words,
+    ]
 
 
 def test_what_follows_from_the_end_of_a_pod() -> None:
@@ -128,8 +241,24 @@ LONG = "a" * 61
         (["-n", "2", "--name", "a-", "train.py"], "--name 'a-' is not a name for a Service"),
         (["-n", "2", "1st.py"], "--name '1st' is not a name for a Service"),
         (["-n", "11", "--name", LONG, "train.py"], "has 61 characters, at most 60 fit"),
-        (["-n", "2", "--cpu", "many", "train.py"], "--cpu 'many' is not a quantity: expected one such as 4"),
-        (["-n", "2", "--memory", "0Gi", "train.py"], "--memory '0Gi' is not a quantity"),
+        (["-n", "11", "--kind", "JobSet", "--name", "a" * 48, "train.py"], "at most 47 fit"),
+        (
+            ["-n", "2", "--cpu", "many", "train.py"],
+            "--cpu 'many' is not a number of cores in whole thousandths",
+        ),
+        (["-n", "2", "--cpu", "0.0005", "train.py"], "--cpu '0.0005' is not a number of cores"),
+        (
+            ["-n", "2", "--memory", "0Gi", "train.py"],
+            "--memory '0Gi' is not a whole number of bytes, such as",
+        ),
+        (["-n", "2", "--memory", "500m", "train.py"], "--memory '500m' is not a whole number of bytes"),
+        (["-n", "2", "--volume", "saved", "train.py"], "--volume 'saved' is not CLAIM:PATH: expected"),
+        (["-n", "2", "--volume", "a:b", "train.py"], "--volume 'a:b' is not CLAIM:PATH"),
+        (["-n", "2", "--volume", "a:/etc", "train.py"], "--volume 'a:/etc' would hide /etc of the pods"),
+        (["-n", "2", "--volume", "a:/b", "--volume", "c:/b/", "t.py"], "two --volume have the path /b"),
+        (["-n", "2", "--image-pull-secret", "A", "train.py"], "--image-pull-secret 'A' is not the name of"),
+        (["-n", "2", "--label", "a/b/c=d", "train.py"], "--label 'a/b/c=d' is not KEY=VALUE"),
+        (["-n", "2", "--user", "me", "train.py"], "--user 'me' is not UID or UID:GID: expected numbers"),
         (["-n", "2", "--image", "", "train.py"], "--image '' is not an image"),
         (["-n", "2", "--replicas", "1", "train.py"], "replica"),
         (["-n", "2", "--min-workers", "3", "train.py"], "--min-workers 3 is more than the 2 workers"),
@@ -150,7 +279,7 @@ def test_refusals_are_one_line(export: Export, arguments: list[str], said: str) 
 
 def test_the_longest_names_fit() -> None:
     assert made(name=LONG, pods=10).pods == 10
-    with pytest.raises(ConfigError, match=r"at most 60 fit: the host name of the last pod is a+-10, "):
+    with pytest.raises(ConfigError, match=r"at most 60 fit: the name of the last pod is a+-10, "):
         made(name=LONG, pods=11)
     assert name_from("folder.d/My_train.v2.py", module=False) == "my-train-v2"
 
@@ -179,25 +308,50 @@ class Cluster:
         return "".join(f"{self._hosts[pod].address} {name}-{pod}.{service}\n" for pod in pods)
 
     def start(self, index: int, **variables: str) -> Running:
-        """Start the pod of an index, with the first process as process 1."""
+        """Start the pod of an index, with the first process as process 1.
+
+        It has the user, the privileges and the read-only root of the container. The root is that of the
+        machine, so volumes are in the folder of the host, and the working folder is as writable as a volume.
+        """
         host, pod = self._hosts[index], self._job["spec"]["template"]["spec"]
         (container,) = pod["containers"]
+        secured, security = pod["securityContext"], container["securityContext"]
         environment = {"JOB_COMPLETION_INDEX": str(index)}
         for variable in container["env"]:
             if "value" in variable:
                 environment[variable["name"]] = expand(variable["value"], environment)
-        ((volume,), (mount,)) = pod["volumes"], container["volumeMounts"]
-        self._mount(host.folder / f"mounted{mount['mountPath']}", volume["secret"])
-        # The folder of the host is what the host has of its own; a container has the root too.
-        key = str(host.here / f"mounted{environment['LOCKSTEP_KEY_FILE']}")
-        environment |= {"LOCKSTEP_KEY_FILE": key, **variables}
+        paths = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        for volume in pod["volumes"]:
+            folder = host.folder / f"mounted{paths[volume['name']]}"
+            if "secret" in volume:
+                self._mount(folder, volume["secret"], secured["fsGroup"])
+            else:
+                assert volume["emptyDir"] == {}
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                self._share(folder, secured["fsGroup"])
+        self._share(host.work, secured["fsGroup"])
+        mounted = host.here / "mounted"
+        scratch = f"{mounted}{environment['HOME']}"
+        key = f"{mounted}{environment['LOCKSTEP_KEY_FILE']}"
+        environment |= {
+            "LOCKSTEP_KEY_FILE": key,
+            "HOME": scratch,
+            "TMPDIR": scratch,
+            "XDG_CACHE_HOME": scratch,
+        }
+        environment |= variables
         environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         command = [expand(word, environment) for word in container["command"]]
-        naming = f'echo {self._job["metadata"]["name"]}-{index} > /proc/sys/kernel/hostname; exec "$@"'
+        naming = f"echo {self._job['metadata']['name']}-{index} > /proc/sys/kernel/hostname"
+        assert security["readOnlyRootFilesystem"]
+        beginning = f'{naming} && {_reachable(host)} mount -o remount,bind,ro / && exec "$@"'
         isolated = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return host.start(*isolated, "sh", "-c", naming, "sh", *command, **environment)
+        user = ["setpriv", f"--reuid={secured['runAsUser']}", f"--regid={secured['runAsGroup']}"]
+        user += [f"--groups={secured['fsGroup']}", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all"]
+        return host.start(*isolated, "sh", "-c", beginning, "sh", *user, *command, **environment)
 
-    def _mount(self, folder: Path, volume: Mapping[str, Any]) -> None:
+    def _mount(self, folder: Path, volume: Mapping[str, Any], group: int) -> None:
         """Write the secret as a kubelet does, which replaces all of its files at once."""
         shutil.rmtree(folder, ignore_errors=True)
         assert volume["secretName"] == self._secret["metadata"]["name"]
@@ -205,14 +359,35 @@ class Cluster:
         (folder / "..data").symlink_to(data.name)
         for name, text in self._secret["stringData"].items():
             (data / name).write_text(text)
-            (data / name).chmod(volume["defaultMode"])
+            os.chown(data / name, 0, group)
+            (data / name).chmod(volume["defaultMode"] | 0o040)
             (folder / name).symlink_to(f"..data/{name}")
+
+    def _share(self, folder: Path, group: int) -> None:
+        """Let the group of the pods write, as a kubelet does in a volume."""
+        os.chown(folder, 0, group)
+        folder.chmod(0o2775)
+
+
+def _reachable(host: Host) -> str:
+    """A beginning of a command after which every user reaches the interpreter, for this command alone."""
+    base = Path(sys.base_prefix).resolve()
+    closed = [folder for folder in base.parents if not folder.stat().st_mode & 0o001]
+    if not closed:
+        return ""
+    aside = host.here / "interpreter"
+    return (
+        f"mkdir -p {aside} && mount --bind {base} {aside} && mount -t tmpfs -o mode=755 none {closed[-1]} && "
+        f"mkdir -p {base} && mount --bind {aside} {base} && "
+    )
 
 
 @pytest.fixture
 def cluster(hosts: Sequence[Host], export: Export) -> Iterator[Callable[..., Cluster]]:
     """Return the pods of a job, with two workers in each, and the names that the Service gives them."""
     names = hosts[0].here.parent / "names"
+    # Users of pods pass through it.
+    names.parent.chmod(0o711)
     before = names.read_text()
 
     def make(steps: int, *faults: str) -> Cluster:

@@ -2,8 +2,8 @@
 
 import re
 import sys
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
@@ -13,7 +13,7 @@ from lockstep.cli.parameter_types import PARTS
 from lockstep.cli.run import check_numbers, refuse_without_checkpoint, run, set_options
 from lockstep.cli.systemd_unit import unit
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.hosts.indexed_job import IndexedJob, name_from
+from lockstep.hosts.indexed_job import RUNS, IndexedJob, User, Volume, name_from, parse_label
 from lockstep.hosts.where import PLACING
 from lockstep.system.child_process import command_of
 from lockstep.system.clock import parse_seconds
@@ -42,8 +42,44 @@ def export() -> None:
     help="Number of pods, which divide the workers evenly.  [default: N, one worker in each]",
 )
 @click.option("--name", help="Name of the Job, the Service and the Secret.  [default: that of SCRIPT]")
+@click.option(
+    "--kind",
+    type=click.Choice(["Job", "JobSet"]),
+    default="Job",
+    show_default=True,
+    help="Kind of the object with the pods. A JobSet needs the controller of jobset.sigs.k8s.io.",
+)
 @click.option("--cpu", metavar="QUANTITY", help="Cores of each pod, such as 4 or 500m.  [default: no limit]")
 @click.option("--memory", metavar="QUANTITY", help="Memory of each pod, such as 8Gi.  [default: no limit]")
+@click.option("--gpus", type=PARTS, metavar="N", help="NVIDIA GPUs of each pod.  [default: none]")
+@click.option(
+    "--volume",
+    "volumes",
+    multiple=True,
+    metavar="CLAIM:PATH",
+    help="Give all pods the volume of a PersistentVolumeClaim at PATH. Several are possible.",
+)
+@click.option(
+    "--image-pull-secret",
+    "pull_secrets",
+    multiple=True,
+    metavar="NAME",
+    help="Secret with which nodes get the image. Several are possible.",
+)
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Label of all objects and pods. Several are possible.",
+)
+@click.option(
+    "--user",
+    metavar="UID[:GID]",
+    default="1000:1000",
+    show_default=True,
+    help="User and group of the processes.",
+)
 @click.pass_context
 def kubernetes(context: click.Context, /, **options: Any) -> None:
     """Write the manifests of a job whose hosts are pods.
@@ -51,14 +87,17 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
     \b
     lockstep export kubernetes --image registry/train:1 -n 4 train.py | kubectl apply -f -
 
-    The manifests are a Secret, a Service and an indexed Job. SCRIPT is a path in the image, or with -m the
-    name of a module there. The options below --memory are those of lockstep run. The output contains a new
-    key, which is nowhere else and expires after 30 days. A process that has it can join the job.
+    The manifests are a Secret, a Service and an indexed Job, or a Secret and a JobSet. SCRIPT is a path in
+    the image, or with -m the name of a module there. The options below --user are those of lockstep run. The
+    output contains a new key, which is nowhere else and expires after 30 days. A process that has it can
+    join the job.
     """
     from lockstep.transport.keys import JobKey
 
     job = _job(context, options)
     text = _yaml(job.objects(JobKey.generate().text.strip()))
+    if loss := _loss(options["checkpoint"], job.volumes):
+        note(loss)
     sys.stdout.write(f"# Secret: a process with the key below can join the job.\n{text}")
 
 
@@ -115,17 +154,40 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     if workers % pods:
         raise ConfigError(f"{pods} pods cannot divide {workers} workers evenly; change --pods or -n")
     _refuse_unfit(context, options, workers)
+    name = name if name is not None else name_from(script, module=options["module"])
     here = ("--workers-here", str(workers // pods)) if workers > pods else ()
-    command = ("lockstep", "run", "--tf-config", *here, *set_options(context), "--", script, *arguments)
+    runs = ("--run-dir", f"{RUNS}/{name}") if options["run_dir"] is None else ()
+    words = (*here, *runs, *set_options(context))
+    command = ("lockstep", "run", "--tf-config", *words, "--", script, *arguments)
     refuse_undecodable(*command)
     return IndexedJob(
-        name if name is not None else name_from(script, module=options["module"]),
+        name,
         options["image"],
         pods,
         command,
         parse_seconds(options["grace"], "--grace"),
-        {f"--{kind}": options[kind] for kind in ("cpu", "memory") if options[kind] is not None},
+        options["kind"],
+        {kind: options[kind] for kind in ("cpu", "memory") if options[kind] is not None},
+        options["gpus"] or 0,
+        tuple(map(Volume.parse, options["volumes"])),
+        options["pull_secrets"],
+        dict(map(parse_label, options["labels"])),
+        User.parse(options["user"]),
     )
+
+
+def _loss(checkpoint: Path | None, volumes: Sequence[Volume]) -> str:
+    """Return a note about checkpoints that would be lost with the pods; empty if they outlive them."""
+    if checkpoint is None:
+        return "without --checkpoint, in a --volume, the job begins anew if all its pods are lost"
+    if any(volume.contains(PurePosixPath(checkpoint)) for volume in volumes):
+        return ""
+    advice = (
+        f"give a --checkpoint below {volumes[0].path}"
+        if volumes
+        else f"add for example --volume CLAIM:/saved --checkpoint /saved/{checkpoint.name}"
+    )
+    return f"--checkpoint {checkpoint} is not in a --volume, so checkpoints are lost with the pods; {advice}"
 
 
 def _yaml(documents: tuple[dict[str, Any], ...]) -> str:

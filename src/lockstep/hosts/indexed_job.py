@@ -1,6 +1,10 @@
 """A job as objects of Kubernetes: an indexed Job, a Service that names its pods, a Secret with its key. Pure.
 
 All pods have one template. `TF_CONFIG` tells them apart: Kubernetes replaces `$(JOB_COMPLETION_INDEX)` in it.
+A JobSet contains the same Job, and makes the Service itself.
+
+The pods need no privilege, so the Pod Security Standard "restricted" admits them. They can write to their
+volumes only: the root of the container is read-only, and `/tmp` is an empty volume.
 """
 
 import json
@@ -8,8 +12,9 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
-from typing import Any
+from fractions import Fraction
+from pathlib import PurePath, PurePosixPath
+from typing import Any, NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.protocol.host import LEFT_OUT
@@ -19,10 +24,18 @@ from lockstep.system.exit_status import WRONG_STATE
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 63
 _IMAGE = re.compile(r"[!-~]+")
+_SUBDOMAIN = re.compile(r"(?=.{1,253}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL = re.compile(r"(?=.{1,63}$)[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?")
+_QUANTITY = re.compile(
+    r"\+?(\d{1,18}\.?\d{0,18}|\.\d{1,18})([numkMGTPE]|[KMGTPE]i|[eE]([-+]?\d{1,2}))?", re.ASCII
+)
+_POWERS = dict(zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True))
 _QUANTITIES = {
-    "--cpu": (re.compile(r"(?=.*[1-9])(\d+(\.\d{1,3})?|\d+m)", re.ASCII), "such as 4 or 500m"),
-    "--memory": (re.compile(r"0*[1-9]\d*([kMGT]|[KMGT]i)?", re.ASCII), "such as 8Gi"),
+    "cpu": (Fraction(1, 1000), "a number of cores in whole thousandths, such as 4, 500m or 0.5"),
+    "memory": (Fraction(1), "a whole number of bytes, such as 8Gi, 8e9 or 500M"),
 }
+"""What a quantity is a multiple of, and how a message describes it."""
+_GPU = "nvidia.com/gpu"
 _MOST_TF_CONFIG = 128 * 1024 - len("TF_CONFIG=") - 1
 """Bytes of the value: Linux starts no process with a longer variable."""
 
@@ -31,6 +44,11 @@ _PORT = 2222
 _KEYS = "/etc/lockstep"
 _KEY = "job.key"
 _CONTAINER = "lockstep"
+_SCRATCH = "/tmp"
+_HOST = "host"
+"""The name of the Job in a JobSet, for the host names of its pods."""
+RUNS = f"{_SCRATCH}/runs"
+"""The folder of run folders in a pod."""
 _RETRIES = 6
 _AFTER_GRACE = 10
 """Seconds for the workers to exit after the checkpoint."""
@@ -42,17 +60,100 @@ def name_from(script: str, *, module: bool) -> str:
     return re.sub(r"[^a-z0-9]+", "-", last.lower()).strip("-")
 
 
+class Volume(NamedTuple):
+    """A persistent volume claim, and the absolute path at which the pods have it."""
+
+    claim: str
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Volume":
+        """Return the volume of a text CLAIM:PATH.
+
+        Raises:
+            ConfigError: it is not such a text, or the path is one that the pods use otherwise.
+        """
+        claim, _, path = text.partition(":")
+        whole = PurePosixPath(path)
+        if not (_SUBDOMAIN.fullmatch(claim) and whole.is_absolute() and path.isprintable()) or ":" in path:
+            raise ConfigError(
+                f"--volume {text!r} is not CLAIM:PATH: expected the name of a PersistentVolumeClaim and an "
+                "absolute path, such as saved:/saved"
+            )
+        if whole in (PurePosixPath("/"), PurePosixPath(_SCRATCH)) or PurePosixPath(_KEYS).is_relative_to(
+            whole
+        ):
+            raise ConfigError(f"--volume {text!r} would hide {path} of the pods; give another path")
+        return cls(claim, str(whole))
+
+    def contains(self, path: PurePath) -> bool:
+        """Return whether a path is in the volume; one that depends on the working folder is not."""
+        return ".." not in path.parts and path.is_relative_to(self.path)
+
+
+class User(NamedTuple):
+    """The ids of the user and the group of the processes in the pods."""
+
+    user: int = 1000
+    group: int = 1000
+
+    @classmethod
+    def parse(cls, text: str) -> "User":
+        """Return the user of a text UID or UID:GID; the group is by default that of the same number.
+
+        Raises:
+            ConfigError: it is not such a text.
+        """
+        user, colon, group = text.partition(":")
+        ids = [user, group if colon else user]
+        if not all(each.isascii() and each.isdigit() and int(each) < 2**31 for each in ids):
+            raise ConfigError(f"--user {text!r} is not UID or UID:GID: expected numbers, such as 1000:1000")
+        return cls(int(ids[0]), int(ids[1]))
+
+
+def parse_label(text: str) -> tuple[str, str]:
+    """Return the key and the value of a text KEY=VALUE.
+
+    Raises:
+        ConfigError: it is not a label.
+    """
+    key, equals, value = text.partition("=")
+    prefix, slash, name = key.rpartition("/")
+    valid = _LABEL.fullmatch(name) and (not slash or _SUBDOMAIN.fullmatch(prefix))
+    if not (equals and valid and (not value or _LABEL.fullmatch(value))):
+        raise ConfigError(f"--label {text!r} is not KEY=VALUE: expected a label such as team=vision")
+    return key, value
+
+
+def amount(text: str) -> Fraction | None:
+    """Return the value of a quantity in any notation of Kubernetes; None if it is not one, or is negative."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        return None
+    digits, suffix, exponent = match.groups()
+    number = f"0{digits}" if digits.startswith(".") else digits.removesuffix(".")
+    if suffix and suffix.endswith("i"):
+        return Fraction(number) * (1 << 10 * ("KMGTPE".index(suffix[0]) + 1))
+    return Fraction(f"{number}e{exponent or (_POWERS[suffix] if suffix else 0)}")
+
+
 @dataclass(frozen=True)
 class IndexedJob:
     """A job of Lockstep whose hosts are the pods of an indexed Job.
 
     Attributes:
-        name: the name of all three objects, and the first part of the host names of the pods.
+        name: the name of all objects, and the first part of the host names of the pods.
         image: the image of the container.
         pods: how many.
         command: the command of the container in every pod.
         grace: seconds for a checkpoint after SIGTERM.
-        resources: the quantities of each pod, by the name of the option.
+        kind: the kind of the object with the pods: Job or JobSet.
+        resources: the quantities of cpu and memory of each pod.
+        gpus: the number of GPUs of each pod.
+        volumes: the claims that all pods have.
+        pull_secrets: the names of the secrets with which nodes get the image.
+        labels: more labels of all objects and pods.
+        user: the user of the processes in the pods.
 
     Raises:
         ConfigError: Kubernetes would refuse a value.
@@ -63,7 +164,13 @@ class IndexedJob:
     pods: int
     command: tuple[str, ...]
     grace: float
+    kind: str = "Job"
     resources: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 0
+    volumes: tuple[Volume, ...] = ()
+    pull_secrets: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+    user: User = field(default_factory=User)
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
@@ -71,20 +178,29 @@ class IndexedJob:
                 f"--name {self.name!r} is not a name for a Service: expected lower-case letters, digits and "
                 "'-', beginning with a letter and not ending with '-'"
             )
-        longest = _LONGEST_NAME - len(f"-{self.pods - 1}")
+        # The controller of a JobSet also wants room for the end of the name of a pod.
+        last = f"{self._prefix}-{self.pods - 1}" + ("-abcde" if self.kind == "JobSet" else "")
+        longest = _LONGEST_NAME - (len(last) - len(self.name))
         if len(self.name) > longest:
             raise ConfigError(
-                f"--name {self.name!r} has {len(self.name)} characters, at most {longest} fit: the host name "
-                f"of the last pod is {self.name}-{self.pods - 1}, and a host name has at most {_LONGEST_NAME}"
+                f"--name {self.name!r} has {len(self.name)} characters, at most {longest} fit: the name of "
+                f"the last pod is {last}, and has at most {_LONGEST_NAME}"
             )
         if _IMAGE.fullmatch(self.image) is None:
             raise ConfigError(
                 f"--image {self.image!r} is not an image: expected one such as registry/train:1"
             )
-        for option, text in self.resources.items():
-            pattern, example = _QUANTITIES[option]
-            if pattern.fullmatch(text) is None:
-                raise ConfigError(f"{option} {text!r} is not a quantity: expected one {example}")
+        for resource, text in self.resources.items():
+            unit, description = _QUANTITIES[resource]
+            value = amount(text)
+            if not value or value % unit:
+                raise ConfigError(f"--{resource} {text!r} is not {description}")
+        for secret in self.pull_secrets:
+            if _SUBDOMAIN.fullmatch(secret) is None:
+                raise ConfigError(f"--image-pull-secret {secret!r} is not the name of a Secret")
+        paths = [volume.path for volume in self.volumes]
+        if twice := next((path for path in paths if paths.count(path) > 1), None):
+            raise ConfigError(f"two --volume have the path {twice}; give each a path of its own")
         if (size := len(self._tf_config)) > _MOST_TF_CONFIG:
             raise ConfigError(
                 f"the addresses of {self.pods} pods have {size} characters, but TF_CONFIG has room for "
@@ -92,18 +208,37 @@ class IndexedJob:
             )
 
     def objects(self, key: str) -> tuple[dict[str, Any], ...]:
-        """Return the Secret, the Service and the Job, in the order in which they must be created.
+        """Return the objects of the job, in the order in which they must be created.
+
+        They are the Secret, the Service and the Job, or the Secret and the JobSet.
 
         Args:
             key: the text of the key file.
         """
-        return self._secret(key), self._service, self._job
+        if self.kind == "JobSet":
+            return self._secret(key), self._job_set
+        job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata, "spec": self._job}
+        return self._secret(key), self._service, job
+
+    @property
+    def _prefix(self) -> str:
+        """The name of the Job, with which the host names of its pods begin."""
+        return f"{self.name}-{_HOST}-0" if self.kind == "JobSet" else self.name
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        own = {"app.kubernetes.io/name": self.name, "app.kubernetes.io/managed-by": "lockstep"}
+        return {**own, **self.labels}
+
+    @property
+    def _metadata(self) -> dict[str, Any]:
+        return {"name": self.name, "labels": self._labels}
 
     def _secret(self, key: str) -> dict[str, Any]:
         return {
             "apiVersion": "v1",
             "kind": "Secret",
-            "metadata": {"name": self.name},
+            "metadata": self._metadata,
             # Another key would lock restarted pods out of a job that runs.
             "immutable": True,
             "stringData": {_KEY: key},
@@ -114,33 +249,49 @@ class IndexedJob:
         return {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": {"name": self.name},
+            "metadata": self._metadata,
             "spec": {
                 "clusterIP": "None",
                 # A pod finds its own name before it is ready.
                 "publishNotReadyAddresses": True,
-                "selector": {"batch.kubernetes.io/job-name": self.name},
+                "selector": self._selector,
+            },
+        }
+
+    @property
+    def _selector(self) -> dict[str, str]:
+        return {"batch.kubernetes.io/job-name": self._prefix}
+
+    @property
+    def _job_set(self) -> dict[str, Any]:
+        job = {"metadata": {"labels": self._labels}, "spec": self._job}
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": self._metadata,
+            "spec": {
+                "network": {
+                    "enableDNSHostnames": True,
+                    "subdomain": self.name,
+                    "publishNotReadyAddresses": True,
+                },
+                "replicatedJobs": [{"name": _HOST, "replicas": 1, "template": job}],
             },
         }
 
     @property
     def _job(self) -> dict[str, Any]:
         return {
-            "apiVersion": "batch/v1",
-            "kind": "Job",
-            "metadata": {"name": self.name},
-            "spec": {
-                "completionMode": "Indexed",
-                "completions": self.pods,
-                "parallelism": self.pods,
-                # Pod 0 coordinates the job: its success is that of the job, even while a lost pod restarts.
-                "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
-                "backoffLimitPerIndex": _RETRIES,
-                "podFailurePolicy": {"rules": self._failure_rules},
-                # The default with a failure policy, and essential: two pods 0 would be two coordinators.
-                "podReplacementPolicy": "Failed",
-                "template": {"spec": self._pod},
-            },
+            "completionMode": "Indexed",
+            "completions": self.pods,
+            "parallelism": self.pods,
+            # Pod 0 coordinates the job: its success is that of the job, even while a lost pod restarts.
+            "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+            "backoffLimitPerIndex": _RETRIES,
+            "podFailurePolicy": {"rules": self._failure_rules},
+            # The default with a failure policy, and essential: two pods 0 would be two coordinators.
+            "podReplacementPolicy": "Failed",
+            "template": {"metadata": {"labels": self._labels}, "spec": self._pod},
         }
 
     @property
@@ -178,22 +329,69 @@ class IndexedJob:
                 },
                 {"name": "TF_CONFIG", "value": self._tf_config},
                 {"name": KEY_FILE, "value": f"{_KEYS}/{_KEY}"},
+                # The user has perhaps no home folder and no name in the image.
+                {"name": "HOME", "value": _SCRATCH},
+                {"name": "USER", "value": _CONTAINER},
             ],
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            },
         }
-        if self.resources:
-            quantities = {option.removeprefix("--"): text for option, text in self.resources.items()}
+        quantities = dict(self.resources) | ({_GPU: str(self.gpus)} if self.gpus else {})
+        if quantities:
             container["resources"] = {"requests": quantities, "limits": dict(quantities)}
-        container["volumeMounts"] = [{"name": "key", "mountPath": _KEYS, "readOnly": True}]
-        return {
+        claims = list(dict.fromkeys(volume.claim for volume in self.volumes))
+        container["volumeMounts"] = [
+            {"name": "key", "mountPath": _KEYS, "readOnly": True},
+            {"name": "scratch", "mountPath": _SCRATCH},
+            *(
+                {"name": f"volume-{claims.index(volume.claim)}", "mountPath": volume.path}
+                for volume in self.volumes
+            ),
+        ]
+        pod: dict[str, Any] = {
+            # A JobSet sets it too.
             "subdomain": self.name,
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": int(self.grace) + _AFTER_GRACE,
+            "securityContext": self._security,
+            # If possible, the loss of a node costs few pods.
+            "topologySpreadConstraints": [
+                {
+                    "maxSkew": 1,
+                    "topologyKey": "kubernetes.io/hostname",
+                    "whenUnsatisfiable": "ScheduleAnyway",
+                    "labelSelector": {"matchLabels": self._selector},
+                }
+            ],
             "containers": [container],
-            "volumes": [{"name": "key", "secret": {"secretName": self.name, "defaultMode": 0o400}}],
+            "volumes": [
+                {"name": "key", "secret": {"secretName": self.name, "defaultMode": 0o400}},
+                {"name": "scratch", "emptyDir": {}},
+                *(
+                    {"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}}
+                    for number, claim in enumerate(claims)
+                ),
+            ],
         }
+        if self.pull_secrets:
+            pod["imagePullSecrets"] = [{"name": secret} for secret in self.pull_secrets]
+        return pod
+
+    @property
+    def _security(self) -> dict[str, Any]:
+        user, group = self.user
+        security = {"runAsUser": user, "runAsGroup": group, "seccompProfile": {"type": "RuntimeDefault"}}
+        if user == 0:
+            return security
+        # The group may read the key and write to volumes.
+        owner = {"fsGroup": group, "fsGroupChangePolicy": "OnRootMismatch"}
+        return {"runAsNonRoot": True, **security, **owner}
 
     @property
     def _tf_config(self) -> str:
-        addresses = [f"{self.name}-{index}.{self.name}:{_PORT}" for index in range(self.pods)]
+        addresses = [f"{self._prefix}-{index}.{self.name}:{_PORT}" for index in range(self.pods)]
         task = {"type": "worker", "index": f"$({_INDEX})"}
         return json.dumps({"cluster": {"worker": addresses}, "task": task})

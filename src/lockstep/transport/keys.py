@@ -110,7 +110,9 @@ class JobKey:
             raise ConfigError(
                 f"the key file {path} belongs to another user (id {status.st_uid}), who can replace it"
             )
-        if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+        # Kubernetes lets the group of a pod's user read what belongs to root. Only root can make such a file.
+        shared = stat.S_IRGRP if status.st_uid == 0 != os.geteuid() else 0
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o077 & ~shared:
             raise ConfigError(
                 f"other users may use the key file {path} (mode {mode:o}); run chmod 600 {path}, and make "
                 "another key if others may have read it"
