@@ -349,6 +349,8 @@ class Cluster:
         isolated = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         user = ["setpriv", f"--reuid={secured['runAsUser']}", f"--regid={secured['runAsGroup']}"]
         user += [f"--groups={secured['fsGroup']}", "--no-new-privs", "--inh-caps=-all", "--bounding-set=-all"]
+        # Another user clears what `--kill-child` has set.
+        user += ["--pdeathsig=KILL"]
         return host.start(*isolated, "sh", "-c", beginning, "sh", *user, *command, **environment)
 
     def _mount(self, folder: Path, volume: Mapping[str, Any], group: int) -> None:
