@@ -161,18 +161,18 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     command = ("lockstep", "run", "--tf-config", *words, "--", script, *arguments)
     refuse_undecodable(*command)
     return IndexedJob(
-        name,
-        options["image"],
-        pods,
-        command,
-        parse_seconds(options["grace"], "--grace"),
-        options["kind"],
-        {kind: options[kind] for kind in ("cpu", "memory") if options[kind] is not None},
-        options["gpus"] or 0,
-        tuple(map(Volume.parse, options["volumes"])),
-        options["pull_secrets"],
-        dict(map(parse_label, options["labels"])),
-        User.parse(options["user"]),
+        name=name,
+        image=options["image"],
+        pods=pods,
+        command=command,
+        grace=parse_seconds(options["grace"], "--grace"),
+        kind=options["kind"],
+        resources={kind: options[kind] for kind in ("cpu", "memory") if options[kind] is not None},
+        gpus=options["gpus"] or 0,
+        volumes=tuple(map(Volume.parse, options["volumes"])),
+        pull_secrets=options["pull_secrets"],
+        labels=dict(map(parse_label, options["labels"])),
+        user=User.parse(options["user"]),
     )
 
 
