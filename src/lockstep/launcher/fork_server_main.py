@@ -24,6 +24,7 @@ from lockstep.launcher import worker_main
 from lockstep.protocol.fork import MAX_REQUEST, READY, ForkRequest, ForkServerSetup, decode_fork
 from lockstep.system.child_process import command_of
 from lockstep.system.environment import parent_told, put_control, take_environment
+from lockstep.system.passed_descriptors import receive_descriptors
 from lockstep.system.prctl import die_with, keep_priority
 from lockstep.worker.downloads import patch_get_file
 
@@ -108,9 +109,7 @@ def _can_fork() -> bool:
 def _serve(connection: socket.socket) -> Forked:
     """Fork a worker for each request; return in the workers only."""
     while True:
-        packet, descriptors, _, _ = socket.recv_fds(
-            connection, MAX_REQUEST, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-        )
+        packet, descriptors = receive_descriptors(connection, MAX_REQUEST, _DESCRIPTORS)
         if not packet:
             os._exit(0)
         try:

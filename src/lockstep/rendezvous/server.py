@@ -23,6 +23,7 @@ from lockstep.protocol.rendezvous import (
 )
 from lockstep.rendezvous.processes import ExternalHandle
 from lockstep.system.event_loop import ARRIVES, arrived
+from lockstep.system.passed_descriptors import receive_descriptors
 from lockstep.system.paths import RunPaths
 from lockstep.system.socket_owners import is_of_this_user, peer
 
@@ -187,9 +188,7 @@ class RendezvousServer:
 
     def _hear(self, process: StartedProcess) -> None:
         try:
-            packet, descriptors, _, _ = socket.recv_fds(
-                process.handle.control, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC
-            )
+            packet, descriptors = receive_descriptors(process.handle.control, MAX_PACKET, 1)
         except BlockingIOError:
             return
         except OSError:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from lockstep.errors import NetworkError, PeerError, PeerLostError, PeerStuckError
 from lockstep.protocol.parameter_server import Alive, Answer, Applied, Introduction, Question
 from lockstep.system.notes import note
+from lockstep.system.passed_descriptors import receive_descriptors
 from lockstep.system.socket_owners import is_of_this_user
 
 Array = npt.NDArray[Any]
@@ -519,7 +520,7 @@ class AnsweringEnd:
         try:
             passing.settimeout(_PASSED_WITHIN)
             if is_of_this_user(passing):
-                _, descriptors, _, _ = socket.recv_fds(passing, 1, 1)
+                _, descriptors = receive_descriptors(passing, 1, 1)
         except OSError:
             pass
         finally:

@@ -12,6 +12,7 @@ import msgspec
 
 from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
 from lockstep.system.event_loop import wait_for
+from lockstep.system.passed_descriptors import receive_descriptors
 
 MAX_TEXT = 64 * 1024
 """Maximum bytes of UTF-8 of a text in a message; the middle of a longer text is cut out."""
@@ -20,8 +21,6 @@ MAX_PACKET = 512 * 1024
 """Maximum bytes of an encoded message."""
 
 _MAX_ATTACHMENTS = 4
-_ANCILLARY = socket.CMSG_LEN(_MAX_ATTACHMENTS * array.array("i").itemsize)
-_FLAGS = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
 
 Out = TypeVar("Out", bound=msgspec.Struct)
 In = TypeVar("In")
@@ -48,7 +47,7 @@ class PacketChannel(Generic[Out, In]):
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
             if patience:
                 wait_for([], patience, writable=[self._connection.fileno()])
-            # Not `socket.send_fds`, which ignores its flags, like `recv_fds`.
+            # Not `socket.send_fds`, which ignores its flags in Python 3.11.
             self._connection.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
         except (OSError, ValueError, RecursionError):
             return False
@@ -58,7 +57,9 @@ class PacketChannel(Generic[Out, In]):
         """Return the next message, if any; see `Channel`."""
         while True:
             try:
-                packet, ancillary, _, _ = self._connection.recvmsg(MAX_PACKET, _ANCILLARY, _FLAGS)
+                packet, descriptors = receive_descriptors(
+                    self._connection, MAX_PACKET, _MAX_ATTACHMENTS, socket.MSG_DONTWAIT
+                )
             except BlockingIOError:
                 return None
             except ConnectionResetError:
@@ -66,9 +67,6 @@ class PacketChannel(Generic[Out, In]):
                 continue
             except OSError:
                 return PeerGone()
-            descriptors = array.array("i")
-            for _, _, data in ancillary:
-                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
             attachments = [Attachment(descriptor) for descriptor in descriptors]
             if not packet:
                 return PeerGone()
