@@ -1,5 +1,6 @@
 """The contract `StateTransport`, tested for every implementation, and further tests of `MemoryTransport`."""
 
+import errno
 import os
 
 import ml_dtypes
@@ -86,6 +87,19 @@ def test_unused_memory_is_freed() -> None:
 def test_too_little_memory_raises() -> None:
     with pytest.raises(CheckpointError, match="does not fit into memory: it needs"):
         StateMemory(2**62).fill(CONTENTS)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_too_many_descriptors_raise(monkeypatch: pytest.MonkeyPatch, prepared: bool) -> None:
+    def refuse(*arguments: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    transport = MemoryTransport()
+    if prepared:
+        transport.prepare(CONTENTS)
+    with pytest.raises(CheckpointError, match="Too many open files"):
+        transport.publish(CONTENTS)
 
 
 def test_unsupported_arrays_raise() -> None:

@@ -131,8 +131,9 @@ class StateMemory:
                 self._descriptor = -1
 
     def _allocate(self) -> None:
-        descriptor = os.memfd_create("lockstep-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = -1
         try:
+            descriptor = os.memfd_create("lockstep-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             if self._size > (room := available_memory()):
                 raise MemoryError(f"it needs {self._size} bytes, and {room} are available")
             os.posix_fallocate(descriptor, 0, self._size)
@@ -144,10 +145,9 @@ class StateMemory:
         except (OSError, MemoryError) as error:
             self._failure = str(error)
         with self._closing:
-            if self._failure or self._closed:
-                os.close(descriptor)
-            else:
-                self._descriptor = descriptor
+            self._descriptor = descriptor
+        if self._failure or self._closed:
+            self.close()
 
 
 def memory_for(contents: Contents) -> StateMemory:
