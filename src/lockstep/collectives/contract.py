@@ -99,7 +99,7 @@ class Communicator(Protocol):
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members, in the order of the view's workers.
 
-        With members on several hosts, that is the view in which the first of them completed the call.
+        If hosts complete the call in different views, the view of the host that completes it first counts.
         """
 
     def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:

@@ -50,7 +50,7 @@ from lockstep.collectives.call import (
 )
 from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate, joined
-from lockstep.collectives.network.disagreement import exchange_details, reason
+from lockstep.collectives.network.disagreement import common_error, exchange_details
 from lockstep.collectives.network.entering import Entered, meet_hosts
 from lockstep.collectives.network.frames import (
     LENGTH_LIMIT,
@@ -176,7 +176,7 @@ class NetworkCommunicator:
             hosts: how this host takes part.
             view: the view, as hosts prove it to each other.
             links: connections to the other hosts, by their indices; empty if the worker has no lane.
-            policy: for waits.
+            policy: the limits of waits.
             observe: receives reports on waits.
             clock: measures waits.
         """
@@ -208,7 +208,6 @@ class NetworkCommunicator:
         if local < hosts.lanes and hosts.others:
             self._lane = Lane(
                 index=local,
-                local=local,
                 links=links,
                 hosts=hosts,
                 names=view.names,
@@ -404,8 +403,7 @@ class NetworkCommunicator:
         if not self._agree(lane, call, headers, header):
             return False
         remaining = list(self._hosts.others)
-        wait = lane.wait(call, remaining)
-        try:
+        with lane.wait(call, remaining) as wait:
             for host, header in headers.items():
                 expected = sum(len(chunk.received[host]) for chunk in reduce.chunks)
                 lane.check_length(host, call, header.length, expected)
@@ -417,8 +415,6 @@ class NetworkCommunicator:
             for host, view in reduce.others.items():
                 lane.receive(host, view, wait)
                 remaining.remove(host)
-        finally:
-            wait.end()
         return True
 
     # Blobs.
@@ -460,9 +456,8 @@ class NetworkCommunicator:
 
     def _receive_blobs(self, lane: Lane, call: CollectiveCall) -> dict[int, list[bytes]]:
         remaining = list(self._hosts.others)
-        wait = lane.wait(call, remaining)
         of_hosts = {}
-        try:
+        with lane.wait(call, remaining) as wait:
             for host in self._hosts.others:
                 count, length = len(self._hosts.hosts[host]), self._lengths[host]
                 if length:
@@ -473,8 +468,6 @@ class NetworkCommunicator:
                 else:
                     of_hosts[host] = [b""] * count
                 remaining.remove(host)
-        finally:
-            wait.end()
         return of_hosts
 
     # Parts.
@@ -539,8 +532,7 @@ class NetworkCommunicator:
     def _receive_sizes(self, lane: Lane, call: CollectiveCall, rows: Sequence[bytes]) -> bytes:
         remaining = list(self._hosts.others)
         of_hosts = {self._hosts.host: b"".join(rows)}
-        wait = lane.wait(call, remaining)
-        try:
+        with lane.wait(call, remaining) as wait:
             for host in self._hosts.others:
                 expected = len(self._hosts.hosts[host]) * len(rows[0])
                 lane.check_length(host, call, self._lengths[host], expected)
@@ -549,8 +541,6 @@ class NetworkCommunicator:
                 if sizes.min() < 0 or sizes.max() > LENGTH_LIMIT:
                     raise lane.malformed(host, call, FrameError("sizes that no part has"))
                 remaining.remove(host)
-        finally:
-            wait.end()
         return b"".join(of_hosts[host] for host in sorted(of_hosts))
 
     def _make_room_for_parts(self, call: CollectiveCall, table: PartTable) -> tuple[Standing, str]:
@@ -587,8 +577,7 @@ class NetworkCommunicator:
         if not self._agree(lane, call, headers, header):
             return False
         remaining = list(self._hosts.others)
-        wait = lane.wait(call, remaining)
-        try:
+        with lane.wait(call, remaining) as wait:
             for host in self._hosts.others:
                 if self._is_only_member:
                     views = [received[at] for at in table.members(host)]
@@ -599,8 +588,6 @@ class NetworkCommunicator:
                 for view in views:
                     lane.receive(host, view.data, wait)
                 remaining.remove(host)
-        finally:
-            wait.end()
         return True
 
     # The frame of a call. All calls have the same phases:
@@ -735,24 +722,18 @@ class NetworkCommunicator:
             for header in headers.values()
         ):
             return True
-        wait = lane.wait(call, self._hosts.others)
-        try:
+        with lane.wait(call, self._hosts.others) as wait:
             for host, header in headers.items():
                 lane.drain(host, header.length, wait)
-        finally:
-            wait.end()
         return False
 
     def _receive_places(self, lane: Lane, call: CollectiveCall, places: Mapping[int, memoryview]) -> None:
         remaining = list(places)
-        wait = lane.wait(call, remaining)
-        try:
+        with lane.wait(call, remaining) as wait:
             for host, view in places.items():
                 lane.check_length(host, call, self._lengths[host], len(view))
                 lane.receive(host, view, wait)
                 remaining.remove(host)
-        finally:
-            wait.end()
 
     def _end(
         self,
@@ -813,7 +794,7 @@ class NetworkCommunicator:
         members = [each for host in everybody for each in host]
         names = [name for name, host in zip(self._view.names, everybody, strict=True) for _ in host]
         self._number = number
-        error = reason(members, self._hosts.workers, names)
+        error = common_error(members, self._hosts.workers, names)
         self._complete(KeptResult(call, error=error))
         raise raise_again(error)
 

@@ -39,8 +39,7 @@ def exchange_details(
     lane.send(header, data)
     headers = lane.headers(call, header)
     details = {hosts.host: local}
-    wait = lane.wait(call, hosts.others)
-    try:
+    with lane.wait(call, hosts.others) as wait:
         for host, header in headers.items():
             try:
                 if header.length > _LIMIT:
@@ -50,12 +49,10 @@ def exchange_details(
                     raise FrameError(f"details of {len(details[host])} members")
             except FrameError as error:
                 raise lane.malformed(host, call, error) from error
-    finally:
-        wait.end()
     return [details[host] for host in sorted(details)]
 
 
-def reason(
+def common_error(
     members: Sequence[MemberDetails], workers: Sequence[int], hosts: Sequence[str]
 ) -> DisagreementError | SharedMemoryError:
     """Return the error in which a call ends on all members.

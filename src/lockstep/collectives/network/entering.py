@@ -74,13 +74,12 @@ def meet_hosts(
     if hosts.host not in behind:
         return Entered(newest, None)
     header = lane.header(givers[0], call, Header(Frame.RESULT, number=newest))
-    wait = lane.wait(call, [givers[0]])
+    with lane.wait(call, [givers[0]]) as wait:
+        data = lane.receive_blob(givers[0], header.length, wait)
     try:
-        return Entered(newest, decode_result(lane.receive_blob(givers[0], header.length, wait)))
+        return Entered(newest, decode_result(data))
     except FrameError as error:
         raise lane.malformed(givers[0], call, error) from error
-    finally:
-        wait.end()
 
 
 def _exchange_hellos(
@@ -90,8 +89,7 @@ def _exchange_hellos(
     lane.send(greeting, hello.encode())
     headers = lane.headers(call, greeting)
     hellos = {hosts.host: hello}
-    wait = lane.wait(call, hosts.others)
-    try:
+    with lane.wait(call, hosts.others) as wait:
         for host, header in headers.items():
             lane.check_length(host, call, header.length, HELLO_SIZE)
             data = lane.receive_blob(host, HELLO_SIZE, wait)
@@ -102,6 +100,4 @@ def _exchange_hellos(
             received = hellos[host]
             if received[:4] != (hello.job, hello.term, hello.view, incarnations[host]):
                 raise lane.malformed(host, call, FrameError(f"view {received.term}.{received.view}"))
-    finally:
-        wait.end()
     return hellos

@@ -37,7 +37,7 @@ class Frame(enum.IntEnum):
 
 
 class Standing(enum.IntEnum):
-    """Whether the members of a host can go on with a call."""
+    """Whether the members of a host can continue a call."""
 
     READY = 0
     DIFFERING = 1
@@ -54,7 +54,7 @@ HEADER_SIZE = _PREFIX.size + _CALL.size
 REASON_LIMIT = 1 << 12
 """Bytes of the longest reason in a frame."""
 LENGTH_LIMIT = 1 << 44
-"""Bytes that no frame has. Memory for what follows a header is taken as it arrives."""
+"""More bytes than any frame has. Memory for what follows a header is taken as it arrives."""
 
 
 class Header(NamedTuple):
@@ -62,7 +62,7 @@ class Header(NamedTuple):
 
     Attributes:
         frame: the purpose of the frame.
-        standing: whether the host that sends it can go on.
+        standing: whether the host that sends it can continue the call.
         step: the part of the call to which it belongs, from 0; in a frame `LEFT`, the id of the worker.
         notice: the notice that the host has read.
         number: the number of the call.
@@ -93,7 +93,7 @@ class Header(NamedTuple):
             raise FrameError(f"a header of {len(data)} bytes instead of {HEADER_SIZE}")
         magic, frame, standing, step, notice, number, length = _PREFIX.unpack_from(data)
         if magic != _MAGIC or length > LENGTH_LIMIT:
-            raise FrameError("a header that is none")
+            raise FrameError("a malformed header")
         try:
             return cls(
                 frame=Frame(frame),
@@ -152,7 +152,7 @@ class Hello(NamedTuple):
             raise FrameError(f"a hello of {len(data)} bytes instead of {HELLO_SIZE}")
         job, term, view, incarnation, done, has_result = _HELLO.unpack(data)
         if done < -1 or has_result > 1:
-            raise FrameError("a hello that is none")
+            raise FrameError("a malformed hello")
         return cls(job, term, view, incarnation, done, bool(has_result))
 
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from lockstep.collectives.call import MAX_BLOCK_SECONDS, CallWait, CollectiveCall
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
@@ -40,6 +40,8 @@ class Link:
 class Lane:
     """The connections of one lane; for the thread of its worker.
 
+    `index` is the number of the lane, and of its worker among those of each host.
+
     Attributes:
         announced: the number of the newest call of which this worker has told the other hosts.
         waited: seconds that this worker has waited for other hosts to make a call.
@@ -48,7 +50,6 @@ class Lane:
     def __init__(
         self,
         index: int,
-        local: int,
         links: Mapping[int, Link],
         hosts: HostPlan,
         names: Sequence[str],
@@ -60,7 +61,6 @@ class Lane:
         self._outgoing = {host: Outgoing(links[host].outgoing, len(hosts.hosts)) for host in hosts.others}
         self._incoming = {host: Incoming(links[host].incoming) for host in hosts.others}
         self._index = index
-        self._local = local
         self._hosts = hosts
         self._names = names
         self._segment = segment
@@ -100,25 +100,21 @@ class Lane:
             PeerLostError, PeerStuckError: as `Communicator` states.
         """
         remaining = list(self._hosts.others)
-        wait = self.wait(call, remaining)
         begun = time.perf_counter()
         headers = {}
         try:
-            for host in self._hosts.others:
-                headers[host] = self._header(host, call, sent, wait)
-                remaining.remove(host)
+            with self.wait(call, remaining) as wait:
+                for host in self._hosts.others:
+                    headers[host] = self._header(host, call, sent, wait)
+                    remaining.remove(host)
         finally:
             self.waited += time.perf_counter() - begun
-            wait.end()
         return headers
 
     def header(self, host: int, call: CollectiveCall, sent: Header) -> Header:
         """Receive the header of one other host; see `headers`."""
-        wait = self.wait(call, [host])
-        try:
+        with self.wait(call, [host]) as wait:
             return self._header(host, call, sent, wait)
-        finally:
-            wait.end()
 
     def _header(self, host: int, call: CollectiveCall, sent: Header, wait: "HostWait") -> Header:
         data = bytearray(HEADER_SIZE)
@@ -198,15 +194,14 @@ class Lane:
         """
         for host, outgoing in self._outgoing.items():
             if not outgoing.is_idle:
-                wait = self.wait(call, [host])
-                while not outgoing.flush(MAX_BLOCK_SECONDS):
-                    if outgoing.error is not None:
-                        raise self._lost(host, call, outgoing.error)
-                    wait.blocked()
-                wait.end()
+                with self.wait(call, [host]) as wait:
+                    while not outgoing.flush(MAX_BLOCK_SECONDS):
+                        if outgoing.error is not None:
+                            raise self._lost(host, call, outgoing.error)
+                        wait.blocked()
 
     def wait(self, call: CollectiveCall, remaining: Sequence[int]) -> "HostWait":
-        """Return the wait for the hosts in `remaining`, from which the caller may remove hosts."""
+        """Return a wait for the hosts in `remaining`, from which the caller may remove hosts."""
         return HostWait(self, call, remaining)
 
     def farewell(self, reason: str) -> None:
@@ -217,7 +212,7 @@ class Lane:
     def close(self) -> None:
         """Tell the other hosts that this worker makes no more calls, and close the connections."""
         if not self._has_ended:
-            worker = self._hosts.workers_here[self._local]
+            worker = self._hosts.workers_here[self._index]
             self._end(Header(Frame.LEFT, step=worker))
         for outgoing in self._outgoing.values():
             outgoing.close()
@@ -253,7 +248,7 @@ class Lane:
 
 
 class HostWait:
-    """The wait for other hosts: it reports, and ends with the view or if nothing arrives for too long."""
+    """The context of a wait for other hosts: it reports, and ends with the view or if nothing arrives."""
 
     def __init__(self, lane: Lane, call: CollectiveCall, remaining: Sequence[int]) -> None:
         self.call = call
@@ -261,7 +256,13 @@ class HostWait:
         self._remaining = remaining
         self._wait: CallWait | None = None
         self._shown = len(lane._hosts.workers_here) > 1
-        self._show(remaining)
+
+    def __enter__(self) -> Self:
+        self._show(self._remaining)
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._show(())
 
     def advanced(self) -> None:
         """Note that bytes have arrived: the time without any begins anew."""
@@ -286,11 +287,7 @@ class HostWait:
         self._show(missing)
         self._wait.check(tuple(worker for host in sorted(missing) for worker in lane._hosts.hosts[host]))
 
-    def end(self) -> None:
-        """End the wait."""
-        self._show(())
-
     def _show(self, missing: Sequence[int]) -> None:
         """Tell the other workers of this host for which hosts this one waits."""
         if self._shown:
-            self._lane._segment.post_missing(self._lane._local, sum(1 << host for host in missing))
+            self._lane._segment.post_missing(self._lane._index, sum(1 << host for host in missing))

@@ -76,7 +76,7 @@ class KeptResult:
             return cls(call, total)
         if call.kind == "all_to_all":
             if parts is None:
-                raise InternalError(f"{call} is complete on another host, but this worker has not its parts")
+                raise InternalError(f"{call} is complete on another host, but this worker lacks its parts")
             return cls(call, parts=parts)
         return cls(call, blobs=tuple(result.blobs))
 

@@ -68,9 +68,8 @@ class PartTable:
     def received_from(self, host: int) -> tuple[int, int]:
         """Return the place of the parts that the workers of this host receive from those of another host."""
         members = self.members(host)
-        return self.received(0)[members[0]][0], self.received(len(self.hosts.workers_here) - 1)[members[-1]][
-            1
-        ]
+        first, last = self.received(0), self.received(len(self.hosts.workers_here) - 1)
+        return first[members[0]][0], last[members[-1]][1]
 
     def _row(self, at: int) -> list[tuple[int, int]]:
         return list(zip(self.places[at].tolist(), self.sizes[at].tolist(), strict=True))

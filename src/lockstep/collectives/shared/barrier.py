@@ -66,7 +66,7 @@ class Barrier:
             segment: the memory of the view.
             rank: the rank of this member.
             workers: ids of all members.
-            policy: for waits.
+            policy: the limits of waits.
             observe: receives reports on waits.
             clock: measures waits.
             hosts: the worker ids of all hosts, if members also wait for other hosts.
@@ -178,9 +178,7 @@ class Barrier:
         """Arrive, and return once all members have arrived. Calls are not compared.
 
         The view may be aborted while some members have seen that all have arrived, and others have not. So a
-        member that sees an abort settles with the others whether the arrival is complete. A member that sees
-        all arrivals and then no abort need not do so, because a member that settles later also finds all
-        arrivals.
+        member that sees an abort settles whether the arrival is complete; see the top of this file.
         """
         self._arrival = (self._arrival + 1) % (1 << 32)
         self._arrive()

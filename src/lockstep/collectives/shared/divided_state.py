@@ -60,7 +60,7 @@ class DividedLayout:
 
     Attributes:
         groups: all blocks.
-        elements: of each block; the bytes of a block are whole cache lines.
+        elements: the number of elements of each block, whose bytes are whole cache lines.
         replicas: the number of shards.
     """
 
@@ -109,7 +109,7 @@ class DividedState:
     """The state of one update in the memory that the workers of a host share.
 
     Attributes:
-        layout: of the memory.
+        layout: the division of the update.
         slots: for each group, its slots: all elements of each.
         weights: for each group, its weights after the last update.
     """
@@ -142,8 +142,8 @@ class DividedState:
         """Update those blocks of a replica that are not yet updated.
 
         Args:
-            number: of the updates before this one.
-            replica: whose blocks this worker updates.
+            number: the number of updates before this one.
+            replica: the replica whose blocks this worker updates.
             compute: computes a block; it may change the old slots in place.
         """
         shard, counters = self.layout.shards[replica], self._counters[replica]
