@@ -123,7 +123,7 @@ def test_a_squatter_of_another_user_is_named(squatter: int, kind: str, number: i
     place = places(number)[0]
     assert claim([place]) == place
     expected = f"process {squatter} of user 65534 (nobody)"
-    with pytest.raises(ConfigError, match=re.escape(f"{expected} holds the name that stands for {place}")):
+    with pytest.raises(ConfigError, match=re.escape(f"{expected} holds the name that represents {place}")):
         connect(place)
     assert holder(place) == expected
 

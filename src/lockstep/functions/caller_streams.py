@@ -12,7 +12,7 @@ class CallerStreams:
         self._decoders = {1: new("replace"), 2: new("replace")}
 
     def write(self, number: int, data: bytes) -> None:
-        """Write to stdout, 1, or stderr, 2. No data means that nothing follows."""
+        """Write to stdout (`number` 1) or stderr (2). Empty data ends the stream."""
         stream = sys.stdout if number == 1 else sys.stderr
         stream.write(self._decoders[number].decode(data, not data))
         stream.flush()

@@ -34,7 +34,7 @@ def tag_values(caller: str, tags: Sequence[str]) -> tuple[str, ...]:
     """Return the values of `--tag` for the argument `tags`.
 
     Raises:
-        ConfigError: it is one string, or contains something else.
+        ConfigError: `tags` is a string, or an element is not a string.
     """
     if isinstance(tags, str) or not all(isinstance(tag, str) for tag in tags):
         raise ConfigError(f"{caller}, tags={tags!r}: give a list of strings")
@@ -42,11 +42,11 @@ def tag_values(caller: str, tags: Sequence[str]) -> tuple[str, ...]:
 
 
 def env_values(caller: str, env: Mapping[str, str | None] | None) -> tuple[str, ...]:
-    """Return the values of `--env` for the argument `env`, in which None stands for the caller's value.
+    """Return the values of `--env` for the argument `env`, in which None means the caller's value.
 
     Raises:
-        ConfigError: a name or a value cannot be one, a value would be recorded and is a secret, or the caller
-            has none. The message does not contain a value.
+        ConfigError: a name or a value is not valid, a value is a secret that would be recorded, or the caller
+            does not have the variable. The message does not contain a value.
     """
     values = []
     for name, value in (env or {}).items():

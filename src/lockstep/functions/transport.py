@@ -72,7 +72,7 @@ def pack(
 
     Args:
         caller: the public function that sends the call, for messages.
-        function: to call.
+        function: the function to call.
         args: its arguments.
         kwargs: its keyword arguments.
         named_arguments: the arguments again, or parts of them, by their names in messages.
@@ -83,28 +83,32 @@ def pack(
     """
     cloudpickle = _cloudpickle(caller)
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-    descriptor = os.memfd_create("lockstep-call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+
+    def write(file: BinaryIO) -> None:
+        pickle.dump((sys.path, sources), file)
+        _dump(cloudpickle, (function, tuple(args), dict(kwargs), used_by_class_bodies(function)), file)
+
     try:
-        with open(descriptor, "wb", closefd=False) as file:
-            pickle.dump((sys.path, sources), file)
-            _dump(cloudpickle, (function, tuple(args), dict(kwargs), used_by_class_bodies(function)), file)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        return _sealed(write)
     except _PICKLING_FAILS as error:
-        os.close(descriptor)
         culprit = name_culprit(function, named_arguments, partial(_why_not, cloudpickle))
         raise InputError(f"{caller} cannot send this to its workers: {culprit or error}") from error
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def hold(call: bytes) -> int:
     """Return a descriptor of sealed memory with a call, as `pack` does, from the bytes of that memory."""
+    return _sealed(lambda file: file.write(call))
+
+
+def _sealed(write: Callable[[BinaryIO], object]) -> int:
     descriptor = os.memfd_create("lockstep-call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(call)
-    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            write(file)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

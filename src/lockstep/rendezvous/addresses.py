@@ -129,7 +129,7 @@ def holder(place: str) -> str:
 
 def _squatted(place: str, user: int | None, pid: int | None) -> ConfigError:
     return ConfigError(
-        f"{describe(user, pid)} holds the name that stands for {place} on this host, so the tasks "
+        f"{describe(user, pid)} holds the name that represents {place} on this host, so the tasks "
         "cannot connect; set other ports in TF_CONFIG, the same for all tasks, or stop that process"
     )
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _gather(server: RendezvousServer) -> bool:
-    """Wait for a process per task; return False if all processes leave before.
+    """Wait for a process per task; return False if all processes leave first.
 
     Each process gives up after the limit of its own wait, so this ends too.
     """
@@ -95,10 +95,12 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     starter = RendezvousStarter(spec, paths, os.getpid(), server)
     output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
     local = LocalHost(output, starter, processes, server)
-    with EventLoop() as loop:
-        run_job(spec, state, paths, command, pid=os.getpid(), console=terminals, loop=loop, local=local)
-    leave_folder(spec.run_dir)
-    os.close(lock)
+    try:
+        with EventLoop() as loop:
+            run_job(spec, state, paths, command, pid=os.getpid(), console=terminals, loop=loop, local=local)
+    finally:
+        leave_folder(spec.run_dir)
+        os.close(lock)
     if not server.assigned:
         server.turn_away("the job could not start for the reason above")
 

@@ -35,12 +35,7 @@ from lockstep.hosts.roster import TaskRoster, by_address
 from lockstep.local_job.composition import LocalHost
 from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.credentials import Credentials
-from lockstep.protocol.host import (
-    BeginJob,
-    HostFacts,
-    HostOffer,
-    Prepare,
-)
+from lockstep.protocol.host import BeginJob, HostFacts, HostOffer, Prepare
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.rendezvous.addresses import check_free
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
@@ -275,7 +270,7 @@ class _TasksOfHost:
             return True
 
     def _connect(self, address: CoordinatorAddress) -> socket.socket | None:
-        """Return a connection to the coordinator; None if all processes of this host leave before."""
+        """Return a connection to the coordinator; None if all processes of this host leave first."""
 
         def tell() -> None:
             why = dialer.failure or self.failure

@@ -61,7 +61,7 @@ from lockstep.worker import job
 from lockstep.worker.script import Script
 
 _OWN = ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")
-
+"""The variables of a worker that keep the user's own values."""
 _PAUSE = 0.02
 _PATIENCE = 20.0
 _SAY_EVERY = 5.0
@@ -269,7 +269,7 @@ def _check_size(arrival: Arrival) -> None:
 
 
 def _environment(worker: WorkerIdentity, admitted: Admitted, text: str, backend: str) -> dict[str, str]:
-    """Return the environment of the worker; it keeps the user's own settings."""
+    """Return the environment of the worker, with the user's own settings."""
     before = environment_at_start() | {"TF_CONFIG": text}
     gpus = ",".join(visible_gpus()) or None
     shared = job_environment(admitted.seed, admitted.threads, before, backend=backend)
@@ -283,13 +283,12 @@ def _meet(arrival: Arrival) -> tuple[Admitted, int]:
     name = arrival.task.name
     waiting = RendezvousWait(name)
     for _ in range(_MOST_COORDINATORS):
-        connection = _connect(arrival)
-        # A coordinator that has ended does not answer.
-        with contextlib.suppress(ConnectionError):
-            socket.send_fds(connection, [encode(arrival)], _terminal())
-        if admitted := waiting.answer(connection):
-            return admitted, connection.detach()
-        connection.close()
+        with _connect(arrival) as connection:
+            # A coordinator that has ended does not answer.
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(connection, [encode(arrival)], _terminal())
+            if admitted := waiting.answer(connection):
+                return admitted, connection.detach()
     raise UnfitError(f"{name} has lost {_MOST_COORDINATORS} coordinators of the job; restart all its tasks")
 
 
