@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.errors import PeerLostError, PeerStuckError
+from lockstep.errors import DisagreementError, PeerLostError, PeerStuckError
 from lockstep.keras.parameter_server.dispatcher import MAX_WAITING, DispatchedCall, Dispatcher, combined
 from lockstep.parameter_server.order import (
     OrderFile,
@@ -452,6 +452,13 @@ def test_a_written_variable_travels_with_the_next_function(make: Make, connect: 
     assert one.ask(at(1)) == Assigned(0, (), ("7",))
     assert one.arrays == [5.0]
     assert dispatcher.snapshot(1) == {"7": 5.0}
+
+
+def test_a_failure_that_only_the_recorded_run_had_is_a_difference(make: Make, connect: Any) -> None:
+    dispatcher = make(recorded=[Record(RecordKind.RAISE, 0, 0)])
+    connect(dispatcher)
+    with pytest.raises(DisagreementError, match="has failed in the recorded run, and not in the new one"):
+        dispatcher.schedule(0)
 
 
 def test_a_recorded_order_is_followed(make: Make, connect: Any, tmp_path: Path) -> None:

@@ -478,8 +478,9 @@ class Dispatcher:
         def fail() -> FunctionFailure:
             failed = self._raised
             if failed is None:
-                raise PeerLostError(
-                    f"{self._call_name}: a function has failed in the recorded run, and not in this one"
+                raise DisagreementError(
+                    f"{self._call_name}: a function has failed in the recorded run, and not in the new one: "
+                    "the script, its data or its libraries have changed"
                 )
             self._dropped |= dict.fromkeys(self._assignments.cancel(), failed)
             self._raised = None
