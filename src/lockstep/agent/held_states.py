@@ -81,8 +81,6 @@ class _Fetch:
 class HeldStates:
     """Holds the states of the current view, and exchanges them with the agents of other hosts.
 
-    A thread for each stream does the work, so that the loop never waits for it.
-
     Args:
         host: the index of this host in the job.
         network: how this host reaches others; None if the job has one host.

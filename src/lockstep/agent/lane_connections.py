@@ -8,7 +8,7 @@ from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 
 Deliver = Callable[[Greeting, socket.socket], str | None]
-"""Takes a connection of the current view; returns why it is refused, None if it is not."""
+"""Takes a connection of the current view, and returns None; or returns why it refuses the connection."""
 
 
 def _refuse(greeting: Greeting, connection: socket.socket) -> str:

@@ -85,7 +85,7 @@ class ForwardedOutput:
     """Output that an agent on another host sends to the coordinator; a `WorkerOutput`.
 
     Args:
-        channel: to the coordinator.
+        channel: the channel to the coordinator.
         behind: returns whether the channel has more to send than it should.
 
     Attributes:

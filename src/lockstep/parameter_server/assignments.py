@@ -82,8 +82,8 @@ class Assignments:
             worker: the worker that gets it.
             below: only a step below this one; None for any.
         """
-        fit = (step for step in self._returned if worker not in self._lost_with.get(step, ()))
-        step = min(fit, default=self._next)
+        returned = (step for step in self._returned if worker not in self._lost_with.get(step, ()))
+        step = min(returned, default=self._next)
         if (below is not None and step >= below) or not self._may_begin(step):
             return None
         if step == self._next:

@@ -262,7 +262,7 @@ def _calls(records: Iterator[Record]) -> Iterator[tuple[int, list[Record]]]:
 
 
 def _without_repeated(order: Sequence[Record]) -> list[Record]:
-    """Leave out each arrival that a lost server processed, if it was repeated because no answer had come."""
+    """Drop each arrival that a lost server processed without an answer, if it was repeated."""
     last: dict[int, int] = {}
     unanswered: dict[int, int] = {}
     repeated = set()
@@ -327,7 +327,7 @@ class OrderedArrivals(Generic[Arrival]):
     def arrive(self, record: Record, arrival: Arrival) -> list[Arrival]:
         """Return the arrivals that are due now, in order: this one, and those that have waited for it.
 
-        An arrival that is not expected is due at once, and not recorded.
+        An arrival that the recorded order does not have is returned at once. It is not recorded.
         """
         if self._recorded is None:
             self._writer.add(*record)

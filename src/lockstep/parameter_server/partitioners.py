@@ -137,8 +137,7 @@ def place_variables(
         variables: the shape of each, and the size of its elements in bytes.
         servers: their number.
         partitioner: divides variables; None places each as a whole.
-        ranges: the ranges of the variables, by their indices, that are placed already: the rows on each
-            server.
+        ranges: the rows on each server of variables that are already placed, by their indices.
     """
     placed: list[Shard] = []
     for variable, (shape, item_bytes) in enumerate(variables):

@@ -1,7 +1,8 @@
 """A state on its way to another host: the bytes of the memory in which it was published, then their hash.
 
 The receiver knows the size before the first byte arrives. Both ends work in pieces, so a stream needs no
-memory beyond the state and a piece at each end. For threads: an event loop must not wait for gigabytes.
+memory beyond the state and a piece at each end. Streams run in threads, because an event loop must not wait
+for gigabytes.
 """
 
 import fcntl
@@ -32,7 +33,7 @@ def send_state(connection: socket.socket, state: Attachment, check: Callable[[],
     """Send a state.
 
     Args:
-        connection: from `dial` or `accept`; it becomes non-blocking.
+        connection: the result of `dial` or `accept`; it becomes non-blocking.
         state: the state.
         check: called at least every 0.2 s; an error that it raises ends the stream.
 
@@ -57,7 +58,7 @@ def receive_state(
     """Return a state that arrives.
 
     Args:
-        connection: from `dial` or `accept`; it becomes non-blocking.
+        connection: the result of `dial` or `accept`; it becomes non-blocking.
         size: the size of the state, in bytes.
         check: called at least every 0.2 s; an error that it raises ends the stream.
         arrived: called after each piece, with the number of bytes so far.

@@ -140,11 +140,11 @@ def values_from_function(job: Job, runner: Runner, value_fn: Callable[[ValueCont
                 "the values of all replicas must have the same structure"
             )
     columns = tuple(dict(enumerate(column)) for column in zip(*rows, strict=True))
-    leaves = runner.per_replica(KnownValues(tuple(described[0]), columns), _given)
+    leaves = runner.per_replica(KnownValues(tuple(described[0]), columns), _values)
     return keras.tree.pack_sequence_as(nests[0], leaves)
 
 
-_given = ValueStore()
+_values = ValueStore()
 """Where the values of such functions are stored."""
 
 

@@ -317,15 +317,15 @@ class DatasetInput(GlobalInput):
         self._dataset = dataset
         self._class_weight = class_weight
         self._reader = reader
-        found = "" if unsplit else division(dataset, self._standardize, reader)
-        self._division = found if isinstance(found, BatchDivision) else None
-        self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
+        divided = "" if unsplit else division(dataset, self._standardize, reader)
+        self._division = divided if isinstance(divided, BatchDivision) else None
+        self._way = divided.way if isinstance(divided, BatchDivision) else Way.joint(divided)
         self._numbers = PassNumbers(reader)
         self._sampled: list[Any] = []
 
     @property
     def way(self) -> Way:
-        """By batches if they are divided."""
+        """How the workers read the batches, which they divide if possible."""
         return self._way
 
     def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
@@ -521,7 +521,7 @@ class StreamInput(GlobalInput):
 
     @property
     def way(self) -> Way:
-        """That of the reading."""
+        """How the workers read the input: as `reading` does."""
         return self._reading.way
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -578,7 +578,7 @@ class DistributedInput(StreamInput):
     """A dataset of global batches that the program has distributed, which is visited like the dataset itself.
 
     Args:
-        source: elements are `(x, y, sample_weight)` or its first parts.
+        source: the dataset, whose elements are `(x, y, sample_weight)` or its first parts.
     """
 
     def __init__(self, source: GlobalBatchSource) -> None:
@@ -616,7 +616,7 @@ class PipelinesInput(GlobalInput):
 
     @property
     def way(self) -> Way:
-        """That of the source."""
+        """How the workers read the datasets."""
         return self._source.way
 
     def batches(self) -> Iterator[PipelinesBatch]:
@@ -842,7 +842,7 @@ def _elements(stream: DataAdapter) -> Iterator[Any]:
 
 
 def _to_the_end(batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-    """Yield batches; find their end before the last of `count`: only then is a cache of the dataset complete.
+    """Yield batches. Read to the end before the last of `count`, which completes a cache of the dataset.
 
     Keras takes no more than `count`.
     """

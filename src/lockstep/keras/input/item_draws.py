@@ -35,8 +35,8 @@ Result = TypeVar("Result")
 class ItemDraws:
     """Reads items, each with random states that depend on the seed, the pass and its position.
 
-    Comparing random states costs less than seeding them for each item: items are read several at a time until
-    one of them draws. An instance can be pickled, and belongs to one thread at a time.
+    Items are read several at a time until one of them draws. An instance can be pickled, and belongs to one
+    thread at a time.
 
     Args:
         seed: 64 bits.

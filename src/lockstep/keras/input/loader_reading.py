@@ -524,7 +524,10 @@ def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderRea
         return (
             f"the batch sampler cannot be copied ({type(error).__name__}); use a sampler of torch.utils.data"
         )
-    indices = list(next(iter(sampler)))[: max(_PROBED, replicas)]
+    first_batch = next(iter(sampler), None)
+    if first_batch is None:
+        return "it has no batches"
+    indices = list(first_batch)[: max(_PROBED, replicas)]
     source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed)
     request = _TwiceRead(replicas, indices)
     items = next(_in_processes(loader, source, [request], 1)) if loader.num_workers else request.read(source)

@@ -347,7 +347,7 @@ class PipelinesBatch(Batch):
         index: the index of the elements in it, from 0.
         nests: the elements of replicas that this worker has read; None for those whose pipeline has ended.
         stand_in: an element of the same form, with examples; replicas without examples read it.
-        counts: the number of examples of each replica, once an exchange has told it.
+        counts: the number of examples of each replica; None before the workers have exchanged it.
         convert: converts the element of a replica.
     """
 
@@ -363,10 +363,10 @@ class PipelinesBatch(Batch):
         """The number of examples, over all replicas.
 
         Raises:
-            InternalError: no exchange has told it.
+            InternalError: the workers have not exchanged it.
         """
         if self.counts is None:
-            raise InternalError("no exchange has told the numbers of examples of all replicas")
+            raise InternalError("the workers have not exchanged the numbers of examples of their replicas")
         return sum(self.counts)
 
     def share(self, replica: int, seed: int = 0) -> Share:

@@ -170,7 +170,7 @@ class ReadingWorker:
 
 
 def computed_once(function: Callable[[], bytes]) -> Callable[[], bytes]:
-    """Return a function that calls `function` the first time, and then returns the same.
+    """Return a function that calls `function` the first time, and returns its result each time.
 
     Making it takes a fraction of the time of `functools.cache`, in each step.
     """

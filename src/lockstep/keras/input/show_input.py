@@ -133,7 +133,7 @@ def _visited(
     Args:
         begin: begins a pass; returns the items of each batch.
         sample: draws what Keras draws for a sample batch.
-        epoch: from 1.
+        epoch: the epoch, from 1.
         steps: the number of batches.
         new: whether Keras reads a sample batch before.
     """

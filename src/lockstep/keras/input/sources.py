@@ -157,7 +157,7 @@ class GlobalBatchSource:
 
     @property
     def way(self) -> Way:
-        """That of the reading."""
+        """How the workers read the dataset."""
         return self._reading.way
 
     @property
@@ -223,7 +223,7 @@ class GlobalBatchSource:
 
     @property
     def length(self) -> float | None:
-        """The dataset's own."""
+        """The number of elements of the dataset in a pass; see `Source`."""
         return self.stream.length
 
 

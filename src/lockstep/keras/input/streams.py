@@ -22,7 +22,7 @@ from lockstep.keras.per_replica import Spec
 def on_host(leaf: Any) -> npt.NDArray[Any]:
     """Return an array or a tensor as a NumPy array, without a copy if NumPy can read its memory.
 
-    That of a sparse one is dense.
+    A sparse one becomes dense.
     """
     if isinstance(leaf, np.ndarray):
         return leaf
@@ -137,7 +137,7 @@ class Reader:
     """One pass over a stream; yields nests of NumPy arrays.
 
     Attributes:
-        iterator: the dataset's own.
+        iterator: the iterator of the dataset itself.
     """
 
     def __init__(self, stream: Stream, iterator: Iterator[Any]) -> None:

@@ -42,8 +42,8 @@ def in_order(dataset: Any, origin: Any = None) -> Any:
     The numbers are those without `num_parallel_calls`.
 
     Args:
-        dataset: to read.
-        origin: the dataset of which it is a copy, whose functions are known; by default itself.
+        dataset: the dataset to read.
+        origin: the dataset of which it is a copy, whose functions are known; by default `dataset`.
     """
     original = dataset if origin is None else origin
     if original.options().deterministic is False:

@@ -105,7 +105,7 @@ def tf_reading(dataset: Any, reader: ReadingWorker, *, weighed: bool) -> "Mapped
     """Return a reading that divides the maps of a pipeline, or why every worker computes them for all rows.
 
     Args:
-        dataset: Keras's, of a `tf.data.Dataset`.
+        dataset: the dataset that Keras makes of a `tf.data.Dataset`.
         reader: this worker.
         weighed: whether Keras has added a map of batches, for the weights of classes.
     """
@@ -261,8 +261,8 @@ class _Map:
     """A map of rows, or of batches.
 
     Attributes:
-        operation: as the program has made it.
-        function: its traced function.
+        operation: the operation that the program has made.
+        function: the traced function of the map.
     """
 
     operation: Any

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ConfigError, DisagreementError
+from lockstep.keras.parameter_server.dispatcher import Answered
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
 from lockstep.keras.parameter_server.server_process import ServerShards
@@ -34,7 +35,6 @@ from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Ques
 from lockstep.transport.array_channel import QuestionArrival
 
 Array = npt.NDArray[Any]
-Answered = tuple[Any, list[Array]]
 
 _NO_ROWS = np.zeros(0, np.int64)
 
@@ -162,7 +162,7 @@ class FollowedServer:
 class FollowedOrders:
     """The servers of a recorded call, with the orders that they follow, and the steps of its workers.
 
-    It is `ComputedHere` for a `Dispatcher`, which follows the order of the chief.
+    It is the `ComputedHere` of a `Dispatcher`, which follows the order of the chief.
 
     Args:
         name: the name of the call, for messages.

@@ -11,9 +11,8 @@ from typing import Any
 import numpy.typing as npt
 
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.dispatcher import Dispatcher
+from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
 from lockstep.keras.parameter_server.followed_orders import (
-    Answered,
     Attempt,
     FollowedOrders,
     followed_orders,

@@ -961,14 +961,14 @@ def _key(function: Any) -> Any:
             function = inner
         else:
             break
-    plain = getattr(function, "__func__", function)
-    cells = [cell.cell_contents for cell in getattr(plain, "__closure__", None) or () if _is_full(cell)]
+    inner = getattr(function, "__func__", function)
+    cells = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if _is_full(cell)]
     within = tuple(
-        _key(value) if callable(value) and hasattr(value, "__code__") and value is not plain else id(value)
+        _key(value) if callable(value) and hasattr(value, "__code__") and value is not inner else id(value)
         for value in cells
         if callable(value) or isinstance(value, keras.Variable | keras.optimizers.Optimizer)
     )
-    return getattr(plain, "__code__", plain), id(getattr(function, "__self__", None)), within
+    return getattr(inner, "__code__", inner), id(getattr(function, "__self__", None)), within
 
 
 def _is_full(cell: Any) -> bool:

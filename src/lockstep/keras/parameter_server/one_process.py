@@ -12,9 +12,8 @@ import numpy.typing as npt
 from lockstep.errors import DisagreementError
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
-from lockstep.keras.parameter_server.dispatcher import Dispatcher
+from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
 from lockstep.keras.parameter_server.followed_orders import (
-    Answered,
     Attempt,
     FollowedOrders,
     followed_orders,

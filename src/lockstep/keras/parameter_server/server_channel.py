@@ -35,8 +35,8 @@ class ServerChannel:
     Its methods raise PeerLostError if all these processes have ended.
 
     Args:
-        connects: return the connection to the process of the server, and then the one to its standby, if
-            there is a standby.
+        connects: functions that return the connection to the process of the server, and to its standby, if
+            there is one.
     """
 
     def __init__(self, connects: Sequence[Callable[[], AskingChannel]]) -> None:

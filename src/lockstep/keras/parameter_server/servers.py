@@ -157,7 +157,7 @@ class Servers:
 
         Args:
             step: the step for which the gradients were computed.
-            gradients: of all servers' variables.
+            gradients: the gradients of the variables of all servers.
         """
         for server, channel in enumerate(self._channels):
             channel.send(*self.push_of(server, step, gradients))

@@ -41,7 +41,7 @@ KEPT_BYTES = 16 << 20
 """The size of the messages that a standby keeps: this, or the size of the state, if that is more."""
 
 LEAST_BYTES = 64 << 10
-"""The least size at which a message counts, because repeating it takes time."""
+"""The size that a smaller message counts as, because repeating it takes time."""
 
 
 def record_of(process: int, question: Ordered) -> Record:

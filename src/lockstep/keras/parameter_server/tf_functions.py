@@ -70,7 +70,7 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
 
     Args:
         look_up: returns the rows of ids, when the function runs.
-        ids: of any shape.
+        ids: the ids, of any shape.
         variable: the variable of TensorFlow, in place of the table.
         shape: the shape of the table.
     """

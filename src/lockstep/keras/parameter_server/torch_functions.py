@@ -142,7 +142,7 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
 
     Args:
         look_up: returns the rows of ids.
-        ids: of any shape.
+        ids: the ids, of any shape.
         variable: the parameter in place of the table.
         shape: the shape of the table.
     """

@@ -40,6 +40,16 @@ random_seed_dtype = backend.random_seed_dtype
 KERAS_SEED = "seed_generator_state"
 """Part of the name of the variable with a generator's state, also of the one for layers without their own."""
 
+BACKEND_RANDOM = backend.random
+"""The module of the backend's random operations.
+
+`normal`, `uniform`, `randint` and `truncated_normal` are called as (shape, ...), and `dropout` is called as
+(inputs, rate, noise_shape, seed).
+"""
+
+RANDOM_MODULES = ("keras.src.random.", "keras.src.backend.")
+"""The packages through which an operation of `keras.random` reaches that of the backend."""
+
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 
@@ -102,19 +112,6 @@ def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[Non
     finally:
         for variable, value in zip(variables, before, strict=True):
             variable._value = value
-
-
-# Random numbers
-
-BACKEND_RANDOM = backend.random
-"""The module of the backend's random operations.
-
-`normal`, `uniform`, `randint` and `truncated_normal` are called as (shape, ...), and `dropout` is called as
-(inputs, rate, noise_shape, seed).
-"""
-
-RANDOM_MODULES = ("keras.src.random.", "keras.src.backend.")
-"""The packages through which an operation of `keras.random` reaches that of the backend."""
 
 
 # Models and layers

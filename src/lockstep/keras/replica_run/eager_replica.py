@@ -30,7 +30,7 @@ class VariableChanges:
     """Tracks the variables that one computation assigns; a `VariableObserver`.
 
     Args:
-        backend: on which the function runs.
+        backend: the backend on which the function runs.
         prepared: metrics and seeds that the function is known to assign.
 
     Attributes:
@@ -250,7 +250,7 @@ class ReplicaComputation:
     """Computes functions, one replica at a time.
 
     Args:
-        backend: on which the functions run.
+        backend: the backend on which the functions run.
         replicas: R.
     """
 

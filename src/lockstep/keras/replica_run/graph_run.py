@@ -64,8 +64,8 @@ class GraphRun:
     """Adds one `strategy.run` to the graph that is being built.
 
     Args:
-        job: whose replicas compute.
-        rounds: between its workers.
+        job: the job whose replicas compute.
+        rounds: sum over its workers.
         function: the function of a replica, converted by AutoGraph.
         args: its arguments; each replica has its own value of a PerReplica.
         kwargs: its keyword arguments, likewise.
@@ -469,7 +469,7 @@ class ReplicaScheduler:
         return [examples, *(values.of(replica)[leaf] for values, leaf in execution.inputs)]
 
     def publish(self, number: int, replica: int, partial: Mapping[str, Any], outputs: Sequence[Any]) -> None:
-        """Take the partial and the outputs of a replica in round `number`."""
+        """Record the partial and the outputs of a replica in round `number`."""
         self._execution.rounds[number].started[replica] = partial
         self._execution.outputs[replica] = outputs
 

@@ -27,7 +27,7 @@ class ResultCombiner:
     """Combines values of all replicas into one: sums, means and joined rows.
 
     Args:
-        rounds: between the workers.
+        rounds: sum over the workers.
         to_numpy: returns an array of the backend as NumPy sees it.
         replicas: R.
     """

@@ -142,7 +142,7 @@ class FunctionRound(Round):
     """A round of `strategy.run` or `strategy.reduce`.
 
     Args:
-        rounds: sum it.
+        rounds: sum the round.
         what: names it in messages.
         sources: the values that the replicas compute from.
         seed: 64 bits that determine the random numbers that no variable determines.

@@ -56,7 +56,7 @@ class StepLoops:
     ) -> Iterator[int]:
         """Yield the numbers of the steps to take, from 0 or from the position of the training.
 
-        A process that resumes from a checkpoint, or joins the others, takes one additional step before, which
+        A process that resumes from a checkpoint, or joins the others, first takes one additional step, which
         creates the variables of its models and optimizers; then the saved state replaces its results. In a
         loop that has finished, or has no step left, it does so only if variables are missing.
 
