@@ -33,7 +33,7 @@ _Read = tuple[float, ProcessCounters | None]
 
 
 def _worker_load(worker: int, earlier: _Read, later: _Read) -> WorkerLoad | None:
-    """Return the load of a worker between two readings; None if one of them is missing."""
+    """Return the load of a worker between two readings, or None if one of them is missing."""
     (start, before), (end, now) = earlier, later
     seconds = end - start
     if before is None or now is None or seconds <= 0:

@@ -108,7 +108,7 @@ class WorkerHandle:
         return dump
 
     def stack_since(self, start: int, frames: int) -> tuple[str, ...]:
-        """Return the innermost frames of the stack that the worker has written since; empty without one."""
+        """Return the innermost frames of the stack that the worker has written since, if it has."""
         try:
             dump = self.stack.read_bytes()[start:]
         except OSError:
@@ -121,7 +121,7 @@ class WorkerHandle:
         return WorkerEvidence(self.worker, self.log is not None, log, self._requested_stack())
 
     def described_stack(self) -> str:
-        """Return lines for the log about the stack that was requested as evidence; empty if none was."""
+        """Return lines for the log about the stack that was requested as evidence, if one was."""
         if self._stack_start is None:
             return ""
         frames = self._requested_stack()
@@ -165,7 +165,7 @@ class StackDump:
     _grew: float = 0.0
 
     def look(self, now: float) -> StackReply | None:
-        """Return the stack, or why there is none; None while it is not complete."""
+        """Return None until the stack is complete, and then the stack, or why there is none."""
         size = self.worker.stack_size() - self.start
         if size > self._size:
             self._size, self._grew = size, now

@@ -73,7 +73,7 @@ def compare(
 
 
 def _differing_files(hosts: Mapping[int, str], groups: Sequence[Sequence[int]]) -> str:
-    """Return a hint that files may differ between hosts; empty if workers of one host differ too."""
+    """Return a hint that files may differ between hosts, unless workers of one host differ too."""
     places = [sorted({hosts.get(worker, "") for worker in ids}) for ids in groups]
     if not hosts or len({name for names in places for name in names}) < sum(map(len, places)):
         return ""

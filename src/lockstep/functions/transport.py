@@ -247,7 +247,7 @@ def _code(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) 
 
 
 def _why_not(cloudpickle: ModuleType, value: Any) -> str:
-    """Return why a value cannot be pickled; empty if it can."""
+    """Return why a value cannot be pickled, or an empty string if it can."""
     try:
         cloudpickle.dumps(value)
     except _PICKLING_FAILS as error:

@@ -132,7 +132,7 @@ class Assignments:
         return lost
 
     def lost_with_all(self, workers: Collection[int]) -> int | None:
-        """Return a step that was lost with each of these workers; None if there is none."""
+        """Return a step that was lost with each of these workers, or None if there is none."""
         lost = (step for step in self._returned if self._lost_with.get(step, set()).issuperset(workers))
         return min(lost, default=None)
 

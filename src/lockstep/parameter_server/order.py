@@ -294,11 +294,11 @@ class RecordedOrder:
         return record in self._record_set
 
     def awaited(self) -> Record | None:
-        """Return the record whose turn it is; None after the last one."""
+        """Return the record whose turn it is, or None after the last one."""
         return self._records[self._position] if self._position < len(self._records) else None
 
     def next_of(self, worker: int) -> Record | None:
-        """Return the next record of a worker; None after its last one."""
+        """Return the next record of a worker, or None after its last one."""
         later = (self._records[i] for i in range(self._position, len(self._records)))
         return next((record for record in later if record.worker == worker), None)
 

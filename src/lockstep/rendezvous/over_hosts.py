@@ -270,7 +270,7 @@ class _TasksOfHost:
             return True
 
     def _connect(self, address: CoordinatorAddress) -> socket.socket | None:
-        """Return a connection to the coordinator; None if all processes of this host leave first."""
+        """Return a connection to the coordinator, or None if all processes of this host leave first."""
 
         def tell() -> None:
             why = dialer.failure or self.failure

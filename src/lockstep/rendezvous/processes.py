@@ -38,7 +38,7 @@ class ExternalHandle:
         self.terminal: Sink | None = None
 
     def poll(self) -> int | None:
-        """Return `UNKNOWN_STATUS` if the process has ended, and release its terminal; None if it runs."""
+        """Return None while the process runs, and then `UNKNOWN_STATUS`, after releasing its terminal."""
         if self.is_running:
             return None
         self.leave_terminal()

@@ -222,7 +222,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
 
 
 def _tasks_here(tasks: Sequence[Task], slot: int) -> tuple[int, ...]:
-    """Return the tasks of this host, by index; none if all are.
+    """Return the indices of the tasks of this host, or an empty tuple if all tasks are on it.
 
     Raises:
         ConfigError: the task of this process is on another host, hosts cannot reach each other, or there is

@@ -37,7 +37,7 @@ class WaitMessages:
         self._awaited = awaited
 
     def line(self, now: float) -> str:
-        """Return the line to show now; empty before it is due.
+        """Return the line to show now, or an empty string before it is due.
 
         Raises:
             PeerStuckError: the wait exceeds its limit.

@@ -172,7 +172,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 
 def refusal(state: State, workers: int) -> str:
-    """Return why a job cannot have this number of workers now; empty if it can."""
+    """Return why a job cannot have this number of workers now, or an empty string if it can."""
     if state.vital:
         return "a job with parameter servers keeps its number of workers"
     if workers > state.view.replicas:

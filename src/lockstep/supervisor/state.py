@@ -510,7 +510,7 @@ class State:
         return tuple(host for host, at in heard.items() if now >= max(at, self.heard_from) + silence)
 
     def roomiest_host(self) -> int | None:
-        """Return the first host that lacks most workers; None if none lacks any."""
+        """Return the first host that lacks most workers, or None if none lacks any."""
         there = Counter(self.workers[worker].host for worker in self.running - self.leaving)
         lacks = {host: self.slots[host] - there[host] for host in self.hosts}
         roomiest = max(lacks, key=lacks.__getitem__, default=None)

@@ -257,7 +257,7 @@ def _secure(
 
 
 def _received(connection: socket.socket, peer: str) -> bytes | None:
-    """Return the byte that has arrived; none at the end of the stream, None if nothing has arrived."""
+    """Return the byte that has arrived, no bytes at the end of the stream, or None if nothing has arrived."""
     try:
         return connection.recv(1)
     except (BlockingIOError, ssl.SSLWantReadError):

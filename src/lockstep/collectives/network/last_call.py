@@ -102,7 +102,7 @@ class LastCall:
         self.number, self.result, self.received = number, result, None
 
     def parts(self, number: int) -> tuple[Bytes, ...] | None:
-        """Return the parts received in the all-to-all with a number; None if some are missing."""
+        """Return the parts received in the all-to-all with a number, or None if some are missing."""
         return self.received[1] if self.received is not None and self.received[0] == number else None
 
 

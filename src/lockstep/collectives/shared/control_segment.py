@@ -161,7 +161,7 @@ class ControlSegment:
         self.control[start : start + _MISSING_SIZE] = hosts.to_bytes(_MISSING_SIZE, "little")
 
     def missing(self, rank: int) -> int:
-        """Return for which other hosts a member waits; 0 if it does not."""
+        """Return for which other hosts a member waits, or 0 if it does not."""
         start = _ARRIVALS + rank * _LINE + _MISSING
         return int.from_bytes(self.control[start : start + _MISSING_SIZE], "little")
 

@@ -796,7 +796,7 @@ def _half(leaf: Any, half: Any) -> Any:
 
 
 def _rows_of(leaf: Any) -> Any:
-    """Return an array in a form of which rows can be read, Keras's own if it is in memory; None for none."""
+    """Return a form of an array of which rows can be read: Keras's own if it is in memory. None has none."""
     array = stored(leaf)
     return sliceable(leaf) if array is None else array
 

@@ -57,7 +57,7 @@ _PLAIN = frozenset({"__call__", "__getitem__", "__getitems__", "__len__", "__ite
 
 
 def held_generator(*roots: tuple[str, Any]) -> str | None:
-    """Return the path of a random generator that one of some objects holds; None if none is found.
+    """Return the path of a random generator that one of the objects holds, or None if none is found.
 
     This searches attributes, containers, closures and what functions refer to, a limited number of objects.
     It does not find the generators of the global random states, and reads no property.
@@ -151,7 +151,7 @@ class ChangedNumbers:
 
 
 def states_held(*roots: tuple[str, Any]) -> dict[str, Any]:
-    """Return what earlier reads of some objects change: by path, what has a state for `generator_state`.
+    """Return what earlier reads of the objects change: by path, what has a state for `generator_state`.
 
     These are the generators of random numbers that the objects hold, and `ChangedNumbers`.
     """
@@ -169,7 +169,7 @@ def states_held(*roots: tuple[str, Any]) -> dict[str, Any]:
 
 
 def held_variable(*roots: tuple[str, Any]) -> str | None:
-    """Return the path of a model or a variable that one of some objects holds; None if none is found."""
+    """Return the path of a model or a variable that one of the objects holds, or None if none is found."""
     for path, held in _objects(roots):
         if isinstance(held, keras.Model | keras.Variable):
             kind = "model" if isinstance(held, keras.Model) else "variable"
@@ -178,7 +178,7 @@ def held_variable(*roots: tuple[str, Any]) -> str | None:
 
 
 def held_iterator(*roots: tuple[str, Any]) -> str | None:
-    """Return the path of an iterator, such as a generator, that one of some objects holds; None without one.
+    """Return the path of an iterator, such as a generator, that one of the objects holds, or None.
 
     Whoever reads an item takes the next element from it. Files, which can be read at any offset, do not
     count, nor do counters within other objects.
@@ -191,7 +191,7 @@ def held_iterator(*roots: tuple[str, Any]) -> str | None:
 
 
 def refers_to(name: str, *roots: tuple[str, Any]) -> str | None:
-    """Return the path of a function of some objects whose code refers to `name`; None if none is found."""
+    """Return the path of a function of the objects whose code refers to `name`, or None if none is found."""
     for path, held in _objects(roots):
         if isinstance(held, FunctionType) and name in _names(held.__code__):
             return path
@@ -199,7 +199,7 @@ def refers_to(name: str, *roots: tuple[str, Any]) -> str | None:
 
 
 def changed_path(*roots: tuple[str, Any]) -> str | None:
-    """Return the path of a function of some objects that may assign to other objects; None without one.
+    """Return the path of a function of the objects that may assign to other objects, or None.
 
     A callable object may do so too.
     """
@@ -418,7 +418,7 @@ def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _module(held: Any) -> str:
-    """Return the name of the module of a class or a function; empty if it has none, as in some extensions."""
+    """Return the name of the module of a class or a function. Those of some extensions have none: empty."""
     module = getattr(held, "__module__", None)
     return module if isinstance(module, str) else ""
 

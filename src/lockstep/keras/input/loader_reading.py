@@ -302,7 +302,7 @@ class _LoaderPass:
             self._processes = None
 
     def following(self, position: int) -> _SampledBatch | None:
-        """Return one of the batches that have not been taken, 0 for the next; None after the last."""
+        """Return the batch at a position among those that have not been taken, or None after the last."""
         assert self._sampled is not None
         while len(self._following) <= position:
             indices = next(self._sampled, None)
@@ -314,7 +314,7 @@ class _LoaderPass:
         return self._following[position]
 
     def after(self, batch: _SampledBatch) -> _SampledBatch | None:
-        """Return the batch after one that has been taken or follows; None after the last."""
+        """Return the batch after one that has been taken or follows, or None after the last."""
         taken = self._steps - len(self._following)
         return self.following(batch.step + 1 - taken)
 

@@ -130,11 +130,11 @@ class Pipelines:
         return self.peek()
 
     def peek(self) -> Nest:
-        """Return the first element of the next pass of an own replica; zeros if all of these are empty."""
+        """Return the first element of the next pass of an own replica, or zeros if all of these are empty."""
         return self.example_among(self.pipeline(replica).stream.peek() for replica in self.owned)
 
     def example_among(self, nests: Iterable[Nest]) -> Nest:
-        """Return the first of some elements that has examples; zeros like them if none has."""
+        """Return the first of some elements that has examples, or zeros like them if none has."""
         for nest in nests:
             if _examples(nest):
                 return nest
@@ -177,7 +177,7 @@ class Pipelines:
                 return
 
     def _first(self, replica: int) -> int:
-        """Return a hash of a replica's first batch; 0 if there is none."""
+        """Return a hash of a replica's first batch, or 0 if there is none."""
         nest = self.pipeline(replica).stream.peek()
         return 0 if nest is None else int.from_bytes(digest_arrays(leaves_of(nest))[:8], "little")
 
@@ -231,7 +231,7 @@ class Cursor:
         self._ended = False
 
     def at(self, index: int) -> Nest:
-        """Return the element at an index, not smaller than in the last call; None after the end.
+        """Return the element at an index, not smaller than in the last call, or None after the end.
 
         Raises:
             DataError: it has already been passed.
@@ -290,7 +290,7 @@ class PipelinesPass:
         self._request(self._taken)
 
     def counts(self) -> list[int] | None:
-        """Return each replica's number of examples in the next element; None if all pipelines have ended.
+        """Return each replica's number of examples in the next element, or None if all pipelines have ended.
 
         All workers call this together.
         """

@@ -135,16 +135,16 @@ class ReadingWorker:
         return owned_rows(examples, view.replicas_of(self.job.worker), view.replicas)
 
     def compared_replica(self, number: int, step: int) -> int | None:
-        """Return the replica whose rows all workers compare in a step of pass `number`; None in most steps.
+        """Return the replica whose rows all workers compare in a step of pass `number`, or None.
 
-        Both count from 0. There is one in the first step of all.
+        Both count from 0. Most steps have none; the first step of all has one.
         """
         draw = seed_at(self.seed, number, step)
         step_draw, replica = draw % _COMPARED_STEPS, draw // _COMPARED_STEPS % self.job.view.replicas
         return replica if step_draw == 0 or number == step == 0 else None
 
     def compared_rows(self, examples: int, number: int, step: int) -> slice | None:
-        """Return the rows of `compared_replica` in a batch of `examples` rows; None if there is none."""
+        """Return the rows of `compared_replica` in a batch of `examples` rows, or None if there is none."""
         replica = self.compared_replica(number, step)
         return None if replica is None else replica_rows(examples, replica, self.job.view.replicas)
 

@@ -27,7 +27,7 @@ _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
 def policy_of(dataset: Any) -> str:
-    """Return the name of the auto-shard policy of a `tf.data.Dataset`; empty for other datasets."""
+    """Return the name of the auto-shard policy of a `tf.data.Dataset`; other datasets have none: empty."""
     if not is_tensorflow(dataset):
         return ""
     return str(dataset.options().experimental_distribute.auto_shard_policy.name)
@@ -65,8 +65,8 @@ def shard_pipelines(
 ) -> Pipelines | None:
     """Return the shards of a dataset as the replicas' pipelines.
 
-    None if its auto-shard policy is neither FILE nor DATA. None also if it cannot be divided into shards; a
-    note says why.
+    Returns None if its auto-shard policy is neither FILE nor DATA, or if it cannot be divided into shards. In
+    the second case, a note says why.
 
     Args:
         job: the job of the replicas.
@@ -95,7 +95,7 @@ def shard_pipelines(
 def shards_of(dataset: Any, replicas: int) -> Shards | str | None:
     """Return the shards of a dataset of global batches, or the reason why it cannot be divided into shards.
 
-    None if its auto-shard policy is neither FILE nor DATA.
+    Returns None if its auto-shard policy is neither FILE nor DATA.
 
     Args:
         dataset: the dataset, of any kind.

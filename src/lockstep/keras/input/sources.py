@@ -68,10 +68,10 @@ class Source(Protocol):
         """
 
     def sample(self) -> Nest:
-        """Return a sample element, which later passes still yield; None if there is none."""
+        """Return a sample element, which later passes still yield, or None if there is none."""
 
     def peek(self) -> Nest:
-        """Return a sample element, with which the next pass begins; None if there is none."""
+        """Return a sample element, with which the next pass begins, or None if there is none."""
 
     @property
     def length(self) -> float | None:
@@ -216,7 +216,7 @@ class GlobalBatchSource:
         return self.peek() if isinstance(self.stream.dataset, Iterator) else self.stream.opened().peek()
 
     def peek(self) -> Nest:
-        """Return all rows of the first batch of the next pass; None if it is empty."""
+        """Return all rows of the first batch of the next pass, or None if it is empty."""
         self._begun = self.begin()
         first = self._begun.first()
         return None if first is None else first.whole()
@@ -254,7 +254,7 @@ class GlobalBatchPass:
         next(self)
 
     def first(self) -> GlobalBatch | None:
-        """Return the next batch without taking it; None at the end."""
+        """Return the next batch without taking it, or None at the end."""
         if not self._ahead:
             self._ahead.extend(islice(self.batches, 1))
         return self._ahead[0] if self._ahead else None

@@ -63,7 +63,7 @@ class StoredArray:
 
 
 def stored(leaf: Any) -> StoredArray | None:
-    """Return an array on disk as one; None for other values."""
+    """Return an array on disk as one, or None for other values."""
     if isinstance(leaf, StoredArray):
         return leaf
     if isinstance(leaf, np.ndarray):

@@ -84,7 +84,7 @@ class Stream:
         return begun or self.opened()
 
     def peek(self) -> Nest:
-        """Return the first element of the next pass, which still yields it; None if it is empty."""
+        """Return the first element of the next pass, which still yields it, or None if it is empty."""
         self._begun = self._begun or self.opened()
         return self._begun.peek()
 
@@ -152,7 +152,7 @@ class Reader:
         return self._ahead.pop() if self._ahead else self._read()
 
     def peek(self) -> Nest:
-        """Return the next element without taking it; None at the end."""
+        """Return the next element without taking it, or None at the end."""
         if not self._ahead:
             try:
                 self._ahead.append(self._read())

@@ -345,7 +345,7 @@ def _prepared(parts: _Parts) -> _Maps | str:
 
 
 def _refusal(function: Any) -> str:
-    """Return why a map must not be computed by one worker only; empty if it may."""
+    """Return why a map must not be computed by one worker only, or an empty string if it may."""
     if not is_traced(function):
         return "a map has a legacy function"
     if operations(function, lambda node: node.op in _PYTHON):
@@ -363,7 +363,7 @@ def _generators_only(function: Any) -> bool:
 
 
 def _kept_state(function: Any) -> str:
-    """Return which state a map uses that may differ from row to row; empty if there is none."""
+    """Return which state a map uses that may differ from row to row, or an empty string if there is none."""
     if variables := [variable.name for variable in function.function.graph.variables]:
         return (
             f"a map uses the variable {variables[0]}: instead of tf.random.Generator, use "

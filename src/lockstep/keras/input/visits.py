@@ -209,7 +209,8 @@ class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     Attributes:
         inner: the dataset itself.
-        visits: the order; None for its own. That of a dataset that never ends is its own, too.
+        visits: the order of the batches; None for the order of the dataset itself, which a dataset that never
+            ends always keeps.
     """
 
     def __init__(self, inner: keras.utils.PyDataset, shuffle: bool, seed: OrderSeed) -> None:

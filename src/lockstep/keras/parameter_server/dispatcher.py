@@ -267,7 +267,7 @@ class Dispatcher:
         return self._logs.popleft()
 
     def pop_check(self, step: int) -> tuple[int, bytes] | None:
-        """Return the worker that has computed a step, and its hash of the batch, once; None before."""
+        """Return the worker that has computed a step and its hash of the batch, and forget them, or None."""
         with self._changed:
             return self._checks.pop(step, None)
 
@@ -465,7 +465,7 @@ class Dispatcher:
         return self._live | self._servers | self._held | self._expected.keys()
 
     def _why(self, step: int) -> FunctionFailure | None:
-        """Return why a function has no result; None if it has one, or may still have one."""
+        """Return why a function has no result, or None if it has one, or may still have one."""
         return self._failures.get(step) or self._dropped.get(step)
 
     def _unfinished(self) -> int:
@@ -653,7 +653,7 @@ class Dispatcher:
             del self._results[step]
 
     def _answer(self, process: int, arrival: QuestionArrival) -> Answered | None:
-        """Return the answer to a parked question; None if it has to wait."""
+        """Return the answer to a parked question, or None if it has to wait."""
         at = _call_of(arrival)
         if self._over:
             return Passed(0, kind="close"), []

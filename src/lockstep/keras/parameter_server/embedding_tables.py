@@ -318,7 +318,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _hindrance(model: Any, layer: Any) -> str:
-    """Return why the rows of a layer's table cannot be read as needed; empty if they perhaps can."""
+    """Return why the rows of a layer's table cannot be read as needed; empty if they may be."""
     if type(layer) is not keras.layers.Embedding and server_table(embedding_table(layer)) is None:
         return f"{type(layer).__name__} is a subclass of Embedding"
     if has_own(model, "train_step") or has_own(model, "compute_loss"):
@@ -463,7 +463,7 @@ def _traced(model: Any, layers: Sequence[Any], x: Any) -> _Trace:
 
 
 def _replaced_call(model: Any) -> Any:
-    """Return the `call` of a model that `LookedUpRows` has replaced; None if it has not."""
+    """Return the `call` of a model that `LookedUpRows` has replaced, or None if it has not."""
     call = vars(model).get("call")
     if isinstance(call, partial) and isinstance(getattr(call.func, "__self__", None), LookedUpRows):
         return call.args[0]

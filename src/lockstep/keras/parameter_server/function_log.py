@@ -145,7 +145,7 @@ class FunctionLog:
         self._read.add(key)
 
     def drop_oldest(self, least: int) -> int:
-        """Drop variables of the oldest calls that take at least so many bytes, and return their size."""
+        """Drop variables of the oldest calls that take at least `least` bytes, and return their size."""
         dropped = 0
         while self._old and dropped < least:
             number, taken = self._old.popleft()
@@ -160,7 +160,7 @@ class FunctionLog:
         return 0 if self._shown is None else self._shown[1].value_bytes
 
     def outcome_of(self, number: int) -> CallOutcome | None:
-        """Return the outcome of a call, by its number or `AT_BEGIN`; None if it has none."""
+        """Return the outcome of a call, by its number or `AT_BEGIN`, or None if it has none."""
         if self._shown is not None and self._shown[0] == number:
             return self._shown[1]
         return None if number not in self._outcomes else _decoded(self._outcomes[number])

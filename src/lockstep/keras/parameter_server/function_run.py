@@ -110,7 +110,7 @@ class ScopeVariables:
         """Do nothing."""
 
     def position(self, variable: Any) -> int | None:
-        """Return the position of a variable; None if it was created elsewhere."""
+        """Return the position of a variable, or None if it was created elsewhere."""
         return self._positions.get(id(variable))
 
 
@@ -490,7 +490,7 @@ class FunctionRunner:
         return sum(len(update.variables) for update in self.updates[:number])
 
     def number_of(self, optimizer: Any) -> int | None:
-        """Return the number of an optimizer; None if it has not been applied in a trial run."""
+        """Return the number of an optimizer, or None if it has not been applied in a trial run."""
         numbers = (i for i, update in enumerate(self.updates) if update.optimizer is optimizer)
         return next(numbers, None)
 
@@ -699,7 +699,7 @@ class _Watcher:
         self._note_read(variable)
 
     def look_up(self, table: ServerTable, ids: Array) -> Array:
-        """Return the rows of ids; zeros in a trial run, while no server answers."""
+        """Return the rows of ids, or zeros in a trial run, while no server answers."""
         if self._tries or not ids.size:
             return np.zeros((*ids.shape, table.width), table.dtype)
         pull = self._runner.pull_rows
@@ -936,7 +936,7 @@ def outside_of_graphs(act: Callable[[], Result]) -> Result:
 
 
 def entered_graphs() -> list[Any]:
-    """Return the graphs of TensorFlow that are being traced; empty if functions run eagerly."""
+    """Return the graphs of TensorFlow that are being traced, which are none if functions run eagerly."""
     if keras.backend.backend() != "tensorflow":
         return []
     import tensorflow as tf

@@ -143,7 +143,7 @@ class _BatchesAhead:
             yield self._waiting.popleft()
 
     def batch(self, step: int) -> Any:
-        """Return the batch of a step, counted over all passes; None if it was forgotten.
+        """Return the batch of a step, counted over all passes, or None if it was forgotten.
 
         Raises:
             DisagreementError: the pass ends before.

@@ -693,7 +693,7 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
 
 
 def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
-    """Return why an optimizer cannot update only some rows of a variable; empty if it can."""
+    """Return why an optimizer cannot update only some rows of a variable, or an empty string if it can."""
     name = type(optimizer).__name__
     if name not in _BY_ELEMENT or not type(optimizer).__module__.startswith("keras."):
         return f"{name} may not update each row on its own"

@@ -59,7 +59,7 @@ _LOOK_AGAIN = 0.01
 """Seconds between two checks whether a standby is lost whose connection has ended."""
 
 _SOONER = GRACE_FOR_AGENT / 2
-"""A server waits for its standby so many seconds less than others wait for the server. So the first error
+"""Seconds by which a server waits less for its standby than others wait for the server. So the first error
 names the process that does not answer."""
 
 _LOOK_EVERY = 1.0

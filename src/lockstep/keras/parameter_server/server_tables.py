@@ -158,7 +158,7 @@ class ServerTable:
         self._rows[server] = rows
 
     def rows_of(self, server: int) -> TableRows | None:
-        """Return the rows of a server; None if this process does not have them, or if there are none.
+        """Return the rows of a server, or None if this process does not have them, or if there are none.
 
         Rows are created when they are first needed, because a layer may be built while a backend traces a
         function.
@@ -638,7 +638,7 @@ def look_up_for(function: LooksUp | None) -> None:
 
 
 def running_function() -> LooksUp | None:
-    """Return the scheduled function that this process runs; None if it runs none."""
+    """Return the scheduled function that this process runs, or None if it runs none."""
     return _Process.function
 
 
@@ -662,7 +662,7 @@ def tables_of_job(job: Job) -> ServerTables:
 
 
 def server_table(variable: Any) -> ServerTable | None:
-    """Return the table that a variable represents in a model; None for other variables."""
+    """Return the table that a variable represents in a model, or None for other variables."""
     table: ServerTable | None = getattr(variable, _TABLE, None)
     return table
 

@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 _ASK_EVERY = 1.0
-"""While a worker skips batches, it asks once in so many seconds whether the training has ended."""
+"""Seconds between two questions of a worker that skips batches: has the training ended?"""
 
 
 _BEGINNING = AtCall(0, 0)

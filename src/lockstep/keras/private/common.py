@@ -54,7 +54,7 @@ _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 
 
 def global_generator() -> Any:
-    """Return the generator of Keras's random operations without a seed; None if there is none yet.
+    """Return the generator of Keras's random operations without a seed, or None if there is none yet.
 
     Keras creates it for the first such operation.
     """
@@ -67,7 +67,7 @@ def set_global_generator(generator: Any) -> None:
 
 
 def script_seed() -> int | None:
-    """Return the seed of `keras.utils.set_random_seed`; None without one, or after `clear_session`."""
+    """Return the seed of `keras.utils.set_random_seed`, or None without one. `clear_session` removes it."""
     seed: int | None = global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
     return seed
 
@@ -78,7 +78,7 @@ def set_script_seed(seed: int | None) -> None:
 
 
 def explicit_seed(generator: keras.random.SeedGenerator) -> int | None:
-    """Return the seed with which the program has created a generator; None if Keras has drawn one."""
+    """Return the seed with which the program has created a generator, or None if Keras has drawn one."""
     seed: int | None = generator._initial_seed
     return seed
 
@@ -90,7 +90,7 @@ ASSIGN = "_direct_assign"
 
 
 def stored_value(variable: Any) -> Any:
-    """Return the array, tensor or variable of the backend that a variable holds; None before it has one.
+    """Return the array, tensor or variable of the backend that a variable holds, or None before it has one.
 
     `variable.value` may return another object: in a `StatelessScope`, or in another dtype under autocast.
     Within `fit` on JAX, Keras moves the values out of the variables.
@@ -288,7 +288,7 @@ def build_symbolically(model: Any, batch: Callable[[], Any]) -> None:
 
 
 def modules_of(layer: Any) -> list[Any]:
-    """Return the modules of PyTorch that a layer wraps, also inner ones; none for other layers."""
+    """Return the modules of PyTorch that a layer wraps, also inner ones; other layers have none."""
     if not isinstance(layer, keras.layers.TorchModuleWrapper):
         return []
     return list(layer.module.modules())
@@ -317,7 +317,7 @@ def run_eagerly(model: Any) -> Iterator[None]:
 
 
 def symbolic_inputs(model: Any) -> Any:
-    """Return the symbolic inputs of a functional or a built sequential model, as a nest; None for others."""
+    """Return the nest of symbolic inputs of a functional or a built sequential model, or None for others."""
     return getattr(getattr(model, "_functional", None) or model, "_inputs_struct", None)
 
 
@@ -331,7 +331,7 @@ def nodes_of(function: keras.Function) -> Iterator[Any]:
 
 
 def embedding_table(layer: Any) -> Any:
-    """Return the variable of an `Embedding` of which lookups take rows; None if it is not built."""
+    """Return the variable of an `Embedding` of which lookups take rows, or None if it is not built."""
     return getattr(layer, "_embeddings", None)
 
 
@@ -404,7 +404,7 @@ apply_mask = loss_functions.apply_mask
 
 
 def compiled_loss(model: Any) -> Any:
-    """Return the loss that `compile` made, which has `metrics`; None without one. Call it as (y, y_pred)."""
+    """Return the loss that `compile` made, or None. It has `metrics`, and is called as (y, y_pred)."""
     return model._compile_loss
 
 
@@ -428,12 +428,12 @@ They are named tuples with a `loss`, called as (y_true, y_pred, sample_weight).
 
 
 def flat_losses(model: Any) -> list[Any]:
-    """Return the losses of a compiled model, in the order of `FLAT_LOSSES`; none before it is built."""
+    """Return the losses of a compiled model, in the order of `FLAT_LOSSES`, once it is built."""
     return [entry.loss for entry in getattr(model._compile_loss, FLAT_LOSSES, None) or ()]
 
 
 def weighted_metrics(model: Any) -> list[Any]:
-    """Return the lists of metrics that get the weights of a batch; none before they are built."""
+    """Return the lists of metrics that get the weights of a batch, once they are built."""
     lists = getattr(getattr(model, "_compile_metrics", None), "_flat_weighted_metrics", None)
     return [metrics for metrics in lists or () if metrics is not None]
 
@@ -462,7 +462,7 @@ def track_loss(model: Any, added: Any, rows: Any, *arguments: Any) -> None:
 
 
 def loss_total(model: Any) -> Any:
-    """Return the variable in which Keras sums the losses of steps; None if the model was not compiled."""
+    """Return the variable in which Keras sums the losses of steps, or None if the model was not compiled."""
     tracker = loss_tracker(model)
     return None if tracker is None else tracker.total
 
@@ -525,12 +525,12 @@ def adam_moments(optimizer: Any, variables: Iterable[Any]) -> tuple[list[Any], l
 
 
 def variables_without_decay(optimizer: Any) -> Any:
-    """Return what `exclude_from_weight_decay(var_list=...)` has set; empty or None without it."""
+    """Return what `exclude_from_weight_decay(var_list=...)` has set, if it was called."""
     return getattr(optimizer, "_exclude_from_weight_decay", None)
 
 
 def names_without_decay(optimizer: Any) -> Any:
-    """Return what `exclude_from_weight_decay(var_names=...)` has set; empty or None without it."""
+    """Return what `exclude_from_weight_decay(var_names=...)` has set, if it was called."""
     return getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
 
 
@@ -611,7 +611,7 @@ def sliceable(array: Any) -> Any:
 
 
 def sliced_array(form: Any) -> Any:
-    """Return the NumPy array of which `sliceable` reads rows without a conversion; None for other forms."""
+    """Return the NumPy array in a form of `sliceable`, if it reads rows without a conversion."""
     return form.array if type(form) is array_slicing.NumpySliceable else None
 
 

@@ -59,7 +59,7 @@ _context: Any = import_module(TENSORFLOW_CONTEXT)
 
 
 def definition_of(operation: str) -> Any:
-    """Return the definition of a type of operations, as in `OpList`; None if it is not registered."""
+    """Return the definition of a type of operations, as in `OpList`, or None if it is not registered."""
     return op_def_registry.get(operation)
 
 
@@ -203,7 +203,7 @@ PFOR: Part = control_flow_ops, "pfor"
 
 
 def global_seed() -> int | None:
-    """Return the seed that `tf.random.set_seed` has set; None without one."""
+    """Return the seed that `tf.random.set_seed` has set, or None without one."""
     seed: int | None = _context.global_seed()
     return seed
 

@@ -65,7 +65,7 @@ _thread = _ThreadReplica()
 
 
 def current_replica() -> Replica | None:
-    """Return the replica whose function runs in this thread; None outside of `strategy.run`."""
+    """Return the replica whose function runs in this thread, or None outside of `strategy.run`."""
     return _thread.replica
 
 

@@ -171,7 +171,7 @@ def _scattering(method: str, original: Any) -> Any:
 
 
 def _merging_replica(variable: tf.Variable) -> Replica | None:
-    """Return the replica whose function changes a variable of TensorFlow's; None if nothing is to merge.
+    """Return the replica whose function changes a variable of TensorFlow's, or None if nothing is to merge.
 
     Raises:
         ModelError: the function runs eagerly, and the variable belongs to the script.

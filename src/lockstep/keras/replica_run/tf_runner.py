@@ -148,7 +148,7 @@ class TensorFlowRunner:
         return tensor
 
     def _graph_of(self, function: Callable[..., Any]) -> Any:
-        """Return what runs `function` in a graph of its own; built once for the functions used last."""
+        """Return a callable that runs `function` in its own graph, kept for the functions used last."""
         key = function if isinstance(function, type(self._graph_of)) else id(function)
         graph = self._graphs.pop(key, None) or (function, self._new_graph(function))
         self._graphs[key] = graph
