@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.collectives.contract import Leaves, Span
+from lockstep.collectives.contract import Bytes, Leaves, Span
 from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
 from lockstep.errors import InternalError
@@ -15,7 +15,6 @@ BLOCK = 1 << 17
 """Bytes per register: several registers fit into a core's own cache."""
 
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
 
 
 class Adder:

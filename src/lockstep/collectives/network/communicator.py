@@ -73,7 +73,7 @@ from lockstep.collectives.network.memory import Extents, NetworkBuffers, Region,
 from lockstep.collectives.network.part_table import PartTable
 from lockstep.collectives.network.streams import Buffer
 from lockstep.collectives.plan import HostPlan
-from lockstep.collectives.shared.barrier import Barrier
+from lockstep.collectives.shared.barrier import Barrier, CallScope
 from lockstep.collectives.shared.buffers import cached
 from lockstep.collectives.shared.control_segment import HOST_LIMIT, ControlSegment
 from lockstep.collectives.shared.packed_reduce import (
@@ -85,7 +85,7 @@ from lockstep.collectives.shared.packed_reduce import (
     run_stretches,
     stretch_sums,
 )
-from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
+from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.memory import available_memory
 
@@ -615,8 +615,13 @@ class NetworkCommunicator:
     # (see the beginning of this file). So every path that overwrites the memory of a total must have heard
     # from all hosts since then.
 
-    def _during(self, call: CollectiveCall) -> "_HostCallScope":
-        return _HostCallScope(self, call)
+    def _during(self, call: CollectiveCall) -> CallScope:
+        try:
+            self._barrier.during(call)
+        except PeerLostError as error:
+            self._leave(call, error)
+            raise
+        return CallScope(self._leave, call)
 
     def _enter(self, call: CollectiveCall, size: int = 0) -> KeptResult | None:
         """Enter the view in its first call; return the result if other hosts have completed this call.
@@ -842,23 +847,3 @@ class NetworkCommunicator:
         self._segment.abort(abort_reason(self._hosts.workers_here[self._local], call, error))
         if self._lane is not None:
             self._lane.farewell(self._segment.reason() or "")
-
-
-class _HostCallScope:
-    """The context of a call; a class, because a generator would take longer than the rest of the call."""
-
-    def __init__(self, communicator: NetworkCommunicator, call: CollectiveCall) -> None:
-        self._communicator = communicator
-        self._call = call
-
-    def __enter__(self) -> None:
-        communicator = self._communicator
-        try:
-            communicator._barrier.during(self._call)
-        except PeerLostError as error:
-            communicator._leave(self._call, error)
-            raise
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, DisagreementError | SharedMemoryError):
-            self._communicator._leave(self._call, error)

@@ -5,7 +5,6 @@ until the next call is complete, and a host that has not completed the call can 
 """
 
 import enum
-import mmap
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple, Self, TypeAlias
@@ -14,6 +13,7 @@ import numpy as np
 
 from lockstep.collectives.contract import Bytes
 from lockstep.collectives.layout import allocate
+from lockstep.collectives.shared.buffers import whole_pages
 from lockstep.collectives.shared.pool import SharedPool
 
 
@@ -75,7 +75,7 @@ class Extents(NamedTuple):
                 others = sorted(
                     extent for other, extent in enumerate(extents) if other != index and extent.size
                 )
-                extents[index] = Extent(_gap(others, _pages(size)), _pages(size))
+                extents[index] = Extent(_gap(others, whole_pages(size)), whole_pages(size))
         return type(self)(*extents)
 
 
@@ -90,10 +90,6 @@ def _gap(taken: Sequence[Extent], size: int) -> int:
             break
         start = extent.start + extent.size
     return start
-
-
-def _pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class NetworkBuffers:

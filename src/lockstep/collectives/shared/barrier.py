@@ -88,7 +88,7 @@ class Barrier:
         self.notice = 0
         self.waited = 0.0
 
-    def during(self, call: CollectiveCall) -> "_CallScope":
+    def during(self, call: CollectiveCall) -> "CallScope":
         """Return a context manager for everything that this member does in `call`.
 
         A member that leaves a call early cannot withdraw what it has published, so the view ends, unless all
@@ -101,7 +101,7 @@ class Barrier:
         if self._closed:
             raise InternalError(f"{call} on a closed communicator")
         self._raise_if_aborted()
-        return _CallScope(self, call)
+        return CallScope(self.abort_call, call)
 
     def abort_call(self, call: CollectiveCall, error: BaseException) -> None:
         """End the view for all members: this one does not complete `call`."""
@@ -317,11 +317,16 @@ class Barrier:
             raise PeerLostError(reason)
 
 
-class _CallScope:
-    """The context of a call; a class, because a generator would take longer than the rest of the call."""
+class CallScope:
+    """The context of a call; a class, because a generator would take longer than the rest of the call.
 
-    def __init__(self, barrier: Barrier, call: CollectiveCall) -> None:
-        self._barrier = barrier
+    Args:
+        leave: called with the call and the error if a member leaves it, unless all members raise the error.
+        call: the call.
+    """
+
+    def __init__(self, leave: Callable[[CollectiveCall, BaseException], None], call: CollectiveCall) -> None:
+        self._leave = leave
         self._call = call
 
     def __enter__(self) -> None:
@@ -329,4 +334,4 @@ class _CallScope:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, DisagreementError | SharedMemoryError):
-            self._barrier.abort_call(self._call, error)
+            self._leave(self._call, error)

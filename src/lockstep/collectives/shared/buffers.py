@@ -12,8 +12,7 @@ from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from lockstep.collectives.adder import Bytes
-from lockstep.collectives.contract import Leaves, Span
+from lockstep.collectives.contract import Bytes, Leaves, Span
 from lockstep.collectives.layout import Layout, allocate
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.packed_reduce import PackedReduce
@@ -75,7 +74,7 @@ class Buffers:
 
     def enlarged(self, sizes: Sizes) -> Sizes:
         """Return sizes, in whole pages, that hold both `sizes` and the current ones."""
-        return Sizes(*(_pages(max(new, old)) for new, old in zip(sizes, self._sizes, strict=True)))
+        return Sizes(*(whole_pages(max(new, old)) for new, old in zip(sizes, self._sizes, strict=True)))
 
     def grow(self, sizes: Sizes) -> None:
         """Grow the pool; only one member calls this.
@@ -143,5 +142,6 @@ def cached(cache: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Valu
     return cache[key]
 
 
-def _pages(size: int) -> int:
+def whole_pages(size: int) -> int:
+    """Round `size` up to whole pages of memory."""
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -22,15 +22,15 @@ worker that is left out is dead by then.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.collectives.contract import Bytes
 from lockstep.topology import split_evenly
 
 Array = npt.NDArray[Any]
-Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 ComputeBlock = Callable[[int, Sequence[Array]], Sequence[Array]]
 """Returns the new weights and the new slots of a block, given its number and its old slots."""

@@ -11,8 +11,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from lockstep.collectives.adder import Adder, Array, Bytes
-from lockstep.collectives.contract import Span
+from lockstep.collectives.adder import Adder, Array
+from lockstep.collectives.contract import Bytes, Span
 from lockstep.collectives.layout import Layout, Stretch, aligned, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
 

@@ -22,8 +22,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from lockstep.collectives.adder import Adder, Array, Bytes
-from lockstep.collectives.contract import Span
+from lockstep.collectives.adder import Adder, Array
+from lockstep.collectives.contract import Bytes, Span
 from lockstep.collectives.layout import Layout, Piece
 from lockstep.collectives.plan import ReducePlan, Sum
 

@@ -29,14 +29,13 @@ from lockstep.keras.parameter_server.served_variables import ServedVariables, Ta
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.keras.parameter_server.standby import record_of
+from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Question, Read, Write
 from lockstep.transport.array_channel import QuestionArrival
 
 Array = npt.NDArray[Any]
-
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -289,7 +288,7 @@ class FollowedOrders:
                 tables = server.shards.tables()
                 attempt.tables[server.number].append((turn.part, tables))
                 message = PullRows(turn.step, next(iter(tables)), turn.part)
-                server.answer(turn.worker, message, [_NO_ROWS])
+                server.answer(turn.worker, message, [NO_ROWS])
             case RecordKind.PUSH:
                 if turn.part not in attempt.gradients:
                     self._compute(attempt, turn.part)

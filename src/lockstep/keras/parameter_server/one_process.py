@@ -21,14 +21,13 @@ from lockstep.keras.parameter_server.followed_orders import (
 from lockstep.keras.parameter_server.process import ServedCall
 from lockstep.keras.parameter_server.served_variables import ServedVariables
 from lockstep.keras.parameter_server.servers import Gradients, Servers
+from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.parameter_server.worker_step import WorkerStep
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.protocol.parameter_server import Pull
 
 Array = npt.NDArray[Any]
-
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 class OneProcess(ChiefProcess):
@@ -82,7 +81,7 @@ class OneProcess(ChiefProcess):
             with self._worker.rows:
                 attempt.batch = data, self._worker.look_up(data)
         # Without a batch, this is a pull of a lost worker that got no further: its rows do not matter.
-        none = dict.fromkeys(self.served.tables.variables, _NO_ROWS)
+        none = dict.fromkeys(self.served.tables.variables, NO_ROWS)
         return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients]:

@@ -47,7 +47,7 @@ from lockstep.keras.backends.common import refuse_other_weights
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.server_tables import server_table
-from lockstep.keras.parameter_server.table_rows import TableRows
+from lockstep.keras.parameter_server.table_rows import NO_ROWS, TableRows
 from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
     RATE,
@@ -65,7 +65,6 @@ Slot = tuple[int, int]
 """A variable of an optimizer: the position of the variable that it belongs to, or -1 minus the number of the
 optimizer if it belongs to none, and its number among those of the same position."""
 
-_NO_ROWS = np.zeros(0, np.int64)
 
 _BY_ELEMENT = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 """Keras's optimizers that update each element of a variable on its own: they can update shards."""
@@ -484,7 +483,7 @@ class ServedVariables:
         rows = {position: table.pop_changed(again=again) for position, table in tables}
         slots = self._transfers.read([v for served in self._served for v in served.optimizer.variables])
         slots += [slot[rows[position]] for position, table in tables for slot in table.slots.values()]
-        none = {position: _NO_ROWS for position, _ in self._tables() if position not in rows}
+        none = {position: NO_ROWS for position, _ in self._tables() if position not in rows}
         return [*self.values({**rows, **none}), *slots], rows
 
     def update(

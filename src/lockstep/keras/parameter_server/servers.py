@@ -12,12 +12,11 @@ import numpy.typing as npt
 
 from lockstep.keras.parameter_server.served_variables import Slot
 from lockstep.keras.parameter_server.server_channel import AsksServer
+from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import EndCall, Pull, PullRows, Push, Read, Write
 
 Array = npt.NDArray[Any]
-
-_NO_ROWS = np.zeros(0, np.int64)
 
 
 class RowsOfServer(NamedTuple):
@@ -118,7 +117,7 @@ class Servers:
     ) -> tuple[Pull, list[Array]]:
         """Return the message that `pull_with_common` sends to one server, with its arrays."""
         positions = tuple(k for k, shard in enumerate(self._shards[server]) if shard.variable in tables)
-        return Pull(step, common=True, part=part, tables=positions), [_NO_ROWS] * len(positions)
+        return Pull(step, common=True, part=part, tables=positions), [NO_ROWS] * len(positions)
 
     def whole_with_common(
         self, answers: Sequence[tuple[Any, Sequence[Array]]]

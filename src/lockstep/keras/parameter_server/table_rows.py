@@ -21,6 +21,9 @@ Array = npt.NDArray[Any]
 VALUES = -1
 """The rows themselves, in place of the number of a slot."""
 
+NO_ROWS = np.zeros(0, np.int64)
+"""The numbers of no rows."""
+
 _BLOCK = 1 << 16
 """Number of rows whose digest is computed at a time."""
 
