@@ -131,7 +131,7 @@ def test_another_user_that_holds_the_names_and_accepts_no_connection_is_named(ho
     assert terminal.status() == 1
     pid = squatter.process.pid
     assert (
-        f"ConfigError: process {pid} of user 65534 (nobody) holds the name that stands for" in terminal.text
+        f"ConfigError: process {pid} of user 65534 (nobody) holds the name that represents" in terminal.text
     )
 
 

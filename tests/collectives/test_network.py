@@ -25,7 +25,7 @@ from lockstep.collectives.contract import Span
 from lockstep.collectives.network import communicator as communicator_module
 from lockstep.collectives.network import lane_reduce
 from lockstep.collectives.network.communicator import NetworkCommunicator
-from lockstep.collectives.network.disagreement import reason
+from lockstep.collectives.network.disagreement import common_error
 from lockstep.collectives.network.frames import (
     HEADER_SIZE,
     HELLO_SIZE,
@@ -408,7 +408,7 @@ def test_data_that_differ_between_hosts_are_looked_for_in_files_first(checks: st
     members = [
         MemberDetails.of(CollectiveCall("reduce", "step 1", check.encode()), [], "") for check in checks
     ]
-    assert hint in str(reason(members, (0, 1, 2), ("node1", "node1", "node2")))
+    assert hint in str(common_error(members, (0, 1, 2), ("node1", "node1", "node2")))
 
 
 def test_a_lane_that_breaks() -> None:
