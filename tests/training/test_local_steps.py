@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.batch import GlobalBatch, LocalBatches
 from lockstep.errors import ConfigError
-from lockstep.keras.fit.local_steps import grouped, outer_count, outer_update, weighted_change
+from lockstep.keras.fit.local_steps import changed, grouped, outer_count, outer_update, weighted_change
 from lockstep.protocol.local_steps import LocalSteps
 
 Launch = Callable[..., Any]
@@ -59,6 +59,18 @@ def test_changes_are_those_of_numbers_that_are_not_finite() -> None:
     before, after = np.array([1, np.inf, np.inf, 0], "float32"), np.array([3, np.inf, 1, np.nan], "float32")
     np.testing.assert_array_equal(
         weighted_change(before, after, 0.5), np.array([1, 0, -np.inf, np.nan], "float32")
+    )
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5, 6, 7])
+def test_averages_of_squares_that_almost_vanish_are_not_negative(replicas: int) -> None:
+    before = np.random.default_rng(0).uniform(0.1, 100, 1000).astype("float32")
+    after = before * np.float32(1e-10)
+    change = sum(weighted_change(before, after, 1 / replicas) for _ in range(replicas))
+    assert np.min(before + change) < 0 or replicas == 2
+    assert np.min(changed(before, change)) >= 0
+    np.testing.assert_array_equal(
+        changed(np.float32([1, 0, np.inf]), np.float32([-3, -1, 0])), [-2, -1, np.inf]
     )
 
 

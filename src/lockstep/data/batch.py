@@ -41,6 +41,7 @@ class Share(NamedTuple):
             numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
         start: the place of the first one among the examples of all replicas, in their order.
+        batches: the numbers of examples, over all replicas, of the inner steps of an outer step.
     """
 
     replica: int
@@ -49,6 +50,7 @@ class Share(NamedTuple):
     seed: int
     data: Callable[[], Any]
     start: int = 0
+    batches: tuple[int, ...] = ()
 
 
 class Batch(ABC):
@@ -148,7 +150,8 @@ class LocalBatches(Batch):
         def data() -> list[Any]:
             return [share.data() if share.examples else None for share in shares]
 
-        return Share(replica, count, count / self.examples, seed, data)
+        batches = tuple(batch.examples for batch in self.batches)
+        return Share(replica, count, count / self.examples, seed, data, batches=batches)
 
     def check(self) -> bytes:
         """Return the hash of what identifies the batches."""

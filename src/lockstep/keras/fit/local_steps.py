@@ -12,7 +12,7 @@ steps.
     other floating-point state    the mean change: the inner optimizer's slots, BatchNormalization's averages
     integers, random generators   the value of the replicas that took the most steps, which must be equal
     metrics                       the sum of the increments of all inner steps
-    figures that a step logs      the mean over all inner steps
+    figures that a step logs      the mean over all inner steps, of those of whole batches
 
 Means are weighted by numbers of examples: changes by those of an outer step, figures by those of inner steps.
 A replica without examples in an inner step does not take it.
@@ -25,6 +25,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import keras
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -33,6 +34,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import EQUAL, GATHERED, Backend, Partial, Program, Total
 from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
+from lockstep.keras.backends.whole_batch import updating
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.seeds import seed_at
 from lockstep.keras.variables import OUTER_MOMENTUM, momentum_of, optimizers_of
@@ -44,6 +46,8 @@ Element = TypeVar("Element")
 _CHANGE = "change/"
 """The prefix of names of weighted changes in a partial. The name of a variable follows."""
 _FIGURES = ("metric/", "log/")
+_ROUNDING = 32
+"""The largest error of the sum of weighted changes, as a multiple of a dtype's precision."""
 
 _WHOLE_BATCH = (
     "local steps: a loss or metric of model {!r} compares the examples of the whole batch, but a replica "
@@ -60,6 +64,17 @@ def weighted_change(before: Array, after: Array, weight: float) -> Array:
     with np.errstate(invalid="ignore", over="ignore"):
         change = np.where(after == before, np.zeros_like(before), after - before)
         return np.asarray(change * before.dtype.type(weight), before.dtype)
+
+
+def changed(before: Array, change: Array) -> Array:
+    """Return the array after a mean change. A change of sign that is only rounding makes a value zero.
+
+    So an average of squares remains one, also if the inner steps have reduced it to almost nothing.
+    """
+    after = before + change
+    rounding = np.abs(before) * before.dtype.type(_ROUNDING * float(ml_dtypes.finfo(before.dtype).eps))
+    flipped = (np.signbit(after) != np.signbit(before)) & (np.abs(after) <= rounding)
+    return np.asarray(np.where(flipped, np.zeros_like(after), after), before.dtype)
 
 
 def outer_update(weight: Array, momentum: Array, change: Array, local: LocalSteps) -> tuple[Array, Array]:
@@ -170,9 +185,9 @@ class LocalProgram:
         figures: dict[str, Array] = {}
         inner = program.load(state, before) if state is not None else None
         try:
-            for batch in batches:
+            for batch, size in zip(batches, share.batches, strict=True):
                 if batch.examples:
-                    inner, step_figures = self._inner_step(inner, batch)
+                    inner, step_figures = self._inner_step(inner, batch, batch.examples / size)
                     part = share.weight * batch.examples / examples
                     for name, value in step_figures.items():
                         summand = value * value.dtype.type(part) if name.startswith("log/") else value
@@ -189,8 +204,15 @@ class LocalProgram:
                 changes[f"{EQUAL}{number}/{name}"] = after[name]
         return {**changes, **figures}
 
-    def _inner_step(self, state: Any, share: Share) -> tuple[Any, dict[str, Array]]:
-        """Take a step of a replica by itself; return (the state, metrics and logged figures)."""
+    def _inner_step(self, state: Any, share: Share, weight: float) -> tuple[Any, dict[str, Array]]:
+        """Take a step of a replica by itself; return (the state, metrics and logged figures).
+
+        Args:
+            state: before the step.
+            share: the replica's examples, as those of the step's only replica.
+            weight: the replica's part of the examples of all replicas. The mean of the figures over the
+                replicas is the figure of the whole batch, also if that is a sum over examples.
+        """
         program, to_numpy = self._program, self._backend.to_numpy
         totals: list[Total] = []
         while not totals or not program.is_last(len(totals) - 1):
@@ -200,7 +222,12 @@ class LocalProgram:
             totals.append({name: to_numpy(value) for name, value in partial.items()})
         self._last = len(totals) - 1
         named = divided(self._model, program.parts(self._last, totals[-1]))
-        figures = {name: np.array(value) for name, value in named.items() if name.startswith(_FIGURES)}
+        growths, number = growths_of(self._model).steps.get("train", {}), len(updating(totals[:-1]))
+        figures = {
+            name: _grown(np.array(value), growths.get((number, name), MEAN), weight)
+            for name, value in named.items()
+            if name.startswith(_FIGURES)
+        }
         _, state = program.apply(state, totals)
         # The update reads the totals in place.
         self._backend.settle()
@@ -224,7 +251,7 @@ class LocalProgram:
                     values[variable], values[of_weight], array, self._local
                 )
             elif name.startswith(_CHANGE):
-                values[variable] = values[variable] + array
+                values[variable] = changed(values[variable], array)
             elif name.startswith(EQUAL):
                 values[name.split("/", 2)[2]] = array
         figures = {name: np.array(array) for name, array in total.items() if name.startswith(_FIGURES)}
@@ -262,6 +289,11 @@ def _of_step(share: Share, number: int, data: Any) -> Share:
     """Return a replica's share of an inner step, as that of the step's only replica."""
     rows = next((leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None), 0)
     return Share(share.replica, rows, 1.0, seed_at(share.seed, 0, number), lambda: data)
+
+
+def _grown(value: Array, growth: int, weight: float) -> Array:
+    """Return `value * weight ** -growth`; see `lockstep.keras.backends.growth`."""
+    return np.asarray(value * value.dtype.type(weight**-growth), value.dtype) if growth != MEAN else value
 
 
 def _is_float(array: Array) -> bool:
