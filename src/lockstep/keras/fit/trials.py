@@ -744,7 +744,8 @@ class LayerCalls:
             return outputs
 
         def added(loss: Any) -> None:
-            self.added.extend(_arrays(loss))
+            # Keras adds up the elements.
+            self.added.extend(np.sum(array, keepdims=True) for array in _arrays(loss))
             assert add is not None
             add(loss)
 
