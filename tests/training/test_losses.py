@@ -97,3 +97,29 @@ def test_a_mean_that_a_train_step_updates_with_a_number_weighs_it_by_the_example
         model.compile("sgd", "mse")
     history = model.fit(X, Y[:, 0], batch_size=10, shuffle=False, verbose=0).history
     np.testing.assert_allclose(history["mine"][0], X.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["a vector", "an old id"])
+def test_losses_that_layers_add_are_those_of_plain_keras(kind: str) -> None:
+    """Keras adds up the elements of a vector. A loss may have the id of one that a layer added before."""
+    constant = ops.convert_to_tensor(0.5)
+    losses: dict[str, Callable[[Any], Any]] = {
+        "a vector": lambda rows: 0.1 * ops.sum(ops.square(rows), axis=-1),
+        "an old id": lambda rows: constant,
+    }
+    layers = Added(losses[kind]), Added(lambda rows: ops.mean(rows))
+
+    class Ages(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            layers[1]._loss_ids.add(id(constant))
+
+    def loss(scope: Any, fit: Any, callbacks: Any) -> float:
+        keras.utils.set_random_seed(3)
+        with scope:
+            model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=kind == "an old id")
+        history = fit(model, X, Y[:, 0], batch_size=10, shuffle=False, verbose=0, callbacks=callbacks).history
+        return float(history["loss"][0])
+
+    found = loss(lockstep.MultiWorkerMirroredStrategy().scope(), keras.Model.fit, [Ages()])
+    np.testing.assert_allclose(found, loss(nullcontext(), inspect.unwrap(keras.Model.fit), []), rtol=1e-5)

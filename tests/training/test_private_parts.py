@@ -215,7 +215,7 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     (
         "",
         lambda: model().layers[1],
-        "_losses _losses_override _trainable_variables",
+        "_loss_ids _losses _losses_override _trainable_variables",
     ),
     ("", lambda: model()._functional, "_inputs_struct _nodes_by_depth"),
     (

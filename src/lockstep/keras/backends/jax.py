@@ -49,7 +49,7 @@ from lockstep.keras.backends.whole_batch import (
     updating,
     with_figures,
 )
-from lockstep.keras.private.common import stored_value, trained_by
+from lockstep.keras.private.common import forget_loss_ids, layers_of, stored_value, trained_by
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32, seed_of_replica
@@ -440,6 +440,7 @@ class JaxProgram(JaxState):
         gradients: list[Any] = []
         rows = next(leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None)
         gathers = StepGathers(earlier, start, weight, rows)
+        forget_loss_ids(layers_of(self._model))
         with replica_step(self._model, self._kind, weight, gathers) as (densities, results):
             if self._kind == "train":
                 given = [trainable, mixed, rest[0], _zeros(rest[1])]

@@ -509,6 +509,16 @@ def set_added_losses(layers: Sequence[Any], added: Sequence[tuple[list[Any], Any
         vars(layer)["_losses_override"] = override
 
 
+def forget_loss_ids(layers: Sequence[Any]) -> None:
+    """Forget the ids of the losses that layers have added in earlier stateless calls.
+
+    A new loss may have the id of an old one. A layer that still knew the old one would take the new one for
+    its own, and remove it before its next call.
+    """
+    for layer in layers:
+        layer._loss_ids.clear()
+
+
 def trained_by(optimizer: Any) -> list[Any]:
     """Return the variables for which an optimizer was built, in this order; an empty list before that."""
     variables: list[Any] = optimizer._trainable_variables
