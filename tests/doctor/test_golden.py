@@ -183,7 +183,8 @@ def resolve(host: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "modules").mkdir()
-    (tmp_path / "gpus" / "0000:01:00.0").mkdir(parents=True)
+    for number in (1, 2):
+        (tmp_path / "gpus" / f"0000:0{number}:00.0").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
