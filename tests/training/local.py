@@ -56,6 +56,7 @@ def main() -> None:
             keras.layers.Dense(16),
             keras.layers.BatchNormalization(),
             keras.layers.Dropout(0.25),
+            keras.layers.GaussianNoise(0.1),
             keras.layers.Dense(1, activation="sigmoid"),
         ]
     )

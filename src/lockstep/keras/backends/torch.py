@@ -753,6 +753,9 @@ class TorchProgram(TorchState):
     def _change(self, i: int, old: torch.Tensor, share: Share) -> torch.Tensor:
         one = self._state[i]
         new = self._tensors[i].detach()
+        if one.is_seed:
+            new = new.clone()
+            new[0] ^= int32(share.replica * GOLDEN)
         if one.changes_equally:
             # The change of replica 0, whose seeds are the model's own, counts, or that of the only replica.
             return new - old if share.replica == 0 or share.weight == 1 else torch.zeros_like(old)
