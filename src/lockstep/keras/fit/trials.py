@@ -74,6 +74,7 @@ from lockstep.keras.private.common import (
     flat_losses,
     kept_losses,
     layers_of,
+    loss_tracker,
     modules_of,
     run_eagerly,
 )
@@ -696,8 +697,8 @@ class Trial:
     def _name_array(self, name: str, owners: Mapping[int, Any], step: str) -> None:
         """Name the part of the program to which an array of a partial belongs."""
         kind, _, rest = name.partition("/")
-        if kind == "metric":
-            owner = self._owner(name, owners)
+        owner = self._owner(name, owners)
+        if kind == "metric" and (owner is None or owner is not loss_tracker(self._model)):
             self._name(f"the metric {owner.name if owner is not None else rest}")
         elif kind == "log":
             figure = f"the figure {rest.replace('//', '/')} of"
