@@ -437,6 +437,37 @@ def test_the_means_of_outputs_count_a_replicas_share_of_the_rows() -> None:
     assert counts == [len(X) / 4] * 2
 
 
+class OwnLargest(keras.Sequential):
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return largest_error(y, y_pred)
+
+
+def own_largest() -> Built:
+    return compiled(OwnLargest([keras.Input((4,)), keras.layers.Dense(1)]), None), Y
+
+
+@pytest.mark.parametrize(("build", "rows"), [(warm, np.arange(9)), (own_largest, np.zeros(9, int))])
+def test_the_loss_of_an_evaluation_is_exact_before_and_after_training(
+    build: Callable[[], Built], rows: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Equal rows hide from the trial of the first evaluation that the loss compares examples."""
+
+    def losses(scope: Any, fit: Any, evaluate: Any) -> list[float]:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model, y = build()
+        options = {"batch_size": 9, "verbose": 0}
+        before = evaluate(model, X[rows], y[rows], **options)
+        history = fit(model, X[:9], y[:9], validation_data=(X[9:18], y[9:18]), **options).history
+        return [before, *history["loss"], *history["val_loss"]]
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    methods = keras.Model.fit, keras.Model.evaluate
+    plain = losses(nullcontext(), *map(inspect.unwrap, methods))
+    np.testing.assert_allclose(losses(strategy.scope(), *methods), plain, rtol=2e-5)
+    assert "per replica" not in capfd.readouterr().err
+
+
 class CountsCalls(keras.layers.Layer):
     calls = 0
 

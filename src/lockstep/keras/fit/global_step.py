@@ -90,29 +90,41 @@ class GlobalStep:
         context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.job = job
+        self.kind = kind
         self.backend = backend
         self.context = context
-        self.program = backend.program(model, kind)
         # A check compares a step with one process, so it takes no local steps.
         self._local = job.local_steps if kind == "train" and not job.settings.checks else None
-        if self._local is not None:
-            self.program = LocalProgram(self.program, backend, model, self._local)
-        self._programs: dict[str, Program] = {}
+        self._make_program(model)
         self.python = PythonOfReplicas.of_model(model, backend.to_numpy, trains=kind == "train")
         self._describe = variable_names(model)
         self._verifications = verifications_of(job)
         self._verifier = Verifier(job.exchange, job, self._verifications, self._describe)
         self._states = StateVerifier(job, backend, self._verifications)
-        self.layouts: dict[int, dict[frozenset[str], PartialLayout]] = {}
-        self.gathering: set[int] = set()
         self._trials: tuple[NumberedCall, OutputTrials] = (calls.current, OutputTrials())
         self.calls = calls
         self.model = model
-        self.kind = kind
         self._snapshots = snapshots
         self.timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
         self._divided = DividedUpdate.of(job)
+
+    def _make_program(self, model: Any) -> None:
+        """Make a program that knows the growths of the model, as of its first step."""
+        self._growths = b""
+        self.program: Program = self.backend.program(model, self.kind)
+        if self._local is not None:
+            self.program = LocalProgram(self.program, self.backend, model, self._local)
+        self._programs: dict[str, Program] = {}
+        self.layouts: dict[int, dict[frozenset[str], PartialLayout]] = {}
+        self.gathering: set[int] = set()
+
+    def _follow_growths(self) -> None:
+        """Make another program if the model was tried again since: the traces have the earlier growths."""
+        growths = growths_of(self.model).digest(self.kind)
+        if self._growths not in (b"", growths):
+            self._make_program(self.model)
+        self._growths = growths
 
     def compute_once(self, batch: Batch) -> tuple[Any, Any, list[Total]]:
         """Take one step from the values of the variables, which does not count.
@@ -214,6 +226,7 @@ class GlobalStep:
         The workers may divide the update of a step that counts.
         """
         totals = [] if totals is None else totals
+        self._follow_growths()
         self.program.keep_passes(False)
         if self.program.varies:
             self.python.begin()
