@@ -153,6 +153,7 @@ def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) ->
         ("--volume s:/saved --checkpoint /saved/../a", "give a --checkpoint below /saved"),
         ("--volume s:/saved --checkpoint /savedto", "give a --checkpoint below /saved"),
         ("--volume s:/saved --checkpoint /saved/a", ""),
+        ("--checkpoint s3://bucket/a", "the pods lack credentials for s3://bucket/a: give them a service"),
     ],
 )
 def test_checkpoints_that_would_be_lost_are_named(export: Export, options: str, said: str) -> None:

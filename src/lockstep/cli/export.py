@@ -96,8 +96,8 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
 
     job = _job(context, options)
     text = _yaml(job.objects(JobKey.generate().text.strip()))
-    if loss := _loss(options["checkpoint"], job.volumes):
-        note(loss)
+    if lack := _lack(options["checkpoint"], job.volumes):
+        note(lack)
     sys.stdout.write(f"# Secret: a process with the key below can join the job.\n{text}")
 
 
@@ -176,8 +176,10 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     )
 
 
-def _loss(checkpoint: Path | None, volumes: Sequence[Volume]) -> str:
-    """Return a note about checkpoints that would be lost with the pods; empty if they outlive them."""
+def _lack(checkpoint: Path | str | None, volumes: Sequence[Volume]) -> str:
+    """Return a note about what the pods lack so that checkpoints outlive them; empty if nothing."""
+    if isinstance(checkpoint, str):
+        return f"the pods lack credentials for {checkpoint}: give them a service account of the cloud"
     if checkpoint is None:
         return "without --checkpoint, in a --volume, the job begins anew if all its pods are lost"
     if any(volume.contains(PurePosixPath(checkpoint)) for volume in volumes):
