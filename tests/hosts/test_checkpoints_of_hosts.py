@@ -106,6 +106,22 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start,
 
 
 @pytest.mark.slow
+def test_a_store_has_the_checkpoints_of_all_hosts(
+    hosts: Sequence[Host], start: Start, wanted: str, tmp_path: Path
+) -> None:
+    """The chief's host loses its workers; then other hosts resume, whose caches are empty."""
+    pytest.importorskip("obstore")
+    kept = ("--checkpoint", f"file://{tmp_path}/store", "--one-writer", "--checkpoint-every", "2")
+    script = ("--max-restarts", "0", SCRIPT.name)
+    caches = [{"XDG_CACHE_HOME": str(tmp_path / name)} for name in ("first", "second")]
+    failed(start(0, "--hosts", "node1,node2", *kept, *script, "die:0:1", "fail:3", **caches[0]))
+    last = start(0, "--hosts", "node1,node3", *kept, *script, **caches[1])
+    assert digest(last) == wanted
+    assert "resuming" in last.err
+    assert list((tmp_path / "store").glob("step-000000000024-*"))
+
+
+@pytest.mark.slow
 def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(
     hosts: Sequence[Host], start: Start, wanted: str
 ) -> None:
