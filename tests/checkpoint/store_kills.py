@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint_kills import fork
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.mirror import Mirror, fault_of, fetch, read_head
@@ -77,15 +78,7 @@ def state(folder: Path) -> tuple[list[int], int]:
 
 def in_process(act: Callable[[], Any]) -> bool:
     """Run `act` in a process of its own; return whether it was killed."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            act()
-            status = 0
-        finally:
-            os._exit(status)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    status = os.waitstatus_to_exitcode(os.waitpid(fork(act), 0)[1])
     assert status in (0, -signal.SIGKILL), status
     return status != 0
 

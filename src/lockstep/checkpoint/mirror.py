@@ -254,7 +254,7 @@ def _discard(folder: Path, head: Head | None, report: Callable[[str], None]) -> 
         suspect = path.with_name(f"suspect-{path.name}")
         shutil.rmtree(suspect, ignore_errors=True)
         path.rename(suspect)
-        report(f"the store has no checkpoints any more, so those of this machine are set aside: {suspect}")
+        report(f"the store no longer has checkpoints, so those of this machine are set aside: {suspect}")
 
 
 def _download(

@@ -227,8 +227,8 @@ class IndexedJob:
 
     @property
     def _labels(self) -> dict[str, str]:
-        own = {"app.kubernetes.io/name": self.name, "app.kubernetes.io/managed-by": "lockstep"}
-        return {**own, **self.labels}
+        recommended = {"app.kubernetes.io/name": self.name, "app.kubernetes.io/managed-by": "lockstep"}
+        return {**recommended, **self.labels}
 
     @property
     def _metadata(self) -> dict[str, Any]:

@@ -318,14 +318,14 @@ def _whole_loss(
     def whole(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
     ) -> Any:
-        given = _given(parts, x, y, y_pred, sample_weight)
-        if "test_step" in parts and gathers.all_have_rows(given):
+        named = _named_arguments(parts, x, y, y_pred, sample_weight)
+        if "test_step" in parts and gathers.all_have_rows(named):
             losses = model.losses
             # A loss of the program's own may use those of single layers.
             if not (losses and own):
                 gathers.postpone_loss(losses)
                 return keras.ops.zeros(())
-        joined = gathers.gather(given)
+        joined = gathers.gather(named)
         with gathers.shared_means():
             arguments = [joined[name] for name in _ARGUMENTS]
             loss = compute_loss(*arguments, **options)
@@ -340,10 +340,10 @@ _ARGUMENTS = ("x", "y", "y_pred", "sample_weight")
 """The first arguments of `compute_loss` and `compute_metrics`."""
 
 
-def _given(parts: frozenset[WholePart], *arguments: Any) -> dict[str, Any]:
+def _named_arguments(parts: frozenset[WholePart], *arguments: Any) -> dict[str, Any]:
     """Return the arguments for the whole batch by their names."""
-    given = dict(zip(_ARGUMENTS, arguments, strict=True))
-    return given if "inputs" in parts else {**given, "x": None}
+    named = dict(zip(_ARGUMENTS, arguments, strict=True))
+    return named if "inputs" in parts else {**named, "x": None}
 
 
 @contextmanager
@@ -355,11 +355,11 @@ def _whole_metrics(model: Any, gathers: StepGathers, parts: frozenset[WholePart]
         nonlocal computing
         if "metrics" not in parts and not gathers.postponed:
             return compute_metrics(x, y, y_pred, sample_weight)
-        given = _given(parts, x, y, y_pred, sample_weight)
-        if not gathers.all_have_rows(given):
+        named = _named_arguments(parts, x, y, y_pred, sample_weight)
+        if not gathers.all_have_rows(named):
             raise InternalError("an argument of compute_metrics has no row for each example")
         end = _end_test_step if gathers.postponed else _compute_metrics
-        gathers.keep_metrics(end, given | {"added": _ADDED})
+        gathers.keep_metrics(end, named | {"added": _ADDED})
         # The result shows which logs there are. Its values do not count, and change no metric.
         before = [(variable, keras.ops.copy(variable.value)) for variable in model.metrics_variables]
         computing = True
