@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lockstep.coordinator.admin_client import running_jobs
+from lockstep.system.locks import try_lock
 
 LOCKSTEP = [sys.executable, "-m", "lockstep"]
 ENDS = """
@@ -190,3 +191,28 @@ def test_attach_shows_the_end_of_a_long_output(tmp_path: Path) -> None:
     shown = done.stdout.splitlines(keepends=True)
     assert shown == lines[-len(shown) :]
     assert 60_000 < len(done.stdout) <= 65_536
+
+
+@pytest.mark.parametrize(
+    ("command", "log", "status"), [(["attach"], "output.log", 5), (["logs", "-f"], "worker-0.log", 0)]
+)
+def test_a_job_in_another_container_is_followed(
+    tmp_path: Path, command: list[str], log: str, status: int
+) -> None:
+    # No job has its name here, but its folder is locked.
+    lock = try_lock(tmp_path / "lock")
+    assert lock is not None
+    (tmp_path / log).write_text("begun\n")
+    (tmp_path / "events.jsonl").write_text('{"time":1,"event":"job"}\n')
+    words = [*LOCKSTEP, *command, str(tmp_path)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        assert follower.stdout.readline().endswith("begun\n")
+        with (tmp_path / log).open("a") as output:
+            output.write("more\n")
+        assert follower.stdout.readline().endswith("more\n")
+        with (tmp_path / "events.jsonl").open("a") as events:
+            events.write('{"time":2,"event":"finished","status":5}\n')
+        os.close(lock)
+        assert follower.communicate(timeout=600) == ("", None)
+    assert follower.returncode == status

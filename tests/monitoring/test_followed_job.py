@@ -1,5 +1,6 @@
 """Following jobs whose coordinators answer, hang and end."""
 
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from lockstep.protocol.admin import (
     Status,
     StatusRequest,
 )
+from lockstep.system.locks import try_lock
 from lockstep.system.paths import RunPaths
 from virtual_clock import VirtualClock
 
@@ -165,6 +167,11 @@ def test_the_folder_of_a_run_that_has_ended(tmp_path: Path, clock: VirtualClock)
     assert (
         view.end == "no end of train-7 is recorded: its processes were killed, or it runs on another machine"
     )
+    lock = try_lock(folder / "lock")
+    assert lock is not None
+    view = one.look()
+    os.close(lock)
+    assert view.end == "train-7 runs in another container: the figures are averages of the whole run so far"
 
 
 def test_what_is_no_job_is_refused(tmp_path: Path, clock: VirtualClock) -> None:

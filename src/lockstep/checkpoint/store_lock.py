@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.durable import make_folder, reason
 from lockstep.errors import CheckpointError
-from lockstep.system.locks import is_shared, share_lock, try_lock
+from lockstep.system.locks import is_locked, share_lock, try_lock
 from lockstep.system.paths import RunPaths
 
 
@@ -84,7 +84,7 @@ def is_training(folder: Path) -> bool:
         CheckpointError: the folder cannot be read.
     """
     try:
-        return is_shared(folder / _NAME)
+        return is_locked(folder / _NAME)
     except OSError as error:
         raise CheckpointError(f"the checkpoints in {folder} cannot be read: {reason(error)}") from None
 

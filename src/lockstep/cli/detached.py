@@ -116,6 +116,7 @@ def attach(job: str) -> None:
     """
     from lockstep.coordinator.admin_client import accepted, send
     from lockstep.coordinator.run_lookup import find_run, job_in
+    from lockstep.monitoring.run_catalog import is_active
     from lockstep.protocol.admin import StatusRequest
 
     fill_standard_descriptors()
@@ -133,7 +134,9 @@ def attach(job: str) -> None:
             # The command ends after its job: it reports how that ended, and may start it again.
             with _ended(accepted(send(name, StatusRequest())).pid) as has_ended:
                 follow(shown, lambda: not has_ended(), lambda: wait_unless_closed(_LOOK_EVERY))
-        shown.finish()
+        else:
+            # The job may run in another container.
+            follow(shown, lambda: is_active(run.folder), lambda: wait_unless_closed(_LOOK_EVERY))
     except BrokenPipeError:
         sys.exit(0)
     except KeyboardInterrupt:

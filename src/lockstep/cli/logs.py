@@ -50,6 +50,7 @@ def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[s
     from lockstep.coordinator.run_lookup import find_run, job_in
     from lockstep.errors import ConfigError
     from lockstep.monitoring import worker_logs
+    from lockstep.monitoring.run_catalog import is_active
     from lockstep.system.prose import name_workers
     from lockstep.system.standard_streams import (
         fill_standard_descriptors,
@@ -60,20 +61,23 @@ def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[s
     fill_standard_descriptors()
     run = find_run(job)
     name = (run.job or job_in(run.folder)) if follow else None
+    # A job in another container has no name here.
+    grows = follow and (name is not None or is_active(run.folder))
     there = worker_logs.list_logs(run.folder)
     shown = worker_logs.WorkerLogs(
         run.folder,
         workers,
-        prefixed=len(set(workers) or there) > 1 or (name is not None and not workers),
+        prefixed=len(set(workers) or there) > 1 or (grows and not workers),
         pattern=pattern,
         write=write_stdout,
     )
     # A reader such as head closes the pipe once it has enough.
     with contextlib.suppress(BrokenPipeError):
-        if name is None:
+        if not grows:
             shown.finish()
         else:
-            worker_logs.follow(shown, JobWatch(name).is_running, lambda: wait_unless_closed(_LOOK_EVERY))
+            is_running = JobWatch(name).is_running if name is not None else lambda: is_active(run.folder)
+            worker_logs.follow(shown, is_running, lambda: wait_unless_closed(_LOOK_EVERY))
             there = worker_logs.list_logs(run.folder)
         if not there:
             raise ConfigError(f"{run.folder} has no logs of workers")

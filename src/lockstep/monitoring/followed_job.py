@@ -12,6 +12,7 @@ from lockstep.coordinator.job_report import last_line
 from lockstep.coordinator.run_lookup import job_in, name_or_folder
 from lockstep.errors import ConfigError
 from lockstep.monitoring.overview import Overview, overview
+from lockstep.monitoring.run_catalog import is_active
 from lockstep.monitoring.run_folder import RunFolder
 from lockstep.observability.run_state import RunState
 from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
@@ -136,6 +137,8 @@ class FollowedJob:
         end = ""
         if run.finished is not None and (gone or status is None or run.began >= status.since - _SAME):
             end = end_of(self.name, run)
+        elif contact is None and is_active(self.folder.paths.root):
+            end = f"{self.name} runs in another container: the figures are averages of the whole run so far"
         elif contact is None:
             end = (
                 f"no end of {self.name} is recorded: its processes were killed, or it runs on another machine"

@@ -46,7 +46,7 @@ def is_run(folder: Path) -> bool:
 
 
 def is_active(folder: Path) -> bool:
-    """Whether a process of this machine holds the lock of a run folder."""
+    """Whether a process holds the lock of a run folder, maybe in another container."""
     try:
         return is_locked(RunPaths(folder).lock)
     except OSError:

@@ -1,5 +1,6 @@
 """File locks, which the kernel releases when their process ends."""
 
+import contextlib
 import fcntl
 import os
 import struct
@@ -9,7 +10,6 @@ from pathlib import Path
 
 from lockstep.system.files import open_own, open_regular
 
-_LOCKS = Path("/proc/locks")
 _POLL_SECONDS = 0.02
 _FLOCK = "hhqqi"
 """The kernel's struct flock: type, whence, start, length, process."""
@@ -64,25 +64,8 @@ def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] 
     return descriptor
 
 
-def is_locked(path: Path) -> bool:
-    """Whether a process of this machine holds the lock of `try_lock` on the file at `path`; it is not taken.
-
-    Raises:
-        OSError: the file exists and cannot be examined, or the system does not list its locks.
-    """
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return False
-    holder = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    lines = _LOCKS.read_text().splitlines()
-    return any("FLOCK" in line and holder in line.split() for line in lines)
-
-
 def share_lock(path: Path) -> int:
     """Take a shared lock on the file at `path`, creating it if it does not exist.
-
-    These locks and those of `try_lock` do not affect each other.
 
     Returns:
         A descriptor; the lock is held until every process that has it has closed it.
@@ -92,15 +75,17 @@ def share_lock(path: Path) -> int:
     """
     descriptor = _open(path)
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK))
+        _share(descriptor)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
 
 
-def is_shared(path: Path) -> bool:
-    """Whether a process holds a lock of `share_lock` on the file at `path`; none is taken.
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock of this module on the file at `path`; none is taken.
+
+    The process may be in another container.
 
     Raises:
         OSError: the file exists and cannot be read.
@@ -114,6 +99,10 @@ def is_shared(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return bool(struct.unpack_from(_FLOCK, lock)[0] != fcntl.F_UNLCK)
+
+
+def _share(descriptor: int) -> None:
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK))
 
 
 def _whole_file(kind: int) -> bytes:
@@ -130,4 +119,8 @@ def _locked(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    # Only this second lock can be seen without an attempt to take it, and from all containers: /proc/locks
+    # leaves out processes that the reader cannot see. Where the system has none, the first one counts.
+    with contextlib.suppress(OSError):
+        _share(descriptor)
     return True
