@@ -45,6 +45,9 @@ def both(**measured: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
 CAUSES = {
     "nothing": Planted((), both(**FAST)),
     "slow input": Planted((READING.format(70),), both(input=1.4, compute=0.5, wait=0.1)),
+    "an input that takes less than computing": Planted(
+        (READING.format(36),), both(input=0.72, compute=1.18, wait=0.1)
+    ),
     "slow input and a validation that takes longer": Planted(
         (VALIDATION.format(83), READING.format(12)), both(input=1.4, compute=0.5, wait=0.1, **NESTED)
     ),

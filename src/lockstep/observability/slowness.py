@@ -28,7 +28,8 @@ takes the most time of all workers together."""
 _LARGE = 0.4
 _NOTABLE = 0.25
 """The shares of the largest part of steps from which it is worth a word; the second one if workers wait
-longer than it takes. Calls within the call do not count for these shares."""
+longer than it takes. Reading is worth a word from the second one on, even if computing takes longer, unless
+steps are short. Calls within the call do not count for these shares."""
 _WORTH = 0.1
 """The share of a part in all of the time below which it is not worth a word."""
 _NESTED = 0.3
@@ -109,11 +110,11 @@ def advise(call: CallTimes) -> tuple[str, ...]:
     short = None if chiefs else _short_steps(time_shares, computing)
     stands_out = worst is not None and worst.cost >= _EXPLAINS
     others = [times for worker, times in computing.items() if not (stands_out and worker in slow)]
-    part = _largest_part(shares(others), without=("exchange", "update", "other") if short else ())
+    parts = _large_parts(shares(others), short=short is not None)
     hosts = [cause for name, host in call.hosts.items() if (cause := _overload(name, host, slow))]
-    causes = [cause for cause in (compiling, worst, uneven, short, part) if cause is not None]
-    causes += [*hosts, *_nested_calls(computing.values())]
-    explained = any((compiling, uneven, short, part, hosts, stands_out))
+    causes = [cause for cause in (compiling, worst, uneven, short) if cause is not None]
+    causes += [*parts, *hosts, *_nested_calls(computing.values())]
+    explained = any((compiling, uneven, short, parts, hosts, stands_out))
     if not explained and (waiting := _waiting(time_shares, len(computing), waits_for_chief=bool(chiefs))):
         causes.append(waiting)
     causes.sort(key=lambda cause: -cause.cost)
@@ -352,19 +353,27 @@ def _examples(number: float) -> str:
     return "one example" if round(number) == 1 else f"{number:.0f} examples"
 
 
-def _largest_part(time_shares: Mapping[str, float], without: Iterable[str]) -> _Cause | None:
-    """Return the cause that one part, other than waiting, takes most of the time of steps."""
+def _large_parts(time_shares: Mapping[str, float], *, short: bool) -> list[_Cause]:
+    """Return the causes that reading, or the largest part but waiting, takes much of the time of steps.
+
+    Args:
+        time_shares: the share of each part.
+        short: whether steps are short, so that parts that do not depend on the batch are explained.
+    """
     if not time_shares:
-        return None
-    stepping = 1 - time_shares["nested"]
+        return []
     largest = max(
         (part for part in time_shares if part not in ("wait", "nested")), key=lambda part: time_shares[part]
     )
-    share = time_shares[largest]
-    least = _NOTABLE if time_shares["wait"] > share else _LARGE
-    if largest not in _REMEDIES or largest in without or share < max(_WORTH, least * stepping):
-        return None
-    return _Cause(share, _REMEDIES[largest].format(share=percent(share)))
+    causes = []
+    for part, remedy in _REMEDIES.items():
+        share = time_shares[part]
+        notable = time_shares["wait"] > share or (part == "input" and not short)
+        least = (_NOTABLE if notable else _LARGE) * (1 - time_shares["nested"])
+        explained = short and part != "input"
+        if (part in (largest, "input")) and not explained and share >= max(_WORTH, least):
+            causes.append(_Cause(share, remedy.format(share=percent(share))))
+    return causes
 
 
 def _nested_calls(workers: Iterable[WorkerTimes]) -> list[_Cause]:
