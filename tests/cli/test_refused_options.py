@@ -260,10 +260,12 @@ def test_every_pair_of_options() -> None:
         ("--on k8s -n 2", "--on k8s is not an engine: give ray, or ray://HOST:PORT"),
         ("--listen a -n 2 --workers-here 3", "--workers-here 3 is more than the 2 workers of the job"),
         ("--listen a -n 1 --ps 1 --workers-here 3", ""),
+        ("--backend jax --env KERAS_BACKEND=jax", ""),
+        ("--backend jax --env KERAS_BACKEND=torch", "--env KERAS_BACKEND=torch and --backend jax choose"),
         ("--slurm -n 1", "1 worker cannot run on the 2 hosts of this Slurm step"),
     ],
 )
-def test_places_that_do_not_exist(words: str, refusal: str) -> None:
+def test_values_that_no_job_can_have(words: str, refusal: str) -> None:
     said = refusal_of(*words.split(), "train.py")
     assert said.startswith(refusal)
     assert bool(said) == bool(refusal)

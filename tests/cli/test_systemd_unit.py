@@ -92,6 +92,7 @@ def test_the_service_runs_the_command_where_it_was_made(tmp_path: Path) -> None:
     ]
     assert entry(text, "WorkingDirectory") == [str(folder).replace("%", "%%")]
     assert entry(text, "TimeoutStopSec") == ["75"]
+    assert entry(text, "SyslogIdentifier") == ["lockstep"]
     assert {"JAX_ENABLE_X64=1", "KERAS_BACKEND=jax"} <= set(entry(text, "Environment"))
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")

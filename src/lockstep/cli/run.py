@@ -628,8 +628,18 @@ def _notifier(
 
 
 def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
-    """Set the variables of the script here; raise ConfigError if one lacks a value and `all_set`."""
+    """Set the variables of the script here.
+
+    Raises:
+        ConfigError: one lacks a value and `all_set`, or chooses another backend than the options.
+    """
     variables = parse_variables(options["env"])
+    backend = variables.get("KERAS_BACKEND")
+    if backend is not None and options["backend"] not in (None, backend):
+        raise ConfigError(
+            f"--env KERAS_BACKEND={backend} and --backend {options['backend']} choose different backends; "
+            "give one of them"
+        )
     if all_set:
         require_variables(variables)
     set_recorded(variables)

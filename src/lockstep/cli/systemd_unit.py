@@ -19,6 +19,7 @@ StartLimitBurst=5
 
 [Service]
 Type=exec
+SyslogIdentifier=lockstep
 WorkingDirectory={folder}
 {variables}ExecStart={command}
 # Only the command gets SIGTERM: the job saves a checkpoint within --grace, and ends with status 143.
