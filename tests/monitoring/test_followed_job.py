@@ -174,6 +174,15 @@ def test_the_folder_of_a_run_that_has_ended(tmp_path: Path, clock: VirtualClock)
     assert view.end == "train-7 runs in another container: the figures are averages of the whole run so far"
 
 
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path: Path, clock: VirtualClock) -> None:
+    folder = record(tmp_path / "train-7", job())
+    one = open_job(str(folder), clock, 2.0)
+    (folder / "events.jsonl").unlink()
+    (folder / "events.jsonl").mkdir()
+    with pytest.raises(OSError, match=r"events\.jsonl"):
+        one.look()
+
+
 def test_what_is_no_job_is_refused(tmp_path: Path, clock: VirtualClock) -> None:
     for one in (str(tmp_path), "no-such-job"):
         with pytest.raises(ConfigError, match="is neither a running job nor the folder of a run"):

@@ -126,12 +126,19 @@ class FollowedJob:
     contact: JobContact | None = None
 
     def look(self) -> Overview:
-        """Read new lines, and return the present overview of the job, or averages if it has ended."""
+        """Read new lines, and return the present overview of the job, or averages if it has ended.
+
+        Raises:
+            OSError: there is only the folder, and it cannot be read.
+        """
         contact = self.contact
         # In this order: once the job is gone, its last lines are complete.
         gone = contact is None or contact.gone
-        with contextlib.suppress(OSError):
+        try:
             self.folder.update()
+        except OSError:
+            if contact is None:
+                raise
         run, now = self.folder.state, self.clock.wall()
         status = contact.status if contact is not None else None
         end = ""
