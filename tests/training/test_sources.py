@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from lockstep.collectives.plan import ReducePlan
 from lockstep.data.batch import Batch
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError, InternalError
@@ -16,7 +19,9 @@ from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.sources import GlobalBatchSource, Source, StreamReading
 from lockstep.keras.input.streams import Stream
+from lockstep.topology import place
 from lockstep.worker.job import Job
+from thread_hub import Hub
 
 REPLICAS = 3
 ROWS = np.arange(22.0).reshape(11, 2)
@@ -96,6 +101,28 @@ def test_a_pass_that_was_looked_at_is_the_next_one(job_of_one_worker: Job) -> No
     with pytest.raises(StopIteration):
         taken.skip()
     assert source.form() == taken.form()
+
+
+def test_workers_try_the_same_example(job_of_one_worker: Job) -> None:
+    """It is that of the first replica that has examples, which another worker may compute."""
+
+    def dataset_fn(context: InputContext) -> Any:
+        rows = ROWS[: 4 * context.input_pipeline_id]
+        return [(rows, np.array([b"text"] * len(rows), object), None)]
+
+    view = place(REPLICAS, (0, 1, 2))
+    hub = Hub(ReducePlan.of(view))
+
+    def example(worker: int) -> Any:
+        context = replace(job_of_one_worker.context, worker=worker)
+        return Pipelines(Job(context, (view, hub.member(worker))), dataset_fn, 1).shared_example()
+
+    with ThreadPoolExecutor(REPLICAS) as pool:
+        examples = list(pool.map(example, view.workers))
+    alone = Pipelines(job_of_one_worker, dataset_fn, 1).shared_example()
+    for rows, texts, weights in [*examples, alone]:
+        assert same([rows, texts], [ROWS[:4], [b"text"] * 4])
+        assert weights is None
 
 
 def test_an_empty_dataset_has_no_form(job_of_one_worker: Job) -> None:

@@ -96,7 +96,7 @@ class Mirrored:
                 lambda: parts.record.settings_of_fit(model, arguments),
             )
             if isinstance(validation, GlobalInput):
-                with self._introductions.compared(call, model, "test", validation.peek):
+                with self._introductions.compared(call, model, "test", validation.batch_to_try):
                     pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
                 note_different_paths(self._job, callbacks, call.name, self._told_paths)
@@ -164,7 +164,7 @@ class Mirrored:
             data = parts.inputs.of_call(arguments["x"], **options)
             explain_memory(self._job, data.held)
             parts.inputs.build_to_predict(data, model)
-            self._introduce(call, model, "predict", data.peek)
+            self._introduce(call, model, "predict", data.batch_to_try)
             parts.record.begin(call, model, data.facts)
             arguments.update(x=data, verbose=self._verbose(arguments["verbose"]))
             with self._reading():
@@ -248,7 +248,7 @@ class Mirrored:
     ) -> None:
         """Build the model with the first batch, refuse what replicas cannot compute, and begin the call."""
         self._models.build(model, kind, lambda: self._sample(data, model, kind))
-        self._introduce(call, model, kind, data.peek)
+        self._introduce(call, model, kind, data.batch_to_try)
         self._parts.record.begin(call, model, facts, settings)
 
     def _begin_batches(

@@ -30,7 +30,7 @@ this is not the gradient of one process.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
-from lockstep.errors import ModelError
+from lockstep.errors import ModelError, PeerError
 from lockstep.keras.backends.common import has_own, without_summaries
 from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
 from lockstep.keras.backends.growth import (
@@ -640,14 +640,17 @@ class Trial:
 
     def _tried(self, names: Sequence[str], attempt: Callable[[], list[Any]]) -> list[Any]:
         """Return the result of a trial; if it fails, name the parts of the program that it was to measure."""
-        # The program may call its parts in another way than the trial does.
-        with suppress(Exception):
+        try:
             if self._tries:
                 # Reading may draw random numbers, which a trial would undo.
                 if self._batch.count < 2:
                     return []
                 with self._undisturbed():
                     return attempt()
+        except PeerError:  # Workers may read the batch together.
+            raise
+        except Exception:  # The program may call its parts in another way than the trial does.
+            pass
         self._failed = True
         for name in names:
             self._name(name, tried=False)

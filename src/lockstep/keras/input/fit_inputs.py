@@ -139,6 +139,10 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Return a batch of the same kind; the next pass repeats everything read and drawn for it."""
         return self.first()
 
+    def batch_to_try(self) -> Any:
+        """Return a batch of the same kind that is equal on all workers, which call this together."""
+        return self.peek()
+
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield the input of the JAX backend's train function; the pass begins with its first batch."""
         yield from self._next_pass()
@@ -638,6 +642,10 @@ class PipelinesInput(GlobalInput):
     def peek(self) -> Any:
         """Return the first element of the next pass, which still yields it."""
         return _as_tuple(self._source.peek())
+
+    def batch_to_try(self) -> Any:
+        """Return the first element of the first replica that has examples in it."""
+        return _as_tuple(self._source.shared_example())
 
 
 class _DistributedSize:

@@ -29,6 +29,7 @@ from lockstep.keras.input.streams import Form, Reader, Stream, is_tensorflow, sp
 from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec
 from lockstep.keras.randomness import RandomNumbers
+from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -132,6 +133,29 @@ class Pipelines:
     def peek(self) -> Nest:
         """Return the first element of the next pass of an own replica, or zeros if all of these are empty."""
         return self.example_among(self.pipeline(replica).stream.peek() for replica in self.owned)
+
+    def shared_example(self) -> Nest:
+        """Return the first element of the next pass of the first replica that has examples in it.
+
+        All workers call this together, and receive the same element: zeros if all pipelines are empty.
+        """
+        what = "the first elements of the replicas' datasets"
+        counts = self.gather(lambda replica: _examples(self.pipeline(replica).stream.peek()), what)
+        if not any(counts):
+            return self.zeros()
+        first = next(replica for replica, examples in enumerate(counts) if examples)
+        if len(self.job.view.workers) == 1:
+            return self.pipeline(first).stream.peek()
+
+        def act(view: View, communicator: Communicator) -> list[Packed]:
+            leaves: list[Packed] = []
+            if first in view.replicas_of(self.job.worker):
+                leaves = [pack("", leaf) for leaf in leaves_of(self.pipeline(first).stream.peek())]
+            blobs = communicator.gather(msgspec.msgpack.encode(leaves), what=what)
+            return next(filter(None, (msgspec.msgpack.decode(blob, type=list[Packed]) for blob in blobs)))
+
+        leaves = [array for _, array in map(unpack, self.job.exchange(act))]
+        return packed(self.peek(), leaves)
 
     def example_among(self, nests: Iterable[Nest]) -> Nest:
         """Return the first of some elements that has examples, or zeros like them if none has."""
