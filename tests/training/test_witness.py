@@ -22,7 +22,7 @@ from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.witness import explaining
 from lockstep.keras.rounds import Round
-from lockstep.observability.events import Event, StepCompared
+from lockstep.observability.events import CheckEnded, Event, StepCompared
 from lockstep.worker.job import Job
 
 ops = keras.ops
@@ -580,6 +580,18 @@ def test_what_an_earlier_call_has_learned_is_seen(
     model.compile(run_eagerly=True)
     model.predict(3 * X, verbose=0)
     assert differing(compared()) == {}
+
+
+def test_only_the_first_batches_of_a_check_train(
+    published: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(global_step, "_MOST_UNTAKEN", 2)
+    model = eager(hidden())
+    losses = [model.train_on_batch(X, Y) for _ in range(5)]
+    assert losses[0] > losses[1] > losses[2] == losses[3] == losses[4]
+    with pytest.raises(SystemExit):
+        model.train_on_batch(X, Y)
+    assert published[-1] == CheckEnded("the script calls train_on_batch more than 2 times")
 
 
 # Rounding.

@@ -31,7 +31,6 @@ from lockstep.observability.events import (
     WORKER_DIGESTS,
     WORKER_EVENTS,
     WORKER_MEASUREMENTS,
-    CheckEnded,
     ImportStarted,
     OrderRecorded,
     SourceChanged,
@@ -165,11 +164,9 @@ def _end_with_coordinator(identity: WorkerIdentity, client: AgentClient) -> None
 
 
 def _end_check(reason: str) -> NoReturn:
-    """End a script of which the job checks only the first steps of each call."""
     from lockstep.worker import job
 
-    job.current().events.publish(CheckEnded(reason))
-    raise SystemExit(0)
+    job.current().end_check(reason)
 
 
 def _enter_job(identity: WorkerIdentity, client: AgentClient, events: Bus) -> "Job":

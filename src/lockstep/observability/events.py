@@ -893,7 +893,7 @@ class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
 
 
 class CheckEnded(_Event, frozen=True, tag="check ended"):
-    """A job that only checks the script has ended it, because it would write a file."""
+    """A job that only checks the script has ended it."""
 
     reason: str
 

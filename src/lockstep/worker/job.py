@@ -27,7 +27,14 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet, TrainingPaused
+from lockstep.observability.events import (
+    CheckEnded,
+    DistributionBegan,
+    Event,
+    FirstStepEnded,
+    TimeoutSet,
+    TrainingPaused,
+)
 from lockstep.observability.step_timer import StepTimer
 from lockstep.parameter_server.tasks import Tasks
 from lockstep.protocol.job_spec import JobSettings
@@ -374,6 +381,11 @@ class Job:
         """Call the functions of `at_exit`; before `end`, and before the script's error is reported."""
         for act in self._at_exit:
             act()
+
+    def end_check(self, reason: str) -> NoReturn:
+        """End a script of which the job checks only the first steps of each call."""
+        self.events.publish(CheckEnded(reason))
+        raise SystemExit(0)
 
     def end(self) -> None:
         """Save the last state, on the chief and after the script, and call the functions of `at_end`."""
