@@ -521,7 +521,14 @@ class Trial:
         model = self._model
         methods = [name for name in (f"{kind}_step", "compute_loss") if has_own(model, name)]
         layers = layers_of(model, include_self=False)
-        of_layers = {id(metric): metric for layer in layers for metric in flat_metrics(layer.metrics)}
+        # A step does not have the metrics that a model was compiled with if it is a layer of another one.
+        of_step = set(map(id, flat_metrics(model.metrics)))
+        of_layers = {
+            id(metric): metric
+            for layer in layers
+            for metric in flat_metrics(layer.metrics)
+            if id(metric) in of_step
+        }
         whole = self.growths.whole
         if not (methods or of_layers or whole):
             return
