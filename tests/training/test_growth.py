@@ -1,6 +1,7 @@
 """Sums and means of the program's own have the numbers of plain Keras on replicas of any sizes."""
 
 import inspect
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lockstep
-from lockstep.keras.backends.growth import GROWTHS, MEAN, SUM, TOLERANCE, measured_growth, nearest_growth
+from lockstep.checkpoint.values import pack, unpack
+from lockstep.keras.backends.growth import (
+    GROWTHS,
+    MEAN,
+    SUM,
+    TOLERANCE,
+    Growths,
+    measured_growth,
+    nearest_growth,
+)
+from lockstep.keras.fit.trials import Trial
 from lockstep.worker.job import Job
 
 ops = keras.ops
@@ -530,3 +541,34 @@ def test_a_value_without_a_growth_is_rather_a_sum_or_a_mean(whole: Any, parts: A
     weights = [5 / 16, 11 / 16]
     assert measured_growth(np.array(whole), arrays, weights, TOLERANCE) is None
     assert nearest_growth(np.array(whole), arrays, weights) == growth
+
+
+def test_a_checkpoint_keeps_what_trials_have_shown() -> None:
+    model, _ = one_output("mse")()
+    growths = Growths(
+        {0: SUM},
+        {id(model.layers[1]): -1},
+        {"train": {(1, "gradient/0"): SUM}, "test": {(0, "metric/2"): -1}},
+        2,
+        frozenset({"loss", "inputs"}),
+        {"train": 3, "test": 0},
+        ("the layer centered",),
+        ("the loss contrast",),
+    )
+    packed, arrays = pack(growths.packed(model), "growths")
+    assert Growths.unpacked(model, unpack(json.loads(json.dumps(packed)), arrays)) == growths
+
+
+def test_the_metrics_of_a_compiled_model_within_another_one_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step of the outer model does not update them, and trying it takes seconds on JAX."""
+    tried: list[Any] = []
+    monkeypatch.setattr(Trial, "_rounds", lambda self, *arguments: tried.append(arguments) or [])
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        inner.compile("sgd", "mse", metrics=["mae"])
+        outer = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4), inner])
+        outer.compile("sgd", "mse")
+    outer.fit(X, Y, batch_size=29, verbose=0)
+    assert tried == []

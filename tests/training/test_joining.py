@@ -93,3 +93,24 @@ def test_a_replacement_follows_the_others_to_a_later_call(
 def test_a_worker_is_replaced_at_any_place(join: Callable[..., str], backend: str, place: str) -> None:
     notes = join(backend, "--min-workers 2", "lost1", place, (0, 2))
     assert "worker 2 joined (2 workers)" in notes
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kills", ["1", "0 1"])
+def test_a_model_is_not_tried_again_with_other_rows(
+    launch: Callable[..., Any], quicker_backend: str, tmp_path: Path, kills: str
+) -> None:
+    """The second `fit` would show what the first one hides: the result would be another one after a loss."""
+    program = ("tried_again.py", *kills.split())
+    undisturbed = launch("-n 1 --replicas 2", "tried_again.py", backend=quicker_backend)
+    words = f"-n 2 --min-workers 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
+    run = launch(words if kills == "0 1" else "-n 2 --min-workers 2", *program, backend=quicker_backend)
+    if kills == "0 1":
+        assert run.status == 137, run.stderr
+        run = launch(words, *program, backend=quicker_backend)
+        assert "resuming from" in run.stderr
+    else:
+        assert "worker 2 joined (2 workers)" in run.stderr
+    assert run.status == 0, run.stderr
+    for worker in (0, 2) if kills == "1" else (0, 1):
+        assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")

@@ -38,7 +38,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Growths:
-    """The measured growths in the steps of a model.
+    """What trials have shown of a compiled model: above all, the growths of the values in its steps.
+
+    It decides how replicas combine values, so it is the same on all workers. Trials with other rows may show
+    something else, so a worker that joins, or a job that resumes, takes it over.
 
     Attributes:
         losses: the growths of the compiled losses, by their positions.
@@ -49,6 +52,9 @@ class Growths:
             `lockstep.keras.backends.whole_batch`.
         divisor: the divisor of the losses in training. It is R if a step of the program adds up the gradients
             of R replicas, as programs for `tf.distribute` do; otherwise it is 1.
+        tried: the number of the call that has read rows to try a kind of step; 0 if no rows were needed.
+        names: the names of the parts of the model that are computed per replica.
+        exact: the names of those that are computed from the whole batch.
     """
 
     losses: Mapping[int, int] = field(default_factory=dict)
@@ -56,6 +62,46 @@ class Growths:
     steps: Mapping[StepKind, Mapping[tuple[int, str], int]] = field(default_factory=dict)
     divisor: int = 1
     whole: frozenset[WholePart] = frozenset()
+    tried: Mapping[StepKind, int] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
+
+    def packed(self, model: Any) -> dict[str, Any]:
+        """Return plain values for `unpacked`, in which a layer is its position in the model."""
+        positions = {id(layer): position for position, layer in enumerate(layers_of(model))}
+        layers = {positions[identity]: growth for identity, growth in self.layers.items()}
+        steps = {
+            kind: [(number, name, growth) for (number, name), growth in growths.items()]
+            for kind, growths in self.steps.items()
+        }
+        return {
+            "losses": dict(self.losses),
+            "layers": layers,
+            "steps": steps,
+            "divisor": self.divisor,
+            "whole": sorted(self.whole),
+            "tried": dict(self.tried),
+            "names": self.names,
+            "exact": self.exact,
+        }
+
+    @classmethod
+    def unpacked(cls, model: Any, values: Mapping[str, Any]) -> "Growths":
+        """Return what `packed` has packed, for the same model in another process."""
+        layers = layers_of(model)
+        return cls(
+            losses=dict(values["losses"]),
+            layers={id(layers[position]): growth for position, growth in values["layers"].items()},
+            steps={
+                kind: {(number, name): growth for number, name, growth in growths}
+                for kind, growths in values["steps"].items()
+            },
+            divisor=values["divisor"],
+            whole=frozenset(values["whole"]),
+            tried=dict(values["tried"]),
+            names=tuple(values["names"]),
+            exact=tuple(values["exact"]),
+        )
 
     def digest(self, kind: StepKind) -> bytes:
         """Return bytes that are equal on workers that combine the values of a kind of step alike."""

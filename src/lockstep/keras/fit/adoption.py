@@ -23,16 +23,12 @@ class Compilation:
 
     Attributes:
         compared: the kinds of steps for which workers have compared the model, in calls for single batches.
-        measured: the kinds of steps whose parts per replica were measured.
         witnessed: the kinds of steps that were compared with plain Keras.
-        named: the parts of the model that are per replica.
         trained: the variables that its training function updates; None before the function is made.
     """
 
     compared: set[StepKind] = field(default_factory=set)
-    measured: set[StepKind] = field(default_factory=set)
     witnessed: set[StepKind] = field(default_factory=set)
-    named: list[str] = field(default_factory=list)
     trained: list[Any] | None = None
 
 

@@ -3,12 +3,14 @@
 Notes name these parts. A job that only checks the script also compares a step with plain Keras there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.backends.growth import Growths, growths_of, set_growths
 from lockstep.keras.fit.adoption import settings_text
 from lockstep.keras.fit.exactness import (
     introduction,
@@ -82,7 +84,12 @@ class Introductions:
         if not checks or (checks != "every-fit" and kind in compilation.witnessed):
             return nullcontext()
         compilation.witnessed.add(kind)
-        return self._witness.compared(call.name, model, kind, read(), lambda: compilation.named)
+        return self._witness.compared(call.name, model, kind, read(), lambda: self._named(model))
+
+    @staticmethod
+    def _named(model: Any) -> list[str]:
+        """Return the names of the parts of a model that differ from one process."""
+        return [*growths_of(model).names, *summed_occurrences(model)]
 
     def _compared_step(self, model: Any, kind: StepKind) -> GlobalStep:
         """Return the step of a model to compare, which lasts as long as the step of Keras's loops.
@@ -103,33 +110,53 @@ class Introductions:
         This is done once for a compiled model. The first note says that a script without a strategy is
         distributed.
         """
-        batch = TriedBatch(read)
         adopts_all = self._models.adopts_all
-        compilation = self._models.compilation(model)
         with unchanged(model):
-            if kind in compilation.measured:
+            growths = growths_of(model)
+            if kind in growths.tried:
                 return
-            context = self._models.step_context(model)
-            tries = self._tries(model)
-            trial = Trial(self._job, self._parts.backend, model, batch, context, tries=tries)
-            if kind == "predict":
-                # A trial of training has tried the same layers.
-                if not compilation.measured or has_own(model, "predict_step"):
-                    trial.name_predictions()
-                kinds, parts = [], trial.names
-            else:
-                trial.measure(["train", "test"] if kind == "train" else [kind])
-                kinds = kinds_per_replica(model) if adopts_all else []
-                parts = [*(tried_parts(model, batch) if adopts_all else ()), *trial.names]
-            compilation.measured.update(["train", "test"] if kind == "train" else [kind])
+            if not growths.tried:
+                # A process that joins or resumes may have other rows at hand than the first trial.
+                growths = self._parts.snapshots.growths(model) or growths
+            if kind not in growths.tried:
+                growths = self._tried(call, model, kind, TriedBatch(read), growths)
+            elif growths.tried[kind] == call.number:
+                # Reading may change the input.
+                read()
+            set_growths(model, growths)
+            kinds = kinds_per_replica(model) if adopts_all and kind != "predict" else []
             occurrences = summed_occurrences(model) if kind == "train" else []
-        self._tell(call, model, kinds, parts, introduces=kind != "predict")
-        compilation.named += occurrences
+        self._tell(call, model, kinds, growths.names, introduces=kind != "predict")
         if (new := [part for part in occurrences if part not in self._told]) and self._notes_here:
             note(occurrences_note(new))
-        if (new := [part for part in trial.exact if part not in self._told]) and self._notes_here:
+        if (new := [part for part in growths.exact if part not in self._told]) and self._notes_here:
             note(f"model {model.name!r}: {whole_batch_note(new)}")
-        self._told.update((*occurrences, *trial.exact))
+        self._told.update((*occurrences, *growths.exact))
+
+    def _tried(
+        self, call: NumberedCall, model: Any, kind: StepKind, batch: TriedBatch, before: Growths
+    ) -> Growths:
+        """Try a model; return what this and earlier trials have shown."""
+        parts = self._parts
+        kinds: list[StepKind] = ["train", "test"] if kind == "train" else [kind]
+        trial = Trial(
+            self._job, parts.backend, model, batch, self._models.step_context(model), tries=self._tries(model)
+        )
+        if kind == "predict":
+            # A trial of training has tried the same layers.
+            if not before.tried or has_own(model, "predict_step"):
+                trial.name_predictions()
+            names, growths = trial.names, before
+        else:
+            trial.measure(kinds)
+            names = [*(tried_parts(model, batch) if self._models.adopts_all else ()), *trial.names]
+            growths = growths_of(model)
+        return replace(
+            growths,
+            tried={**before.tried, **dict.fromkeys(kinds, call.number if batch.was_read else 0)},
+            names=tuple(dict.fromkeys([*before.names, *names])),
+            exact=tuple(dict.fromkeys([*before.exact, *trial.exact])),
+        )
 
     @property
     def _notes_here(self) -> bool:
@@ -137,7 +164,7 @@ class Introductions:
         return self._job.is_chief and not self._parts.resumable.catches_up
 
     def _tell(
-        self, call: NumberedCall, model: Any, kinds: list[str], parts: list[str], *, introduces: bool
+        self, call: NumberedCall, model: Any, kinds: Sequence[str], parts: Sequence[str], *, introduces: bool
     ) -> None:
         """Print which parts of a model are per replica: classes of layers once, others once for equal models.
 
@@ -150,8 +177,6 @@ class Introductions:
         """
         alike = settings_text(model) if parts else ""
         named = [*((kind, kind) for kind in kinds), *((f"{alike}{part}", part) for part in parts)]
-        compilation = self._models.compilation(model)
-        compilation.named = list(dict.fromkeys([*compilation.named, *parts]))
         text = ""
         if introduces and self._models.adopts_all and not self._introduced:
             self._introduced = True

@@ -58,6 +58,11 @@ class TriedBatch:
         return min(_ROWS, self.examples)
 
     @property
+    def was_read(self) -> bool:
+        """Whether rows were needed so far."""
+        return self._batch is not None
+
+    @property
     def whole(self) -> TriedRows:
         """All rows to try."""
         return self._rows(0, self.count)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.keras.backends.contract import Backend, StepKind
+from lockstep.keras.backends.growth import Growths, growths_of
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.variables import all_variables, assign, named_arrays
 
@@ -20,10 +21,12 @@ class CompiledModels:
         self._models: list[weakref.ref[Any]] = []
         self._built: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._built_before: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._compilations: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, Mapping[str, Any]] = {}
 
     def add(self, model: Any) -> None:
         """Add `model`, which was just compiled."""
+        self._compilations[model] = self._compilations.get(model, 0) + 1
         for built in (self._built, self._built_before):
             built.pop(model, None)
         if all(reference() is not model for reference in self._models):
@@ -54,6 +57,25 @@ class CompiledModels:
             for index, reference in enumerate(self._models)
             if (model := reference()) in built_models
         }
+
+    @property
+    def growths(self) -> dict[int, tuple[int, dict[str, Any]]]:
+        """The growths of the models that were tried, by number, with the number of the last compilation."""
+        models = ((index, reference()) for index, reference in enumerate(self._models))
+        return {
+            index: (self._compilations[model], growths.packed(model))
+            for index, model in models
+            if model is not None and (growths := growths_of(model)).tried
+        }
+
+    def growths_in(self, packed: Mapping[int, Any], model: Any) -> Growths | None:
+        """Return the growths of a model in another process's value of `growths`; None if it lacks them."""
+        for index, reference in enumerate(self._models):
+            if reference() is model and index in packed:
+                compilation, values = packed[index]
+                if compilation == self._compilations[model]:
+                    return Growths.unpacked(model, values)
+        return None
 
     def were_built(self, built: Mapping[int, bool]) -> None:
         """Note the models that skipped calls have built: the value of `built` in another process."""

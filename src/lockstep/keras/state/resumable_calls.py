@@ -160,6 +160,8 @@ class ResumableCalls:
     Attributes:
         skipping: publishes how much of a call was skipped.
         turns: the turns of the script's threads, whose calls follow each other.
+        begun_with: what trials have shown of models (`growths`), and the hashes of the program's files
+            (`sources`), in the state with which this process has begun; empty without one.
     """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
@@ -171,6 +173,7 @@ class ResumableCalls:
         self._refusal: LockstepError | None = None
         self._again: BaseException | None = None
         self.skipping = SkippedSteps(job.events.publish)
+        self.begun_with: Mapping[str, Any] = {}
         self.turns = CallTurns(
             self._next_key, self._has_recorded_keys, lambda: job.policy.timeout, self._note_threads
         )
@@ -283,6 +286,7 @@ class ResumableCalls:
             raise CheckpointError(
                 f"cannot read the finished calls in the checkpoint of step {contents.step}: {error!r}"
             ) from error
+        self._note_beginning(training)
 
     @contextmanager
     def call(self, method: str) -> Iterator[NumberedCall]:
@@ -425,6 +429,10 @@ class ResumableCalls:
         compare_with_member(self._job, contents.manifest["host"])
         training = unpack(contents.manifest["training"], contents.arrays)
         self._resumption = Resumption.of(contents, training, joined=joined)
+        self._note_beginning(training)
+
+    def _note_beginning(self, training: Mapping[str, Any]) -> None:
+        self.begun_with = {name: training[name] for name in ("growths", "sources") if name in training}
 
     def _fail(self, call: NumberedCall, error: BaseException) -> None:
         """Record the error that ends the call in progress: the script may catch it."""

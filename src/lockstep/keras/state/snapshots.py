@@ -15,6 +15,7 @@ from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
+from lockstep.keras.backends.growth import Growths
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.host_report import libraries, report_for_joiners
 from lockstep.keras.numbered_calls import NumberedCalls
@@ -145,6 +146,7 @@ class Snapshots:
             "passes": call.passes,
             "states": dict(call.states),
             "turn": self.resumable.turns.key,
+            "growths": self.models.growths,
         }
         if not whole:
             return Contents(self._calls.taken, *self._packed(position, {}))
@@ -189,7 +191,11 @@ class Snapshots:
             steps: number of completed steps of the call in progress, 1 or more.
         """
         call = self._calls.current
-        training: dict[str, Any] = {"journal": self.resumable.journal.packed(), "steps": steps}
+        training: dict[str, Any] = {
+            "journal": self.resumable.journal.packed(),
+            "steps": steps,
+            "growths": self.models.growths,
+        }
         if model is None:
             training["schedules"] = True
         else:
@@ -299,6 +305,22 @@ class Snapshots:
         self._job.events.publish(TrainingResumed(where, self._calls.taken))
         return training["logs"], state
 
+    def growths(self, model: Any) -> Growths | None:
+        """Return what trials of a model have shown before this process has resumed or joined.
+
+        None means that the model has to be tried, also because the program has changed.
+
+        Raises:
+            CheckpointError: the state with which this process has begun cannot be read.
+        """
+        training = self.resumable.begun_with
+        if self._job.checkpoints.accepts_changes or _changed_sources(training):
+            return None
+        try:
+            return self.models.growths_in(training.get("growths", {}), model)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"cannot read the trials of models in the checkpoint: {error!r}") from error
+
     def note_settings(self, model: Any) -> None:
         """Record the settings of the `fit` that begins, if checkpoints are saved."""
         if self._job.checkpoints.scheduler is not None:
@@ -326,10 +348,7 @@ class Snapshots:
         Raises:
             ChangedError: settings differ, and the user has not accepted that.
         """
-        texts = own_sources()
-        sources = [
-            name for name, text in training.get("sources", {}).items() if texts.get(name, text) != text
-        ]
+        sources = _changed_sources(training)
         changed = f" ({', '.join(sources)} changed)" if sources else ""
         changes = ""
         if "settings" in training:
@@ -343,6 +362,12 @@ class Snapshots:
         if (changes or sources) and self._job.is_chief:
             how = f"with other settings: {changes}" if changes else "with the same settings"
             note(f"resuming from the checkpoint of step {step}{changed} {how}")
+
+
+def _changed_sources(training: Mapping[str, Any]) -> list[str]:
+    """Return the source files of the program that have changed since a state of the training was saved."""
+    texts = own_sources()
+    return [name for name, text in training.get("sources", {}).items() if texts.get(name, text) != text]
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

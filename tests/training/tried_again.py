@@ -1,0 +1,48 @@
+"""The rows of a first `fit` hide that a loss compares examples; those of the second one show it.
+
+    tried_again.py [WORKER ...]
+
+In the second `fit`, these workers are killed, unless the job resumes. Prints the digest at the end.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+from lockstep.worker import job
+
+X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+
+
+class Largest(keras.Sequential):  # type: ignore[misc]
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return keras.ops.max(keras.ops.square(y - y_pred))
+
+
+class Kill(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        checkpoints = job.current().checkpoints
+        if batch == 1 and str(job.current().worker) in sys.argv[1:] and checkpoints.resumed is None:
+            # The checkpoints that the chief has taken are on disk.
+            assert checkpoints.scheduler is None or checkpoints.scheduler.close(30)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    keras.utils.set_random_seed(1)
+    model = Largest([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile("sgd")
+    options = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    equal = np.repeat(X[:1], 8, axis=0)
+    model.fit(equal, equal[:, :1], **options)
+    model.fit(X, X[:, :1], callbacks=[Kill()], **options)
+    print("digest", lockstep.digest(model))
+
+
+if __name__ == "__main__":
+    main()
