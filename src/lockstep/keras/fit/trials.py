@@ -108,18 +108,18 @@ class Trial:
     """The trials of one model with the rows of one batch.
 
     Args:
-        job: in which the model trains.
-        backend: of the model.
-        model: built and compiled.
-        batch: read only if the program has parts to try.
+        job: the job in which the model trains.
+        backend: the backend of the model.
+        model: the model, built and compiled.
+        batch: the rows to try. They are read only if the program has parts to try.
         context: returns the context of the program's own `train_step`.
-        tries: whether the model may be called; otherwise the parts to try are named.
-        whole: what a step computes from the whole batch.
+        tries: whether the model may be called. Otherwise, the parts to try are named.
+        whole: the parts of a step that are computed from the whole batch.
 
     Attributes:
-        names: of the parts of the program that compare examples, or could not be tried.
+        names: the names of the parts of the program that compare examples, or could not be tried.
         exact: the names of those that are computed from the whole batch.
-        growths: what was measured.
+        growths: the growths that the trial has measured.
     """
 
     def __init__(
@@ -190,10 +190,10 @@ class Trial:
 
         Keras's own step uses the loss for nothing else. Each worker would draw numbers of its own.
         """
-        own, whole = partial(has_own, self._model), self.growths.whole
+        overrides, whole = partial(has_own, self._model), self.growths.whole
         draws = any(name.startswith(DRAWS) for name in self.names)
         return "loss" in whole and not (
-            draws or own("test_step") or (own("compute_metrics") and "metrics" not in whole)
+            draws or overrides("test_step") or (overrides("compute_metrics") and "metrics" not in whole)
         )
 
     def _wholes(self) -> list[frozenset[WholePart]]:
@@ -208,8 +208,8 @@ class Trial:
         parts: list[frozenset[WholePart]] = [frozenset({"loss"})] if loss else []
         parts += [frozenset({"loss", "metrics"})] if loss and metrics else []
         parts += [frozenset({"metrics"})] if metrics else []
-        own = any(has_own(self._model, name) for name in ("compute_loss", "compute_metrics"))
-        parts += [part | {"inputs"} for part in parts if own]
+        overrides = any(has_own(self._model, name) for name in ("compute_loss", "compute_metrics"))
+        parts += [part | {"inputs"} for part in parts if overrides]
         return [self.growths.whole | part for part in parts]
 
     def _measure(self, kinds: Sequence[StepKind]) -> None:
@@ -239,9 +239,9 @@ class Trial:
         doubtful = [i for i, loss in enumerate(losses) if may_compare_examples(loss)]
         if doubtful:
             names = {i: f"the loss {getattr(losses[i], 'name', None) or losses[i]}" for i in doubtful}
-            values = self._tried(list(names.values()), self._loss_values)
-            for i in doubtful if values else ():
-                measured = {g for attempt in values if (g := attempt.get(i)) is not _NOTHING}
+            attempts = self._tried(list(names.values()), self._loss_values)
+            for i in doubtful if attempts else ():
+                measured = {growths.get(i) for growths in attempts} - {_NOTHING}
                 if len(measured) == 1 and None not in measured:
                     declared[i] = measured.pop()
                 elif measured:
@@ -251,11 +251,11 @@ class Trial:
 
     def _loss_values(self) -> list[dict[int, Any]]:
         """Return, for some attempts, the growth of each compiled loss, `_NOTHING` where all values are 0."""
-        found = []
+        growths = []
         for outputs, weights in self._outputs():
-            values = self._each(partial(self._losses_of, outputs, weights))
-            found.append({i: self._growth([v[i] for v in values]) for i in values[0]})
-        return found
+            losses = self._each(partial(self._losses_of, outputs, weights))
+            growths.append({i: self._growth([values[i] for values in losses]) for i in losses[0]})
+        return growths
 
     def _losses_of(self, outputs: Nest, weights: Nest, part: TriedRows) -> dict[int, Array]:
         values: dict[int, Array] = {}
@@ -291,9 +291,9 @@ class Trial:
     def _layers(self) -> None:
         """Measure what layers add to the loss, and name layers and operations that compare examples."""
         layers = [
-            one
-            for one in layers_of(self._model)
-            if _may_compare_rows(one) or one.activity_regularizer is not None
+            layer
+            for layer in layers_of(self._model)
+            if _may_compare_rows(layer) or layer.activity_regularizer is not None
         ]
         layers += _operations_of(self._model)
         if not layers:
@@ -319,7 +319,7 @@ class Trial:
         comparing: set[int] = set()
         # Inner layers, and then operations, come last: what is around one of them is not named again.
         for layer in reversed(layers):
-            inner_ids = {id(one) for one in _within(layer)}
+            inner_ids = {id(inner) for inner in _within(layer)}
             compares = any(self._compares([call[id(layer)] for call in calls]) for calls in attempts)
             if compares and not inner_ids & comparing:
                 if layer is self._model:
@@ -391,9 +391,8 @@ class Trial:
             return False
         for i, (inputs, outputs) in enumerate(whole):
             of_parts = [part[i] for part in parts]
-            if self._equal_rows(inputs, [one for one, _ in of_parts]) and not self._equal_rows(
-                outputs, [other for _, other in of_parts]
-            ):
+            inputs_of_parts, outputs_of_parts = zip(*of_parts, strict=True)
+            if self._equal_rows(inputs, inputs_of_parts) and not self._equal_rows(outputs, outputs_of_parts):
                 return True
         return False
 
@@ -406,7 +405,7 @@ class Trial:
 
     def name_predictions(self) -> None:
         """Name what compares examples when the model predicts: layers, operations and its `predict_step`."""
-        layers = [one for one in layers_of(self._model) if _may_compare_rows(one)]
+        layers = [layer for layer in layers_of(self._model) if _may_compare_rows(layer)]
         layers += _operations_of(self._model)
         if layers:
             calls = partial(self._calls, layers, training=False)
@@ -440,9 +439,9 @@ class Trial:
         if "metrics" in self.growths.whole:
             return
         model = self._model
-        own = has_own(model, "compute_metrics")
+        overrides = has_own(model, "compute_metrics")
         doubtful = [metric for metric in flat_metrics(model.metrics) if may_compare_examples(metric)]
-        if not (own or doubtful):
+        if not (overrides or doubtful):
             return
         names = [f"the metric {metric.name}" for metric in doubtful]
         attempts = self._tried(names or ["compute_metrics"], self._metric_states)
@@ -462,14 +461,14 @@ class Trial:
 
     def _metric_states(self) -> list[dict[str, Any]]:
         """Return, for some attempts, the growth of the metrics' variables and of other figures."""
-        found = []
+        growths = []
         for outputs, weights in self._outputs():
             updates: list[Updates] = []
             arrays = self._each(partial(self._metric_arrays, outputs, weights, updates))
-            found.append({name: self._growth([a[name] for a in arrays]) for name in arrays[0]})
+            growths.append({name: self._growth([each[name] for each in arrays]) for name in arrays[0]})
             if "metrics" not in self.growths.whole:
                 self._name_metrics_that_do_not_add(*updates[1:])
-        return found
+        return growths
 
     def _name_metrics_that_do_not_add(self, first: Updates, second: Updates) -> None:
         """Name the metrics whose state is not a sum over examples, as replicas have to refuse."""
@@ -547,7 +546,7 @@ class Trial:
                     continue
                 if not (methods or whole) and id(self._owner(group[0], owners)) not in of_layers:
                     continue
-                values = [np.concatenate([one[name].ravel() for name in group]) for one in arrays]
+                values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
                 value = self._growth(values, _HALVES)
                 if summed and group[0].startswith("gradient/"):
                     # The rule has made them what means are.
@@ -604,7 +603,7 @@ class Trial:
             while True:
                 updates.clear()
                 arrays = [compute(whole, 1), *(compute(part, 2) for part in halves)]
-                if any(one.keys() != arrays[0].keys() for one in arrays):
+                if any(each.keys() != arrays[0].keys() for each in arrays):
                     raise _UnlikeStepsError
                 row_bytes += sum(
                     array.nbytes / whole.count
@@ -620,7 +619,8 @@ class Trial:
                     continue
                 if self._context is not nullcontext and not summed:
                     self._name_if_divided(arrays[1], compute(halves[0], 1), kind)
-                rounds.append([_unweighted(one, w) for one, w in zip(arrays, (1.0, *_HALVES), strict=True)])
+                weights = (1.0, *_HALVES)
+                rounds.append([_unweighted(*pair) for pair in zip(arrays, weights, strict=True)])
                 totals.append(arrays[0])
                 if program.is_last(len(totals) - 1):
                     self._name_metrics_that_do_not_add(*updates_of_halves)
@@ -770,7 +770,7 @@ def neutral(model: Any, note: Callable[[str], object], *, constant: bool = False
     """Within the block, a row of a batch does not depend on the others by random numbers or statistics.
 
     Args:
-        model: whose layers compute in the block.
+        model: the model whose layers compute in the block.
         note: gets the name of each function of the program that draws random numbers.
         constant: whether all draws are equal, also those of several replicas.
     """
@@ -950,7 +950,8 @@ def _may_compare_rows(layer: Any) -> bool:
 def _operations_of(model: Any) -> list[Any]:
     """Return the operations of functional models that are not layers."""
     functions = [layer for layer in layers_of(model) if isinstance(layer, keras.Function)]
-    return [one for function in functions for one in function.operations if not isinstance(one, keras.Layer)]
+    operations = [operation for function in functions for operation in function.operations]
+    return [operation for operation in operations if not isinstance(operation, keras.Layer)]
 
 
 def _within(layer: Any) -> list[Any]:
@@ -962,6 +963,6 @@ def _within(layer: Any) -> list[Any]:
 
 def _may_add_losses(layer: Any) -> bool:
     """Whether a method of a layer's own class calls `add_loss`."""
-    own = [one for one in type(layer).__mro__ if not one.__module__.startswith(("keras.", "builtins"))]
-    codes = [getattr(member, "__code__", None) for one in own for member in vars(one).values()]
+    classes = [each for each in type(layer).__mro__ if not each.__module__.startswith(("keras.", "builtins"))]
+    codes = [getattr(member, "__code__", None) for each in classes for member in vars(each).values()]
     return any(code is not None and "add_loss" in code.co_names for code in codes)

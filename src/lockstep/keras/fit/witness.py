@@ -75,8 +75,8 @@ class _Outcome:
 
     Attributes:
         figures: the logs, or the outputs by path.
-        gradients: by the number of the update and the position of the variable.
-        state: the variables afterwards, by path.
+        gradients: the gradients by the number of the update and the position of the variable.
+        state: the values of the variables after the step, by path.
     """
 
     figures: dict[str, Array]
@@ -88,11 +88,11 @@ class Witness:
     """Compares steps of the models of one job, which has one worker.
 
     Args:
-        job: with all replicas on this worker.
-        backend: of the models.
+        job: the job, with all replicas on this worker.
+        backend: the backend of the models.
         step: returns the step of a model that replicas compute.
         plainly: returns a context in which a function of a model, by its attribute, is Keras's own.
-        context: returns the context of the program's own `train_step`; for a model.
+        context: returns, for a model, the context of the program's own `train_step`.
     """
 
     def __init__(
@@ -119,9 +119,9 @@ class Witness:
         So what the block leaves behind is a difference, too.
 
         Args:
-            call: names the call of the script.
-            model: built and compiled.
-            kind: of the step.
+            call: the name of the script's call.
+            model: the model, built and compiled.
+            kind: the kind of the step.
             batch: the whole batch, in the form in which the program's step gets it.
             names: returns, after the block, the parts of the program that a note has named.
         """
@@ -154,12 +154,12 @@ class Witness:
     @staticmethod
     def _results(comparison: "_Comparison", names: Sequence[str]) -> tuple[list[str], list[Difference]]:
         deviations = comparison.deviations()
-        equal = [part for part, found in deviations.items() if found is None]
-        differing = {part: found for part, found in deviations.items() if found is not None}
-        begins = comparison.beginning() if differing else ""
+        equal = [part for part, difference in deviations.items() if difference is None]
+        begins = comparison.beginning() if len(equal) < len(deviations) else ""
         return equal, [
-            Difference(part, str(found), begins, ", ".join(explaining(part, names)))
-            for part, found in differing.items()
+            Difference(part, str(difference), begins, ", ".join(explaining(part, names)))
+            for part, difference in deviations.items()
+            if difference is not None
         ]
 
 
@@ -174,12 +174,12 @@ def explaining(part: str, names: Sequence[str]) -> list[str]:
     A metric or a figure explains only itself, and an optimizer what it updates. Random numbers that are equal
     for all rows explain nothing. Anything else changes the gradients, and with them everything.
     """
-    kind, _, word = part.rpartition(" ")
+    kind, _, path = part.rpartition(" ")
     return [
         name
         for name in names
         if (
-            any(f"_{word}".endswith(f"_{one}") for one in name.split()[2:])
+            any(f"_{path}".endswith(f"_{word}") for word in name.split()[2:])
             if name.startswith(("the metric ", "the figure "))
             else kind.startswith(("state", "update"))
             if name.endswith(OCCURRENCES)
@@ -217,17 +217,19 @@ class _Comparison:
             # A trial may have created variables.
             self._before = {**self._state(None), **self._before}
             replicas = self._of_replicas(step)
-            others = [self._rounded(number) for number in range(_ROUNDINGS)]
+            rounded = [self._rounded(number) for number in range(_ROUNDINGS)]
             expected = self._updated(replicas)
-        figures = self._figures(reference, replicas, others)
-        rest = self._rest(expected, reference, replicas, others)
-        # The figure shows it already.
-        known = {f"state of {name}" for name, found in figures.items() if found is not None}
+        figures = self._figures(reference, replicas, rounded)
+        states = self._states(expected, reference, replicas, rounded)
+        for name, difference in figures.items():
+            if difference is not None:
+                # The figure shows it already.
+                states.pop(f"state of {name}", None)
         return {
             **figures,
-            **self._gradients(reference, replicas, others),
+            **self._gradients(reference, replicas, rounded),
             **self._updated_variables(expected, replicas.state),
-            **{name: found for name, found in rest.items() if name not in known},
+            **states,
         }
 
     def beginning(self) -> str:
@@ -349,21 +351,21 @@ class _Comparison:
     # Comparing.
 
     def _figures(
-        self, reference: _Outcome, replicas: _Outcome, others: Sequence[_Outcome]
+        self, reference: _Outcome, replicas: _Outcome, rounded: Sequence[_Outcome]
     ) -> dict[str, Deviation | None]:
         deviations: dict[str, Deviation | None] = {}
         for name in {**reference.figures, **replicas.figures}:
             if name in reference.figures and name in replicas.figures:
-                rounded = [other.figures[name] for other in others if name in other.figures]
+                alike = [outcome.figures[name] for outcome in rounded if name in outcome.figures]
                 pair = reference.figures[name], replicas.figures[name]
-                deviations[name] = deviation(*pair, rounded, self._epsilon)
+                deviations[name] = deviation(*pair, alike, self._epsilon)
             else:
                 side = "plain Keras" if name in reference.figures else "replicas"
                 deviations[name] = Deviation(np.inf, f"computed by {side} only")
         return deviations
 
     def _gradients(
-        self, reference: _Outcome, replicas: _Outcome, others: Sequence[_Outcome]
+        self, reference: _Outcome, replicas: _Outcome, rounded: Sequence[_Outcome]
     ) -> dict[str, Deviation | None]:
         deviations: dict[str, Deviation | None] = {}
         largest = [float(np.max(np.abs(array), initial=0)) for array in reference.gradients.values()]
@@ -371,11 +373,11 @@ class _Comparison:
             path = self._gradients_in_logs.updated[number].variables[position].path
             name = f"gradient {path}" + (f" (update {number + 1})" if number else "")
             of_replicas = replicas.gradients.get((number, position))
-            rounded = [each.gradients[number, position] for each in others]
+            alike = [outcome.gradients[number, position] for outcome in rounded]
             deviations[name] = deviation(
                 value,
                 np.zeros_like(value) if of_replicas is None else of_replicas,
-                rounded,
+                alike,
                 self._epsilon,
                 max(largest),
             )
@@ -395,14 +397,14 @@ class _Comparison:
             deviations[f"update {name}"] = deviation(*pair, (), epsilon, 16 * size)
         return deviations
 
-    def _rest(
+    def _states(
         self,
         expected: Mapping[str, Array],
         reference: _Outcome,
         replicas: _Outcome,
-        others: Sequence[_Outcome],
+        rounded: Sequence[_Outcome],
     ) -> dict[str, Deviation | None]:
-        """Return the deviations of the variables of layers, metrics, and updates that are not known."""
+        """Return the deviations of the variables for which `expected` has no value."""
         owners = self._metrics()
         deviations: dict[str, Deviation | None] = {}
         for name, value in reference.state.items():
@@ -413,7 +415,7 @@ class _Comparison:
             deviates = deviation(
                 self._change(name, value),
                 self._change(name, replicas.state[name]),
-                [self._change(name, other.state[name]) for other in others],
+                [self._change(name, outcome.state[name]) for outcome in rounded],
                 self._epsilon,
                 float(np.max(np.abs(value), initial=0)) if value.dtype.kind == "f" else 0.0,
             )
@@ -459,7 +461,8 @@ class _Comparison:
     @contextmanager
     def _empty_metrics(self) -> Iterator[None]:
         """Within the block, metrics have seen no batch, so that they show what one step adds to them."""
-        before = [(one, self._host(one.value)) for one in self._model.metrics_variables]
+        variables = self._model.metrics_variables
+        before = [(variable, self._host(variable.value)) for variable in variables]
         self._model.reset_metrics()
         try:
             yield
