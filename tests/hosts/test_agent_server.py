@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from lockstep.hosts.newcomers import Newcomers
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.host import (
+    SILENCE,
     BeginJob,
     HostFacts,
     HostOffer,
@@ -131,7 +133,7 @@ def test_an_agent_that_corrects_its_offer_joins_once(join: Callable[..., Job]) -
 
 
 def test_a_rejected_agent_learns_whether_the_job_runs(join: Callable[..., Job]) -> None:
-    """If it does, the agent exits with status 75, and whatever started it may try again."""
+    """If it may try again, the agent exits with status 75, and whatever started it may try again."""
     job = join()
 
     def judge(agent: JoiningAgent, offer: HostOffer) -> str:
@@ -140,7 +142,7 @@ def test_a_rejected_agent_learns_whether_the_job_runs(join: Callable[..., Job]) 
     job.server.pass_on(judge, job._take)
     job.agent.send(HostOffer(1))
     job.loop.turn(0.0)
-    assert received(job.agent, Rejected) == Rejected("the hosts of the job are complete", runs=True)
+    assert received(job.agent, Rejected) == Rejected("the hosts of the job are complete", again=True)
     assert job.newcomers.names == ["10.0.0.1"]
 
     own, theirs = socket.socketpair()
@@ -149,9 +151,28 @@ def test_a_rejected_agent_learns_whether_the_job_runs(join: Callable[..., Job]) 
     early: Agent = Agent.over(theirs, RemoteInstruction, None, accepted=False)
     early.send(HostOffer(1))
     job.loop.turn(0.0)
-    assert received(early, Rejected) == Rejected("the hosts of the job are complete", runs=False)
+    assert received(early, Rejected) == Rejected("the hosts of the job are complete", again=False)
     server.close()
     early.close()
+
+
+@pytest.mark.parametrize("still", ["the agent", "the coordinator"])
+def test_a_coordinator_that_stood_still_reads_before_it_judges(join: Callable[..., Job], still: str) -> None:
+    """An agent that was silent while the coordinator looked has left, and may connect again."""
+    job, accept = join(), lambda agent, offer: ""
+    own, theirs = socket.socketpair()
+    server = AgentServer(WITHOUT_KEY, accept, job.notes.append, loop=job.loop, clock=job.clock)
+    with closing(server), closing(Agent.over(theirs, RemoteInstruction, None, accepted=False)) as agent:
+        server.admit(Greeting(ConnectionKind.CONTROL), own, "10.0.0.3:50000")
+        agent.send(HostOffer(1))
+        job.loop.turn(0.0)
+        if still == "the coordinator":
+            agent.send(KeepAlive())
+        job.clock.advance(SILENCE + 1.0)
+        job.loop.turn(0.0)
+        left = [] if still == "the coordinator" else ["the agent of 10.0.0.3 has left"]
+        assert job.notes == left
+        assert len(server.agents) == 1 - len(left)
 
 
 def test_the_wait_for_an_agent_that_only_lives_is_named_and_ends(join: Callable[..., Job]) -> None:

@@ -122,6 +122,42 @@ def test_a_host_takes_the_place_of_a_lost_one(
     assert agent.end() == -signal.SIGKILL
 
 
+@pytest.mark.ci
+def test_hosts_that_stand_still_while_the_job_gathers_join_again(
+    nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]
+) -> None:
+    """So do those whose coordinator is killed, once its command runs again."""
+    job, agent = begin("-n 3", "")
+    waits = "joined node1:7000; waiting for other hosts to join with 1 more worker"
+    agent.wait_until(lambda: waits in agent.err)
+    nodes[0].signal_all(signal.SIGSTOP)
+    agent.wait_until(lambda: "silent for 5 s, and this host joins it again" in agent.err)
+    nodes[0].signal_all(signal.SIGCONT)
+    agent.wait_until(lambda: agent.err.count(waits) == 2)
+    left = job.err.count("the agent of 10.119.0.2 has left")
+    nodes[1].signal_all(signal.SIGSTOP)
+    job.wait_until(lambda: job.err.count("the agent of 10.119.0.2 has left") > left)
+    nodes[1].signal_all(signal.SIGCONT)
+    agent.wait_until(lambda: agent.err.count(waits) == 3)
+    nodes[0].signal_all(signal.SIGKILL)
+    assert job.end() == -signal.SIGKILL
+    agent.wait_until(lambda: "waiting for the coordinator, " in agent.err)
+    (job,) = begin("-n 3")
+    last = nodes[2].lockstep("agent", "--join", "node1:7000", **keyed)
+    (nodes[0].work / "fast").touch()
+    assert ended(job, agent, last) == (0, 0, 0), (job.err, agent.err)
+    logs = [(nodes[0].work / f"run/worker-{worker}.log").read_text() for worker in range(3)]
+    assert {digest(log) for log in logs} == {chaos_steps.alone(0, 3, STEPS)[-1]}
+
+
+def test_a_stop_while_the_job_gathers_reaches_all_hosts(nodes: Sequence[Host], begin: Begin) -> None:
+    job, agent = begin("-n 3", "")
+    agent.wait_until(lambda: "waiting for other hosts to join with 1 more worker" in agent.err)
+    job.process.send_signal(signal.SIGTERM)
+    assert ended(job, agent) == (143, LEFT_OUT), (job.err, agent.err)
+    assert agent.err.splitlines()[-1].endswith("the job was stopped before it began")
+
+
 def test_both_ends_end_together(nodes: Sequence[Host], begin: Begin) -> None:
     """The fixture checks that no process is left."""
     job, agent = begin("-n 2", "", faults=["0:3:after apply:hold"])

@@ -211,6 +211,7 @@ def _join(
             begins=begins,
             address=address,
             engine=engine,
+            patience=options.patience,
         )
         try:
             return process.run()

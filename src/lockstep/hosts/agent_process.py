@@ -94,7 +94,7 @@ class LeftBehind(CoordinatorGone):
 
 
 class LeftOut(ConfigError):
-    """A job that runs does not let this host join."""
+    """The job does not let this host join now; it may try again later."""
 
 
 class HostWorkers(Protocol):
@@ -198,8 +198,12 @@ class _Silence:
             self._received, self._heard = self.channel.received, now
         return now - self._heard
 
-    def check(self, patience: float) -> None:
-        """Raise CoordinatorGone if the coordinator has been silent for longer than `patience` seconds."""
+    def check(self, patience: float, error: type[CoordinatorGone] = CoordinatorGone) -> None:
+        """Raise `error` if the coordinator has been silent for longer than `patience` seconds.
+
+        Raises:
+            CoordinatorGone: nothing has ever arrived from it.
+        """
         if self.seconds() <= patience:
             return
         if not self.channel.received:
@@ -207,7 +211,7 @@ class _Silence:
                 f"nothing has arrived from the address of the coordinator for {patience:g} s: another "
                 "program listens there, or the coordinator is stopped"
             )
-        raise CoordinatorGone(f"the coordinator has been silent for {patience:g} s")
+        raise error(f"the coordinator has been silent for {patience:g} s")
 
 
 @dataclass
@@ -232,6 +236,7 @@ class AgentProcess:
         first: the first process that a user has started on this host by hand; None if this starts workers.
         engine: the engine that has started this process, and says where the coordinator is; None if that is
             fixed.
+        patience: seconds that this host waits for a silent coordinator before the job begins.
         begun: whether the job has begun.
     """
 
@@ -250,14 +255,16 @@ class AgentProcess:
     grace: float | None = None
     first: Arrival | None = None
     engine: EngineLink | None = None
+    patience: float = 600.0
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
         """Serve the job to its end; return its exit status.
 
         Raises:
-            ConfigError: this host cannot take part; `LeftOut` if the job runs without it.
-            CoordinatorGone: the connection to the coordinator ended, or this agent was stopped in the job.
+            ConfigError: this host cannot take part; `LeftOut` if it may try again later.
+            CoordinatorGone: the connection to the coordinator ended, or this agent was stopped in the job;
+                `LeftBehind` if this host may join again.
             Stopped: this agent was stopped before the job began.
         """
         try:
@@ -276,22 +283,28 @@ class AgentProcess:
             self.channel.close()
 
     def _receive_one(self, kind: type[Message], checkpoints: AgentCheckpoints | None = None) -> Message:
-        """Wait for a message, until the coordinator or this process's command ends."""
+        """Wait for a message, until the coordinator or this process's command ends.
+
+        Until the hosts are complete, a host that can connect to the coordinator again does so. Later, the
+        coordinator would give the job up if a connection ended, so this host keeps the connection.
+        """
         self.loop.watch(self.channel.fileno(), lambda: None)
         self.loop.watch(self.command.fileno(), lambda: None)
-        silence, due = _Silence(self.channel, self.clock), self.clock.now()
+        silence, due, noted = _Silence(self.channel, self.clock), self.clock.now(), False
+        connects = kind is Prepare and self.address is not None
+        error = LeftBehind if connects else CoordinatorGone
         try:
             while True:
                 match received := self.channel.receive():
                     case PeerGone():
                         if self.joined and not self.channel.received:
                             raise CoordinatorGone(_REFUSED)
-                        raise CoordinatorGone("the connection to the coordinator ended")
-                    case Unreadable(error):
+                        raise error("the connection to the coordinator ended")
+                    case Unreadable(why):
                         hint = _PLAIN if self.joined and kind is Prepare else ""
-                        raise CoordinatorGone(f"the coordinator sent an invalid message: {error}{hint}")
-                    case Rejected(reason, runs):
-                        raise LeftOut(reason) if runs else ConfigError(reason)
+                        raise CoordinatorGone(f"the coordinator sent an invalid message: {why}{hint}")
+                    case Rejected(reason, again):
+                        raise LeftOut(reason) if again else ConfigError(reason)
                     case KeepWaiting(awaited):
                         self.waits(awaited)
                     case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:
@@ -302,7 +315,13 @@ class AgentProcess:
                 if (now := self.clock.now()) >= due:
                     due = now + ALIVE_EVERY
                     self.channel.send(KeepAlive())
-                    silence.check(SILENCE)
+                    silence.check(SILENCE if connects else self.patience, error)
+                    if silence.seconds() > SILENCE and not noted and self.address is not None:
+                        noted = True
+                        self.say(
+                            f"the coordinator has been silent for {SILENCE:g} s; this host waits for up "
+                            f"to {self.patience:g} s"
+                        )
                 busy = checkpoints is not None and checkpoints.advance()
                 self.loop.turn(0.0 if busy or received is not None else max(0.0, due - now))
         finally:

@@ -115,10 +115,10 @@ class AgentServer:
             assert agent.offer is not None
             self._accept(agent, agent.offer)
 
-    def turn_away(self, reason: str) -> None:
-        """Reject all agents, and wait a moment until they have the reason."""
+    def turn_away(self, reason: str, *, again: bool = False) -> None:
+        """Reject all agents, which may try `again` later, and wait a moment until they have the reason."""
         for agent in (*self.agents, *self._silent):
-            agent.channel.send(Rejected(reason))
+            agent.channel.send(Rejected(reason, again))
             agent.channel.flush(1.0)
         self.close()
 
@@ -165,7 +165,7 @@ class AgentServer:
 
     def _reject(self, agent: JoiningAgent, reason: str) -> None:
         self._say(f"the agent of {agent.peer} cannot join: {reason}")
-        agent.channel.send(Rejected(reason, runs=self._take is not None))
+        agent.channel.send(Rejected(reason, again=self._take is not None))
         self._rejected[agent.channel.fileno()] = agent, self._clock.now() + _FAREWELL
         if agent in self.agents:
             self.agents.remove(agent)
@@ -190,6 +190,10 @@ class AgentServer:
         if (now := self._clock.now()) >= self._due:
             self._due = now + ALIVE_EVERY
             for agent in [*self.agents, *self._silent]:
+                # If this process stood still, messages have arrived that it has not read.
+                self._hear(agent)
+                if agent not in self.agents and agent not in self._silent:
+                    continue
                 agent.channel.send(KeepAlive())
                 if agent.channel.received != agent.received:
                     agent.received, agent.heard = agent.channel.received, now

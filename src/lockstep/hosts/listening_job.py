@@ -98,7 +98,11 @@ class _ListeningJob:
                 engine.tell_address(gate.listener.listener.address)
             if self.where.task:
                 self.console.say(f"{self.where.task} coordinates the job at {self.where.address}")
-            gate.gather(self.narrator(gate))
+            try:
+                gate.gather(self.narrator(gate))
+            except Stopped:
+                gate.server.turn_away("the job was stopped before it began", again=True)
+                raise
             # An engine can start another coordinator elsewhere while this host is cut off.
             spec = replace(self.spec, hold=HOLD if engine is not None else None)
             return gate.run(spec, resumed=resumed, exports=exports)

@@ -155,13 +155,13 @@ class Newcomers:
         host = candidate.host
         newcomer = JobHost(host.name, candidate.workers)
         if self._is_over():
-            host.channel.send(Rejected("the job is ending", runs=True))
+            host.channel.send(Rejected("the job is ending", again=True))
             self._drop(candidate)
             return
         try:
             check_facts((self.spec.hosts[0], newcomer), (self.facts, facts), self.spec.target)
         except ConfigError as error:
-            host.channel.send(Rejected(str(error), runs=True))
+            host.channel.send(Rejected(str(error), again=True))
             self._refuse(candidate, str(error))
             return
         self._candidates.remove(candidate)

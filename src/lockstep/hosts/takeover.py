@@ -167,7 +167,7 @@ class TakenOverJob:
         agents = taking_part(running, prepare.job, record)
         for agent, _ in running:
             if agent not in agents.values():
-                agent.channel.send(Rejected(LEFT_BEHIND, runs=True))
+                agent.channel.send(Rejected(LEFT_BEHIND, again=True))
         # From now on, both ends use only these messages.
         channels = {
             host: cast("Channel[Instruction, HostReport]", agent.channel) for host, agent in agents.items()

@@ -83,10 +83,10 @@ class KeepWaiting(msgspec.Struct, frozen=True, tag="patience"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="turned away"):
-    """The process cannot take part, for `reason`; `runs` tells whether the job runs without it."""
+    """The process cannot take part, for `reason`; `again` tells whether it may try again later."""
 
     reason: str
-    runs: bool = False
+    again: bool = False
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
