@@ -1,7 +1,16 @@
 import pytest
 
-from lockstep.coordinator.job_report import fields_of_end, last_line, troubles
+from lockstep.coordinator.job_report import (
+    fields_of_end,
+    headline,
+    last_line,
+    remedies,
+    state_of,
+    troubles,
+)
 from lockstep.observability.events import HostStrain, JobTotals
+from lockstep.observability.growth import GrowingMap
+from lockstep.observability.run_state import RunState, WorkerInfo
 
 
 @pytest.mark.parametrize(
@@ -90,3 +99,63 @@ def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> No
     assert (fields_of_end(tally, 5.0)["steps"], last_line(tally, 5.0, 2)) == (20, "")
     tally = JobTotals(steps=21, model="m", digest="1f3c", reached=22)
     assert fields_of_end(tally, 5.0)["steps"] == 21
+
+
+@pytest.mark.parametrize(
+    ("finished", "totals", "said", "to_do"),
+    [
+        ({"status": 0}, JobTotals(lost=1, joined=1), "finished, and everything held", []),
+        (
+            {"status": 0},
+            JobTotals(failed_checkpoints=1, checkpoint_failure=FULL, lost_outputs=2),
+            "finished, but 2 things did not hold",
+            [
+                "free space on the disk of the checkpoints",
+                "free space on the disk of the run folder: a part of ",
+            ],
+        ),
+        (
+            {"status": 1, "message": "worker 0 exited with status 1: ValueError: x"},
+            JobTotals(saved=40),
+            "failed: worker 0 exited with status 1: ValueError: x",
+            ["mend the script; the same command resumes from step 40"],
+        ),
+        (
+            {"status": 143, "message": "stopped by SIGTERM"},
+            JobTotals(),
+            "stopped by SIGTERM",
+            ["mend the script; the same command begins again, because no checkpoint was written"],
+        ),
+        (
+            None,
+            JobTotals(failed_verifications=1, not_finite={"loss": 3}),
+            "no end is recorded: it was killed, its host was lost, or the disk was full",
+            [
+                "mend the script; the same command begins again, because no checkpoint was written",
+                "run lockstep doctor on the hosts that the events 'verification failed' name",
+                "look for the cause in the program: -n 1 with the same --replicas ",
+            ],
+        ),
+    ],
+)
+def test_how_a_run_went_and_what_to_do(
+    finished: dict[str, object] | None, totals: JobTotals, said: str, to_do: list[str]
+) -> None:
+    workers = GrowingMap[WorkerInfo]().plus(0, WorkerInfo(0, phase="failed"))
+    run = RunState(finished=finished, totals=totals, workers=workers)
+    state = state_of(finished, active=False)
+    assert headline(run, state) == said
+    texts = remedies(run, state)
+    assert len(texts) == len(to_do)
+    assert all(text.startswith(start) for text, start in zip(texts, to_do, strict=True))
+
+
+def test_what_to_do_while_a_run_goes_on() -> None:
+    assert headline(RunState(), state_of(None, active=True)) == "running, and everything holds"
+    strained = {"node1": HostStrain(measured=150, overloaded=60, throttled=30)}
+    full = JobTotals(failed_checkpoints=1, checkpoint_failure="a store", strained=strained)
+    assert remedies(RunState(totals=full), "running") == [
+        "mend what prevents checkpoints; until then, only older steps are safe",
+        "give node1 to this job alone, or use fewer workers there",
+        "raise the CPU quota of node1, or the power or cooling of its GPUs",
+    ]

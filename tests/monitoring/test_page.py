@@ -97,8 +97,11 @@ CONTRAST = """
     node.remove();
     return [found, 'mark', name];
   };
-  const marks = ['control', 'muted', 'bad', ...Array.from({ length: 8 }, (_, at) => `series-${at}`),
-    ...['input', 'compute', 'wait', 'exchange', 'update', 'other'].map((one) => `part-${one}`)];
+  const marks = [
+    ...['control', 'muted', 'bad', 'warn', 'good', 'train'],
+    ...Array.from({ length: 8 }, (_, at) => `series-${at}`),
+    ...['input', 'compute', 'wait', 'exchange', 'update', 'other'].map((one) => `part-${one}`),
+  ];
   const lowest = (rows) => rows.sort((a, b) => a[0] - b[0]).slice(0, 5);
   const all = marks.flatMap((one) => [mark(one, 'page'), mark(one, 'panel')]);
   return { texts: lowest(found), marks: lowest(all) };
@@ -139,7 +142,7 @@ def run(tmp_path: Path) -> Path:
 def check_panels(browser: Browser) -> None:
     text = browser.text("main")
     for shown in (
-        *("finished", "640 examples/s", "ab12", "2 of 2", "val_loss; not finite at 60"),
+        *("finished", "640\nexamples/s", "ab12", "2 of 2", "val_loss; not finite at 60"),
         *("12.3 ms", "321 µs", "worker 1 was killed by SIGKILL", "step 20 of fit 1", "1.5 s"),
         *("saved/step-40", "250 ms", "the needle is here", "GPU 0 of node1", "Cores in use on each host"),
         *("keras", "3.15.1", "seed", "paused", "number: 3; seconds: 0.000321"),
@@ -152,7 +155,7 @@ def check_panels(browser: Browser) -> None:
 
 def test_every_panel_shows_its_data(browser: Browser, run: Path) -> None:
     with watching(browser, run):
-        headings = browser.run("[...document.querySelectorAll('main h2')].map((one) => one.textContent)")
+        headings = browser.run("[...document.querySelectorAll('section > h2')].map((one) => one.textContent)")
         assert headings == SECTIONS
         check_panels(browser)
         assert browser.text("#status") == "one: finished, 2 of 2 workers, 1 lost, 1 joined"
@@ -221,6 +224,59 @@ def test_a_run_that_trains_shows_its_progress_metrics_and_what_slows_it(
     os.close(lock)
 
 
+def test_the_first_look_says_how_a_run_went_what_it_cost_and_what_to_do(
+    browser: Browser, tmp_path: Path
+) -> None:
+    full = {"failed_checkpoints": 2, "checkpoint_failure": "No space left on device", "saved": 40}
+    end = event(10.0, "finished", status=0, message="", steps=60, before=20, checkpoints=1, **full)
+    make_run(tmp_path / "night", [job(tags=["lr=1"]), *EVENTS[1:], end])
+    error = 'Traceback:\n  File "train.py", line 1, in f\nValueError: x\n'
+    failed = event(9.0, "failed", worker=0, summary="ValueError: x", traceback=error)
+    end = event(10.0, "finished", status=1, message="worker 1 exited with status 1: ValueError: x", steps=60)
+    make_run(tmp_path / "bad", [*EVENTS, failed, end])
+    make_run(tmp_path / "good", [*EVENTS, *END], [one for one in MEASURED if "val_loss" not in str(one)])
+    looks = {
+        "good": ("✓", "Finished, and everything held", "", ""),
+        "night": (
+            *("!", "Finished, but 2 things did not hold"),
+            "2 checkpoints failed, the newest whole one has step 40 of 60 (No space left on device)",
+            "Free space on the disk of the checkpoints",
+        ),
+        "bad": (
+            *("✕", "Failed: worker 1 exited with status 1: ValueError: x (exit status 1)"),
+            "not finite: val_loss, first seen at step 60",
+            "Mend the script; the same command resumes from step 40",
+        ),
+    }
+    with watching(browser, tmp_path):
+        browser.size(1280, 800)
+        icons = set()
+        for name, (sign, said, trouble, remedy) in looks.items():
+            browser.run(f"choose('{name}')")
+            browser.wait(f"byId('title').textContent === '{name}'")
+            assert browser.run("byId('headline').textContent") == said
+            assert trouble in browser.text("#outcome")
+            assert remedy in browser.text("#outcome")
+            assert browser.run("document.title").startswith(f"{sign} {name} (")
+            icons.add(browser.run("byId('icon').href"))
+            # All of it is on the first screen.
+            assert browser.run("byId('costs').getBoundingClientRect().bottom") < 800
+            assert ("ValueError: x\n" in browser.text("#outcome")) == (name == "bad")
+        assert len(icons) == 3
+        browser.run("choose('night')")
+        browser.wait("byId('title').textContent === 'night'")
+        assert browser.text("#costs").split("\n") == [
+            *("Time", "10 s", "Effective training", "45 %", "Steps", "60", "20 of them before"),
+            *("Mean speed", "640", "examples/s", "Workers", "2 of 2", "1 lost, 1 joined"),
+            *("Pauses", "2", "12.6 ms in all", "Checkpoints", "1", "the newest has step 40"),
+        ]
+        assert browser.text("#tags") == "lr=1"
+        assert browser.run("document.querySelectorAll('.sparkline polyline').length") == 4
+        moods = "[...document.querySelectorAll('#runs-list .dot')].map((one) => one.className)"
+        assert sorted(browser.run(moods)) == ["dot bad", "dot good", "dot warn"]
+        assert browser.complaints() == []
+
+
 def test_a_run_that_has_ended_does_not_wait_for_data(browser: Browser, tmp_path: Path) -> None:
     make_run(tmp_path / "one", [job(replicas=1), *EVENTS[1:6], *END], [])
     with watching(browser, tmp_path):
@@ -271,7 +327,15 @@ def test_a_spike_is_cut_off_with_a_mark_and_can_be_shown(browser: Browser, tmp_p
 def check_hostile(browser: Browser) -> None:
     assert browser.run("typeof window.attacked") == "undefined"
     assert browser.run("document.querySelectorAll('main img').length") == 0
-    places = ["#facts", "#failure", "#views-table", "#workers-table", "#waits-table", "#checkpoints-table"]
+    places = [
+        "#about",
+        "#facts",
+        "#failure",
+        "#views-table",
+        "#workers-table",
+        "#waits-table",
+        "#checkpoints-table",
+    ]
     places += ["#events-table", "#configuration-table", "#metrics-charts", "#log", "#load-charts"]
     for place in places:
         text = browser.run(f"document.querySelector({json.dumps(place)}).textContent")
@@ -299,7 +363,7 @@ def test_markup_in_a_run_is_text(browser: Browser, tmp_path: Path) -> None:
 
 def test_the_report_needs_no_network(browser: Browser, run: Path, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_report(path, build_report(run))
+    write_report(path, build_report(run).html)
     shutil.rmtree(run)
     browser.size(1280, 6000)
     browser.open(path.as_uri())
@@ -317,7 +381,7 @@ def test_the_report_needs_no_network(browser: Browser, run: Path, tmp_path: Path
 
 def test_markup_in_a_report_is_text(browser: Browser, tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    write_report(path, build_report(make_hostile_run(tmp_path / "<!--<script>")))
+    write_report(path, build_report(make_hostile_run(tmp_path / "<!--<script>")).html)
     browser.size(1280, 6000)
     browser.open(path.as_uri())
     browser.wait(LOADED)
@@ -383,7 +447,7 @@ def test_marks_of_an_axis_and_series_of_a_metric_can_be_told_apart(browser: Brow
             assert browser.run(f"marksOf({values}, '{unit}')") == texts
         colors = browser.run("charts.get('metric:loss').lines().map((line) => line.color)")
         assert len(set(colors)) == len(colors) == 3
-        assert browser.run("byId('facts').textContent").count("Mean speed640 examples/s") == 1
+        assert browser.run("byId('costs').textContent").count("Mean speed640examples/s") == 1
 
 
 def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) -> None:
@@ -521,6 +585,11 @@ def test_nothing_is_wider_than_the_page_cut_off_or_broken(
         browser.wait("document.querySelector('#comparison-table thead')")
         assert browser.run("document.documentElement.scrollWidth") == width
         assert browser.run("charts.get('metric:loss').plot.clientWidth") > 250
+        # Tables are blocks of named values on a narrow page, and nothing is beyond its side.
+        wider = "[...document.querySelectorAll('.scroll')].filter((one) => one.checkVisibility() && %s)"
+        wider %= "one.scrollWidth > one.clientWidth"
+        assert width > 400 or browser.run(f"{wider}.length") == 0
+        assert browser.run("document.querySelector('#views-table').getAttribute('role')") == "table"
         assert browser.run(BROKEN) == []
         assert browser.run(CUT) == []
 
@@ -599,6 +668,8 @@ def test_a_server_that_has_ended_is_reported(browser: Browser, run: Path) -> Non
 def test_a_page_without_runs(browser: Browser, tmp_path: Path) -> None:
     with watching(browser, tmp_path, wait=False):
         browser.wait("byId('status').textContent === 'There is no run yet.'")
+        assert "lockstep run -n 2 train.py" in browser.text("#empty")
+        assert not browser.run("byId('summary').checkVisibility() || byId('sections').checkVisibility()")
         assert browser.complaints() == []
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,9 @@ def test_a_run_in_parts(data: RunState) -> None:
         "digest": "ab12",
     }
     assert (summary["lost"], summary["joined"], summary["seconds"]) == (1, 1, 10.0)
-    assert summary["pauses"] == pytest.approx(0.012621)
+    assert (summary["pauses"], summary["paused"]) == (2, pytest.approx(0.012621))
+    assert summary["headline"] == "finished, but one thing did not hold"
+    assert [text.partition(":")[0] for text in summary["remedies"]] == ["look for the cause in the program"]
     # The steps of 51 without the first one, which wait 0.2 s of 1.0 s, less the pauses, in 10 s.
     assert summary["effective"] == pytest.approx((5 * 0.9 - 0.012621) / 10, abs=1e-6)
     assert summary["troubles"] == ["not finite: val_loss, first seen at step 60"]
@@ -92,7 +95,7 @@ def test_equal_events_are_one_row_that_counts(tmp_path: Path) -> None:
     found = parts(read(make_run(tmp_path / "run", [job(), *failures], [])), active=True)
     assert [(row["time"], row["event"], row["text"]) for row in found["events"][1:]] == [
         (26.0, "checkpoint failed", "reason: full (22 times, first after 5 s)"),
-        (26.1, "decision", "reason: no checkpoint: full; actions:  (22 times, first after 5 s)"),
+        (26.1, "decision", "reason: no checkpoint: full (22 times, first after 5 s)"),
     ]
     assert found["summary"]["troubles"] == ["22 checkpoints failed, none is whole (full)"]
 
@@ -104,9 +107,11 @@ def test_states(tmp_path: Path) -> None:
 
     failed = event(9.0, "finished", status=137, message="killed", steps=None)
     assert state("a", EVENTS, active=True) == "running"
-    assert state("b", EVENTS, active=False) == "no end is recorded"
+    assert state("b", EVENTS, active=False) == "lost"
     assert state("c", [*EVENTS, *END], active=True) == "finished"
-    assert state("d", [*EVENTS, failed], active=False) == "failed (status 137)"
+    assert state("d", [*EVENTS, failed], active=False) == "failed"
+    stopped = event(9.0, "finished", status=143, message="stopped by SIGTERM", steps=None)
+    assert state("e", [*EVENTS, stopped], active=False) == "stopped"
 
 
 def test_events_have_no_validations_and_one_report_of_a_wait(tmp_path: Path) -> None:
@@ -152,6 +157,27 @@ def test_checkpoints_say_which_ones_are_deleted(tmp_path: Path) -> None:
     assert deleted("hostile", *written(1, 2), checkpoints={"folder": [], "keep": "x"}) == [False, False]
 
 
+def test_a_traceback_has_no_frames_of_lockstep_and_keras(tmp_path: Path) -> None:
+    def shown(name: str, *files: str) -> list[str]:
+        frames = "".join(f'  File "{file}", line 3, in f\n    g()\n    ^^^\n' for file in files)
+        text = f"Traceback (most recent call last):\n{frames}ValueError: x\n"
+        failed = event(4.0, "failed", worker=1, summary="ValueError: x", traceback=text)
+        run = read(make_run(tmp_path / name, [*EVENTS, failed]))
+        found = parts(run, active=False)["summary"]["failure"]["traceback"]
+        assert found.startswith("Traceback (most recent call last):\n  File ")
+        assert found.endswith("    ^^^\nValueError: x\n")
+        return re.findall('File "([^"]*)"', found)
+
+    library = "/venv/lib/python3.13/site-packages"
+    internal = [f"{library}/lockstep/keras/patches.py", f"{library}/keras/src/trainer.py"]
+    assert shown("script", "/home/a/lockstep/train.py", *internal, "/home/a/b.py") == [
+        "/home/a/lockstep/train.py",
+        "/home/a/b.py",
+    ]
+    # A fault of the libraries themselves.
+    assert shown("library", "/home/a/train.py", *internal) == ["/home/a/train.py", *internal]
+
+
 def test_the_newest_metrics_and_what_workers_do(tmp_path: Path) -> None:
     summary = parts(read(make_run(tmp_path / "run")), active=False)["summary"]
     assert [
@@ -160,6 +186,8 @@ def test_the_newest_metrics_and_what_workers_do(tmp_path: Path) -> None:
         ("loss", 0.4, None, True),
         ("accuracy", 0.8, 0.76, True),
     ]
+    trends = [(one["trend"], one["validation_trend"]) for one in summary["metrics"]]
+    assert trends == [([0.6, 0.4], [0.65, None]), ([0.7, 0.8], [0.66, 0.76])]
     assert summary["phase"] == ""
     assert summary["shares"]["compute"] == pytest.approx(0.4)
     running = parts(read(make_run(tmp_path / "running", EVENTS[:5], [])), active=True)["summary"]
@@ -366,7 +394,7 @@ def test_two_runs_are_compared_by_what_differs(tmp_path: Path) -> None:
     rows = compare(one, other)
     differing = {(row["section"], row["name"]): (row["a"], row["b"]) for row in rows if row["differs"]}
     assert differing == {
-        ("result", "state"): ("finished", "no end is recorded"),
+        ("result", "state"): ("finished", "lost"),
         ("result", "digest"): ("ab12", ""),
         ("result", "model"): ("sequential", ""),
         ("job", "replicas"): ("2", "none"),

@@ -208,7 +208,7 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
         assert rows == {
             "new": ("running", None, "train.py"),
             f"{tmp_path}/runs/old": ("finished", 60, "train.py"),
-            f"{tmp_path}/else/old": ("failed (status 137)", None, "train.py"),
+            f"{tmp_path}/else/old": ("failed", None, "train.py"),
         }
         assert answer["runs"][-1]["id"] == f"{tmp_path}/runs/old"
         assert get(server, "runs", have=answer["digest"]) == {"digest": answer["digest"]}
@@ -363,10 +363,10 @@ def test_what_words_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_glance_at_a_broken_log(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
     catalog = Catalog([folder])
-    assert catalog.glance(folder).status == 0
+    assert (catalog.glance(folder).end, catalog.glance(folder).troubled) == ("finished", False)
     for content in (b"", b"\x00\xff", b"[1]\n", b'{"event":"finished","status":"x"}', lines(END)[:-20]):
         (folder / "events.jsonl").write_bytes(content)
-        assert catalog.glance(folder).status is None
+        assert catalog.glance(folder).end == ""
     (folder / "events.jsonl").unlink()
     assert catalog.runs() == {}
 

@@ -71,7 +71,7 @@ def test_a_run_that_finished() -> None:
         end="finished",
         written=run.written,
     )
-    assert "  0123456789ab  finished" in table([run])[1]
+    assert table([run])[1].split()[:2] == ["a", "finished"]
     hosts = [["node1", 2], ["node2", 1]]
     served = of(job(workers=6, replicas=6, parameter_servers=2, hosts=hosts), ended)
     assert (served.workers, served.servers, served.hosts) == (3, 2, 2)
@@ -191,12 +191,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(missing.exception, ConfigError)
     make_run(tmp_path / "runs" / "a")
     heading, row = CliRunner().invoke(cli, ["runs"]).output.splitlines()
-    assert heading.split()[:3] == ["RUN", "STARTED", "TOOK"]
-    values = "a 2023-11-14 22:13:20 10s 2 2 60 45 % 1 0.4 0.8 nan 0.76 ab12 finished;"
+    assert heading.split()[:3] == ["RUN", "STATE", "STARTED"]
+    values = "a finished 2023-11-14 22:13:20 10s 2 2 60 45 % 1 0.4 0.8 nan 0.76 ab12 not finite: val_loss"
     assert " ".join(row.split()).startswith(values)
     assert " ".join(heading.split()) == (
-        "RUN STARTED TOOK WORKERS REPLICAS STEPS EFFECTIVE LOST loss accuracy val_loss val_accuracy DIGEST "
-        "END"
+        "RUN STATE STARTED TOOK WORKERS REPLICAS STEPS EFFECTIVE LOST loss accuracy val_loss val_accuracy "
+        "DIGEST END"
     )
     (tmp_path / "none").mkdir()
     assert CliRunner().invoke(cli, ["runs", "none"]).output == "there is no run here\n"
@@ -229,6 +229,8 @@ def test_the_run_from_which_another_one_resumed(tmp_path: Path) -> None:
     resumed = event(21.0, "resumed", worker=0, where="step 40 of fit 1", step=40)
     second = [event(20.0, "job", **SIZE, **saved), resumed]
     by_callback = [event(20.0, "job", **SIZE), event(20.5, "keeps", worker=0, folder="/c"), resumed]
+    # The command was killed before it recorded the checkpoint of step 45.
+    later = [event(20.0, "job", **SIZE, **saved), event(21.0, "resumed", worker=0, where="step 45", step=45)]
     elsewhere = [event(20.0, "job", **SIZE), event(20.5, "keeps", worker=0, folder="/d"), resumed]
     of_itself = [*first, *second]
     logs = {
@@ -236,6 +238,7 @@ def test_the_run_from_which_another_one_resumed(tmp_path: Path) -> None:
         "second": second,
         "third": third,
         "callback": by_callback,
+        "later": later,
         "d": elsewhere,
         "own": of_itself,
     }
@@ -246,6 +249,7 @@ def test_the_run_from_which_another_one_resumed(tmp_path: Path) -> None:
     linked = {name: run.resumed_from for name, run in runs.items()}
     assert linked.pop("second") in ("first", "own")
     assert linked.pop("callback") in ("first", "own")
+    assert linked.pop("later") in ("first", "own")
     assert linked == {"first": "", "third": "", "d": "/d", "own": "own"}
 
 
@@ -307,6 +311,7 @@ def test_json_and_csv_have_all_columns() -> None:
     assert [row["loss"] for row in rows] == ["0.5", "", "0.25"]
     assert (rows[1]["metrics.steps"], rows[1]["steps"], rows[0]["tags"]) == ("7.0", "30", "x lr=1")
     assert set(rows[0]) == (set(first) - {"metrics"}) | {"loss", "metrics.steps"}
+    columns = ["STARTED", "STEPS", "LOST", "loss", "metrics.steps", "TAGS"]
     none = table(RUNS)
-    assert none[0].split() == ["RUN", "STARTED", "STEPS", "LOST", "loss", "metrics.steps", "TAGS"]
-    assert none[2].split() == ["b", *none[2].split()[1:3], "30", "2", "nan", "7"]
+    assert none[0].split() == ["RUN", "STATE", *columns]
+    assert none[2].split() == ["b", *none[2].split()[1:4], "30", "2", "nan", "7"]

@@ -16,7 +16,7 @@ from .made_runs import HOSTILE, job, make_hostile_run, make_run, metrics, steps
 
 def test_only_a_report_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    text = build_report(make_run(tmp_path / "run"))
+    text = build_report(make_run(tmp_path / "run")).html
     assert write_report(path, text) == path.stat().st_size
     write_report(path, text)
     path.write_text("<html>another file</html>")
@@ -31,7 +31,7 @@ def test_only_a_report_is_replaced(tmp_path: Path) -> None:
 
 
 def test_the_policy_has_the_hashes_of_what_is_inside(tmp_path: Path) -> None:
-    text = build_report(make_run(tmp_path / "run"))
+    text = build_report(make_run(tmp_path / "run")).html
     (policy,) = re.findall(r'Content-Security-Policy" content="([^"]+)"', text)
     (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
@@ -43,7 +43,7 @@ def test_the_policy_has_the_hashes_of_what_is_inside(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_run_cannot_leave_the_data(tmp_path: Path) -> None:
-    text = build_report(make_hostile_run(tmp_path / "<!--<script>"))
+    text = build_report(make_hostile_run(tmp_path / "<!--<script>")).html
     data, rest = text.split('id="report-data">')[1].split("</script>", 1)
     assert not set(data) & set("<>&\u2028\u2029")
     found = json.loads(data)
@@ -56,4 +56,4 @@ def test_the_size_is_bounded(tmp_path: Path) -> None:
     measured = [metrics(at, at, None, **{f"m{one}": at * 1.1 for one in range(20)}) for at in range(1, 1500)]
     measured += [steps(at, worker, at) for worker in range(100) for at in range(2, 30)]
     folder = make_run(tmp_path / "run", [job(workers=100)], measured, log="x" * 80 + "\n" * 3_000_000)
-    assert len(build_report(folder)) < 6_000_000
+    assert len(build_report(folder).html) < 6_000_000

@@ -168,7 +168,7 @@ def test_all_places_say_the_same(tmp_path: Path, planted: Planted) -> None:
     assert all(f"\n{line}\n" in text for line in planted.said)
     summary = page_data.parts(run.state, active=False)["summary"]
     assert tuple(summary["advice"]) == planted.said
-    data = build_report(folder).split('id="report-data">')[1].split("</script>", 1)[0]
+    data = build_report(folder).html.split('id="report-data">')[1].split("</script>", 1)[0]
     assert tuple(json.loads(data)["parts"]["summary"]["advice"]) == planted.said
 
 

@@ -75,7 +75,7 @@ def test_a_night_is_told_the_same_everywhere(launch: Callable[..., Any], disk: P
     followed.update()
     summary = parts(followed.state, active=False)["summary"]
     assert (summary["lost"], summary["joined"], summary["troubles"]) == (2, 2, [failed])
-    assert failed in build_report(night.folder)
+    assert failed in build_report(night.folder).html
     # What is folded from the files is what the coordinator has counted, up to measurements that came late.
     assert followed.state.totals.pauses == len(events(night.folder, "paused"))
 

@@ -143,5 +143,7 @@ def report(run: str, output: Path) -> None:
     from lockstep.monitoring.report import build_report, write_report
 
     folder = find_run(run).folder.absolute()
-    size = write_report(output, build_report(folder))
-    click.echo(printable(f"{click.format_filename(output)} shows {folder.name} ({size / 1e6:,.1f} MB)"))
+    built = build_report(folder)
+    size = write_report(output, built.html)
+    name = click.format_filename(output)
+    click.echo(printable(f"{folder.name} {built.headline}; {name} shows it ({size / 1e6:,.1f} MB)"))

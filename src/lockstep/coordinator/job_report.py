@@ -1,18 +1,19 @@
-"""The last message of a job: a summary, or why it failed. Pure."""
+"""What people read of a job: how it ended, what it cost, what to do. Its last line; why it failed. Pure."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from lockstep.errors import code_in
 from lockstep.observability.events import JobTotals
-from lockstep.observability.run_state import effective_share
+from lockstep.observability.run_state import RunState, effective_share
 from lockstep.observability.slowness import is_often
 from lockstep.protocol.host import WorkerEvidence
 from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.system.prose import count, percent, printable
 
+NO_END = "no end is recorded: it was killed, its host was lost, or the disk was full"
 _SHORT = 0.9995
 """Seconds below which a pause is told in milliseconds."""
 _FIRST_SECONDS = 60.0
@@ -112,6 +113,67 @@ def troubles(totals: JobTotals) -> list[str]:
         ):
             if is_often(strain) and number:
                 texts.append(f"{printable(host)} {trouble} {percent(number / strain.measured)} of the time")
+    return texts
+
+
+def state_of(finished: Mapping[str, Any] | None, *, active: bool) -> str:
+    """Return the state of a run: `finished`, `failed`, `stopped`, `running`, or `lost` without an end.
+
+    Args:
+        finished: the fields of its event `finished`; None without it.
+        active: whether a process uses its folder.
+    """
+    if finished is None:
+        return "running" if active else "lost"
+    if finished.get("status") == 0:
+        return "finished"
+    return "stopped" if str(finished.get("message", "")).startswith("stopped by ") else "failed"
+
+
+def headline(run: RunState, state: str) -> str:
+    """Return how a run in a state went, in a few words."""
+    number, message = len(troubles(run.totals)), str((run.finished or {}).get("message", ""))
+    what = "one thing" if number == 1 else f"{number} things"
+    match state:
+        case "finished":
+            return f"finished, but {what} did not hold" if number else "finished, and everything held"
+        case "running":
+            return f"running, but {what} did not hold" if number else "running, and everything holds"
+        case "lost":
+            return NO_END
+        case "failed" if message:
+            return f"failed: {printable(message)}"
+    return printable(message) or state
+
+
+def remedies(run: RunState, state: str) -> list[str]:
+    """Return what to do about the state of a run and its troubles, one text each; none if all went well."""
+    totals, texts = run.totals, []
+    if state in ("failed", "stopped", "lost"):
+        script_failed = any(info.phase == "failed" for info in run.workers.values())
+        first = "mend the script; " if script_failed else ""
+        again = f"the same command resumes from step {totals.saved}"
+        if totals.saved is None:
+            again = "the same command begins again, because no checkpoint was written"
+        texts.append(first + again)
+    if totals.failed_checkpoints:
+        is_full = "No space left" in totals.checkpoint_failure
+        what = "free space on the disk of the checkpoints" if is_full else "mend what prevents checkpoints"
+        texts.append(what + ("; until then, only older steps are safe" if state == "running" else ""))
+    if totals.lost_outputs:
+        texts.append("free space on the disk of the run folder: a part of its logs or figures is missing")
+    if totals.failed_verifications:
+        texts.append("run lockstep doctor on the hosts that the events 'verification failed' name")
+    if totals.not_finite:
+        texts.append(
+            "look for the cause in the program: -n 1 with the same --replicas computes the same bits, and "
+            "the callback TerminateOnNaN stops at the first such step"
+        )
+    for host, strain in totals.strained.items():
+        if is_often(strain) and strain.overloaded:
+            texts.append(f"give {printable(host)} to this job alone, or use fewer workers there")
+        if is_often(strain) and strain.throttled:
+            texts.append(f"raise the CPU quota of {printable(host)}, or the power or cooling of its GPUs")
     return texts
 
 

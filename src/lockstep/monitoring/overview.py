@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.coordinator.job_report import how_it_goes
+from lockstep.coordinator.job_report import how_it_goes, remedies, state_of
 from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
@@ -136,6 +136,7 @@ class Overview:
         compared: the verdict of the comparison with one process; empty if none was wanted.
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
+        remedies: what to do about its end and its troubles.
         went: its effective training time, pauses, losses and joiners, and its troubles; see `how_it_goes`.
         advice: causes that slow training, one line each; empty if none does notably.
         pid: the process id of the command; None if the coordinator has not answered.
@@ -164,6 +165,7 @@ class Overview:
     end: str = ""
     averages: bool = False
     went: tuple[str, ...] = ()
+    remedies: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     pid: int | None = None
 
@@ -235,6 +237,7 @@ def overview(
         wanted=status.wanted if status else None,
         hosts=hosts,
         advice=advice(run, judged),
+        remedies=tuple(remedies(run, state_of(run.finished, active=not end))),
         went=tuple(how_it_goes(run.totals, run.seconds if run.finished else now - run.began)),
         events=tuple(_told(run)),
         silent_since=silent_since,

@@ -5,6 +5,7 @@ of points, however long the run is. Times within a run are seconds since it star
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.coordinator.job_report import troubles
+from lockstep.coordinator.job_report import headline, last_line, remedies, state_of, troubles
 from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.training_times import advice, training_times
@@ -34,9 +35,13 @@ _SHOWN_EVENTS = 300
 _SHOWN_WAITS = 100
 _SHOWN_METRICS = 8
 _SHOWN_TEXT = 10_000
+_TREND = 60
 _VALIDATION = "val_"
 _DIGITS = 6
 _NO_CONFIGURATION = ("event", "versions", "format")
+
+_FRAME = re.compile(r'(^  File "[^\n]*\n(?: {4}[^\n]*\n|  \[Previous line [^\n]*\n)*)', re.MULTILINE)
+_INTERNAL = re.compile(r'  File "[^"\n]*/(?:site-packages|dist-packages|src)/(?:lockstep|keras/src)/')
 
 Numbers = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -92,25 +97,18 @@ _CHECKPOINT = ("path", "step", "seconds")
 _TITLES = {"": "", "worker": "", "chief": " (chief)", "ps": " (parameter server)"}
 
 
-def state(run: RunState, *, active: bool) -> str:
-    """Return in a few words whether the run trains, and how it has ended."""
-    return describe_state(None if run.finished is None else run.finished.get("status"), active=active)
-
-
-def describe_state(status: Any, *, active: bool) -> str:
-    """Return the state of a run in a few words, from the status of its event `finished`; None without it."""
-    if status is None:
-        return "running" if active else "no end is recorded"
-    return "finished" if status == 0 else f"failed (status {status})"
-
-
 def _summary(run: RunState, active: bool) -> dict[str, Any]:
     job, finished, totals = run.job, run.finished or {}, run.totals
+    checkpoints = settings if isinstance(settings := job.get("checkpoints"), Mapping) else {}
     end = run.last if not active or run.finished else None
     failure = next((event for event in run.events if event.event == "failed"), None)
     times = training_times(run, live=end is None)
+    state = state_of(run.finished, active=active)
     return {
-        "state": state(run, active=active),
+        "state": state,
+        "headline": _text(headline(run, state)),
+        "troubles": [_text(text) for text in troubles(totals)],
+        "remedies": [_text(text) for text in remedies(run, state)],
         "script": _text(job.get("target", "")),
         "tags": [_text(tag) for tag in job.get("tags") or ()],
         "backend": _text(job.get("backend") or ""),
@@ -132,12 +130,17 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "joined": totals.joined,
         "lost_hosts": totals.lost_hosts,
         "joined_hosts": totals.joined_hosts,
-        "pauses": _number(totals.paused),
+        "pauses": totals.pauses,
+        "paused": _number(totals.paused),
+        "checkpoints": totals.checkpoints,
+        "saved": totals.saved,
+        "before": totals.before,
+        "resumed_from": _text(place_of(checkpoints)) if totals.before and checkpoints else "",
         "effective": effective_share(totals, run.seconds),
-        "troubles": [_text(text) for text in troubles(totals)],
         "advice": [_text(line) for line in advice(run, times)],
         "shares": {_text(part): round(share, 4) for part, share in shares_of_time(times).items()},
         "compared": _text(run.compared),
+        "status": finished.get("status") if isinstance(finished.get("status"), int) else None,
         "message": _text(finished.get("message", "")),
         "model": _text(finished.get("model", "")),
         "digest": _text(finished.get("digest", "")),
@@ -146,10 +149,20 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         else {
             "worker": failure.worker,
             "summary": _text(failure.fields.get("summary", "")),
-            "traceback": _text(failure.fields.get("traceback", "")),
+            "traceback": _text(_own_frames(str(failure.fields.get("traceback", "")))),
         },
         "skipped": run.skipped,
     }
+
+
+def _own_frames(traceback: str) -> str:
+    """Return a traceback without frames of Lockstep and Keras, unless the error is from there."""
+    pieces = _FRAME.split(traceback)
+    # Pieces of text alternate with frames.
+    frames = [piece for piece in pieces[1::2] if not _INTERNAL.match(piece)]
+    if not frames or _INTERNAL.match(pieces[-2]):
+        return traceback
+    return "".join(piece for at, piece in enumerate(pieces) if at % 2 == 0 or not _INTERNAL.match(piece))
 
 
 def _current_call(run: RunState) -> str:
@@ -222,7 +235,10 @@ def _phase(run: RunState) -> str:
 
 
 def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
-    """Return the newest value of each metric of training, and of validation; None if it is not finite."""
+    """Return the newest value of each metric of training, and of validation; None if it is not finite.
+
+    The trends are their values at the ends of epochs, at most `_TREND` of them.
+    """
     names = dict.fromkeys(name.removeprefix(_VALIDATION) for name in run.values)
     return [
         {
@@ -231,9 +247,18 @@ def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
             "recorded": name in run.values,
             "validation": _number(run.values.get(_VALIDATION + name)),
             "validated": _VALIDATION + name in run.values,
+            "trend": _trend(run, name),
+            "validation_trend": _trend(run, _VALIDATION + name),
         }
         for name in sorted(names, key=lambda name: name != "loss")
     ][:_SHOWN_METRICS]
+
+
+def _trend(run: RunState, name: str) -> list[float | None]:
+    values = run.metrics[name].column("value") if name in run.metrics else np.zeros(0)
+    if len(values) > _TREND:
+        values = values[np.linspace(0, len(values) - 1, _TREND).round().astype(int)]
+    return _rounded(values)
 
 
 def _checkpoints(run: RunState) -> list[dict[str, Any]]:
@@ -312,13 +337,25 @@ def _events(run: RunState) -> list[dict[str, Any]]:
 
 
 def _event(run: RunState, event: Happening) -> dict[str, Any]:
-    fields = (f"{name}: {_shown(value)}" for name, value in event.fields.items() if event.event != "job")
     return {
         "time": _since(run, event.time),
         "event": _text(event.event),
         "worker": event.worker,
-        "text": _text("; ".join(fields)),
+        "text": _told_end(run, event) or _told(event),
     }
+
+
+def _told(event: Happening) -> str:
+    """Return the fields of an event that have a value; those of the event `job` are the configuration."""
+    fields = event.fields.items() if event.event != "job" else ()
+    return _text("; ".join(f"{name}: {text}" for name, value in fields if (text := _shown(value))))
+
+
+def _told_end(run: RunState, event: Happening) -> str:
+    """Return the last line of a run that has finished; empty for other events."""
+    if event.event != "finished" or event.fields is not run.finished or run.finished.get("status") != 0:
+        return ""
+    return _text(last_line(run.totals, run.seconds, len(run.members), compared=run.compared))
 
 
 # ---------------------------------------------------------------------------------------------- charts

@@ -36,6 +36,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import xxhash
 
+from lockstep.coordinator.job_report import state_of
 from lockstep.errors import ConfigError
 from lockstep.monitoring import page_data
 from lockstep.monitoring.page_data import Window
@@ -142,7 +143,7 @@ class RunsView:
             rows = []
             for name, folder in self._catalog.runs().items():
                 glance = self._catalog.glance(folder)
-                shown = page_data.describe_state(glance.status, active=is_active(folder))
+                shown = glance.end or state_of(None, active=is_active(folder))
                 rows.append({"id": name, "state": shown} | asdict(glance))
         rows.sort(key=lambda row: row["last"], reverse=True)
         text = msgspec.json.encode(rows)

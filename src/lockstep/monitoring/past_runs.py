@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lockstep.coordinator.comparison import read_verdict
-from lockstep.coordinator.job_report import troubles
+from lockstep.coordinator.job_report import NO_END, state_of, troubles
 from lockstep.errors import ConfigError
 from lockstep.monitoring.run_catalog import is_active
 from lockstep.monitoring.top_text import csv_lines
@@ -187,7 +187,7 @@ def summarize(
         name=name,
         began=began,
         seconds=seconds,
-        state=_state(state, active=now is not None),
+        state=state_of(state.finished, active=now is not None),
         script=printable(str(job.get("target", ""))),
         backend=printable(str(job.get("backend") or "")),
         workers=workers - servers - 1 if workers is not None and servers else workers,
@@ -213,13 +213,15 @@ def _linked(run: PastRun, runs: Sequence[PastRun]) -> PastRun:
     """Return a run with the name of the one that wrote the checkpoint from which it resumed."""
     if run.resumed is None:
         return run
+    folder, step = run.resumed
+    # A command that is killed may not have recorded its last checkpoint: an earlier one names the run, too.
     before = [
-        (checkpoint.time, other.name)
+        (checkpoint.step == step, checkpoint.time, other.name)
         for other in runs
         for checkpoint in other.written
-        if (checkpoint.folder, checkpoint.step) == run.resumed and checkpoint.time < (run.began or 0.0)
+        if checkpoint.folder == folder and checkpoint.step <= step and checkpoint.time < (run.began or 0.0)
     ]
-    return replace(run, resumed_from=max(before)[1] if before else printable(run.resumed[0]))
+    return replace(run, resumed_from=max(before)[2] if before else printable(folder))
 
 
 # ------------------------------------------------------------------------------------------------- columns
@@ -242,7 +244,7 @@ _METRIC_COLUMNS = "metrics"
 
 _COLUMNS = (
     _RunColumn("run", lambda run: run.name, lambda run: run.name),
-    _RunColumn("state", lambda run: run.state),
+    _RunColumn("state", lambda run: run.state, lambda run: run.state),
     _RunColumn("started", lambda run: run.began, lambda run: _date(run.began)),
     _RunColumn("took", lambda run: run.seconds, lambda run: _took(run.seconds)),
     _RunColumn("script", lambda run: run.script),
@@ -263,7 +265,7 @@ _COLUMNS = (
     _RunColumn("tags", lambda run: list(run.tags), lambda run: ", ".join(run.tags)),
     _RunColumn("resumed", lambda run: run.resumed_from, lambda run: run.resumed_from),
     _RunColumn("digest", lambda run: run.digest, lambda run: run.digest[:_DIGITS]),
-    _RunColumn("end", lambda run: run.end, lambda run: _cut(run.end)),
+    _RunColumn("end", lambda run: run.end, lambda run: _cut(_remark(run))),
 )
 _BY_NAME = {column.name: column for column in _COLUMNS}
 
@@ -396,6 +398,12 @@ def _workers(run: PastRun) -> str:
     return _plain("workers")(run) + (f" + {run.servers} ps" if run.servers else "")
 
 
+def _remark(run: PastRun) -> str:
+    """Return how a run ended without its state, which has a column."""
+    first, _, rest = run.end.partition("; ")
+    return rest if first == run.state else run.end
+
+
 def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
@@ -403,21 +411,12 @@ def _cut(text: str) -> str:
 # --------------------------------------------------------------------------------------------------- ends
 
 
-def _state(state: RunState, *, active: bool) -> str:
-    finished = state.finished
-    if finished is None:
-        return "running" if active else "lost"
-    if finished.get("status") == 0:
-        return "finished"
-    return "stopped" if str(finished.get("message", "")).startswith("stopped by ") else "failed"
-
-
 def _end(state: RunState, *, active: bool) -> str:
     finished = state.finished or {}
     message = printable(str(finished.get("message", "")))
-    match _state(state, active=active):
+    match state_of(state.finished, active=active):
         case "lost":
-            end = "no end is recorded: it was killed, its host was lost, or the disk was full"
+            end = NO_END
         case "stopped":
             end = message
         case "failed":

@@ -5,7 +5,7 @@ import hashlib
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,8 +35,15 @@ _HARMLESS = str.maketrans(
 """In JSON, these stand in texts only, where their escapes mean the same; HTML sees no tag and no comment."""
 
 
-def build_report(folder: Path) -> str:
-    """Return the HTML of the report of a run.
+class Report(NamedTuple):
+    """The report of a run: its HTML, and how the run went in a few words."""
+
+    html: str
+    headline: str
+
+
+def build_report(folder: Path) -> Report:
+    """Return the report of a run.
 
     Its size is bounded: charts have fewer points for a long run, and logs have only their ends.
 
@@ -68,7 +75,7 @@ def build_report(folder: Path) -> str:
         before, mark, after = page.partition(old)
         assert mark, old
         page = before + new + after
-    return page
+    return Report(page, data["parts"]["summary"]["headline"])
 
 
 def write_report(path: Path, text: str) -> int:

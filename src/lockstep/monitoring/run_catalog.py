@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.coordinator.job_report import state_of, troubles
 from lockstep.coordinator.run_lookup import find_run, known_jobs
 from lockstep.errors import ConfigError
 from lockstep.observability.run_lines import happening
@@ -61,14 +62,16 @@ class Glance:
         script: its script; empty if unknown.
         began: when its first run started, in seconds since 1970; 0 if unknown.
         last: when its log was last written.
-        status: the status in its event `finished`; None if that is not its last event.
+        end: its state at its end; empty if its last event is not `finished`.
+        troubled: whether something did not hold until then.
         steps: training steps at its end; None if unknown.
     """
 
     script: str
     began: float
     last: float
-    status: int | None
+    end: str
+    troubled: bool
     steps: int | None
 
 
@@ -113,14 +116,15 @@ class Catalog:
                 file.seek(max(0, file_status.st_size - _TAIL))
                 newest = _after(begun, file.read(_TAIL).rstrip(b"\n").rpartition(b"\n")[2])
         except OSError:
-            return Glance("", 0.0, 0.0, None, None)
+            return Glance("", 0.0, 0.0, "", False, None)
         ended = newest.finished or {}
         status, steps = ended.get("status"), ended.get("steps")
         glance = Glance(
             str(begun.job.get("target", ""))[:1000],
             begun.began,
             file_status.st_mtime,
-            status if isinstance(status, int) else None,
+            state_of(newest.finished, active=False) if isinstance(status, int) else "",
+            bool(troubles(newest.totals)),
             steps if isinstance(steps, int) else None,
         )
         self._seen[folder] = key, glance

@@ -70,6 +70,8 @@ def heading(view: Overview) -> list[str]:
         workers = count(len(view.workers), "worker")
     process = "" if view.pid is None or view.end else f"  process {view.pid}"
     lines = [f"{view.job}  {printable(view.script)}  {workers}  since {since}{process}"]
+    lines += [view.end] if view.end else []
+    lines += [f"to do: {text}" for text in view.remedies]
     if view.call:
         of = f" of {view.epochs}" if view.epochs else ""
         doing = [view.call + (f" epoch {view.epoch}{of}" if view.epoch else "")]
@@ -181,8 +183,6 @@ def as_text(view: Overview, width: int | None = None) -> str:
     lines = [*heading(view), "", *table(view, width), *view.advice, "", *host_lines(view)]
     if view.events:
         lines += ["", *view.events]
-    if view.end:
-        lines += ["", view.end]
     return "\n".join(_join_blank(lines)) + "\n"
 
 

@@ -7,8 +7,8 @@ const MOST_ROWS = 200;
 const MOST_BARS = 100;
 const SHOWN_WORKERS = 8;
 const COLORS = 8;
-/** The roles of the series of a metric, in the order of their colors. */
-const ROLES = ["train", "validation", "epoch"];
+/** The colors of the series of a metric by their role. */
+const ROLES = { train: "train", epoch: "series-0", validation: "series-1" };
 
 // ------------------------------------------------------------------------------------------------ elements
 
@@ -30,12 +30,16 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/** Fills a table. A column is [title, text of a row, its class]: `number`, `long` for text of any length, or none. */
+/**
+ * Fills a table. A column is [title, text of a row, its class]: `number`, `long` for text of any length, or none.
+ * On a narrow page, a row is a block, whose cells need their titles, and the roles that blocks do not have.
+ */
 function fillTable(table, columns, rows, empty, classOf = () => "") {
-  const head = make("tr", {}, ...columns.map(([title, , kind]) => make("th", { scope: "col", class: kind }, title)));
-  const body = rows.map((row) => make("tr", { class: classOf(row) || null },
-    ...columns.map(([, text, kind]) => make("td", { class: kind }, text(row)))));
-  if (rows.length) table.replaceChildren(make("thead", {}, head), make("tbody", {}, ...body));
+  const head = make("tr", { role: "row" }, ...columns.map(([title, , kind]) => make("th", { scope: "col", role: "columnheader", class: kind }, title)));
+  const body = rows.map((row) => make("tr", { role: "row", class: classOf(row) || null },
+    ...columns.map(([title, text, kind]) => make("td", { role: "cell", class: kind, "data-title": title.dataset?.key ?? title }, text(row)))));
+  table.setAttribute("role", "table");
+  if (rows.length) table.replaceChildren(make("thead", { role: "rowgroup" }, head), make("tbody", { role: "rowgroup" }, ...body));
   else table.replaceChildren(make("tbody", {}, make("tr", {}, make("td", { class: "muted empty" }, empty))));
 }
 
@@ -91,6 +95,17 @@ function count(value) {
 }
 
 const date = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "short" }) : "");
+
+/** Returns a date without what is that of today. */
+function shortDate(seconds) {
+  if (!seconds) return "";
+  const then = new Date(seconds * 1000), now = new Date();
+  const day = then.toDateString() === now.toDateString() ? {} : { month: "short", day: "numeric" };
+  const year = then.getFullYear() === now.getFullYear() ? {} : { year: "numeric" };
+  return then.toLocaleString([], { ...year, ...day, hour: "numeric", minute: "2-digit" });
+}
+
+const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 /** Returns a value in the unit of a chart. */
 function inUnit(value, unit) {
@@ -262,7 +277,7 @@ class Chart {
     this.details = make("details", { ontoggle: () => this.fillTable() }, make("summary", {}, `Data of ${spec.title}`),
       make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Data of ${spec.title}` }, this.table));
     const tool = (text, label, act) => make("button", { type: "button", "aria-label": `${label}: ${spec.title}`, title: label, onclick: act }, text);
-    this.figure = make("figure", { "data-chart": spec.id }, make("figcaption", {}, make("span", {}, spec.title),
+    this.figure = make("figure", { "data-chart": spec.id }, make("figcaption", {}, make("span", {}, spec.title, ["", "s", "B"].includes(spec.unit) ? null : make("small", {}, ` ${spec.unit}`)),
       make("span", { class: "tools" }, tool("−", "Zoom out", () => span.zoom(2)), tool("+", "Zoom in", () => span.zoom(0.5)),
         tool("↔", "Show everything", () => span.show(-Infinity, Infinity)))), this.plot, this.beyond, this.legend, this.details);
     this.listen();
@@ -382,7 +397,7 @@ class Chart {
     return this.found.flatMap(({ run, series }, at) => series.map((one, index) => {
       let color = palette.series[index % COLORS];
       if (this.spec.kind === "stack") color = palette.read(`part-${one.label}`);
-      else if (one.role) color = palette.series[(several ? at : ROLES.indexOf(one.role)) % COLORS];
+      else if (one.role) color = several ? palette.series[at % COLORS] : palette.read(ROLES[one.role]);
       else if (several && series.length === 1) color = palette.series[at % COLORS];
       const dashed = one.role === "validation" || (!one.role && several && series.length > 1 && at % 2 === 1);
       return { ...one, run, color, dashed, name: named ? `${one.label} (${run})` : one.label };
@@ -399,6 +414,7 @@ class Chart {
         : `; ${count(line.missing)} values are not finite, the first one at ${onAxis(line.first_missing, this.span.axis)}`;
       return make("li", {}, swatch, make("span", {}, line.name + lost));
     }));
+    this.legend.hidden = this.spec.section === "throughput" && this.lines().length === 1 && !this.lines()[0].missing;
     const text = this.lines().map((line) => `${line.name} ${inUnit(line.mean.at(-1), this.spec.unit)}`).join(", ");
     this.plot.setAttribute("aria-label", `${this.spec.title}; last values: ${text || "none"}`);
   }
@@ -543,7 +559,7 @@ class Chart {
     if (limit === null) return;
     for (const line of areas.length ? areas.slice(-1) : lines) {
       const values = line.upper ?? line.high, [first, last] = within(line.x, start, stop);
-      context.fillStyle = areas.length ? palette.bad : line.color;
+      context.fillStyle = areas.length ? palette.text : line.color;
       let free = -Infinity;
       for (let at = first; at < last; at += 1) {
         const x = toX(line.x[at]);
@@ -612,7 +628,7 @@ class Timeline extends Chart {
   load() {
     const rows = this.rows();
     this.plot.style.height = `${rows.length * 22 + 64}px`;
-    this.legend.replaceChildren(...[["in the job", "series-0"], ["lost or failed", "bad"], ["left or finished", "series-2"], ["new view, with its pause", "muted"]]
+    this.legend.replaceChildren(...[["in the job", "series-0"], ["lost or failed", "bad"], ["left or finished", "good"], ["new view, with its pause", "muted"]]
       .map(([text, color]) => {
         const swatch = make("span", { class: "swatch area" });
         swatch.style.background = palette.read(color);
@@ -621,9 +637,10 @@ class Timeline extends Chart {
     this.redraw();
   }
 
+  /** The color of the end of a worker; null while it is in the job. */
   color(one) {
     if (["lost", "failed"].includes(one.phase) || one.status) return palette.bad;
-    return palette.read(one.ended === null ? "series-0" : "series-2");
+    return one.ended === null ? null : palette.read("good");
   }
 
   measure(context) {
@@ -633,6 +650,9 @@ class Timeline extends Chart {
 
   drawContent(context, box, start, stop, toX) {
     const rows = this.rows(), views = partsOf(state.run).views ?? [], end = this.end();
+    const shown = views.map((view) => [view, toX(view.time)]).filter(([, x]) => x >= box.left && x <= box.left + box.width);
+    context.fillStyle = palette.muted;
+    for (const [, x] of shown) context.fillRect(Math.round(x), box.top, 1, box.height);
     context.textBaseline = "middle";
     rows.forEach((one, at) => {
       const y = box.top + 14 + at * 22;
@@ -640,14 +660,18 @@ class Timeline extends Chart {
       context.fillStyle = palette.muted;
       context.fillText(`worker ${one.worker}`, box.left - 8, y);
       const from = Math.max(toX(one.began ?? 0), box.left), to = Math.min(toX(one.ended ?? end), box.left + box.width);
-      context.fillStyle = this.color(one);
-      if (to > box.left && from < box.left + box.width) context.fillRect(from, y - 6, Math.max(2, to - from), 12);
+      if (to <= box.left || from >= box.left + box.width) return;
+      const bar = (left, color) => {
+        context.fillStyle = color;
+        context.beginPath();
+        context.roundRect(left, y - 5, Math.max(4, to - left), 10, 3);
+        context.fill();
+      };
+      bar(from, palette.read("series-0"));
+      if (this.color(one) && toX(one.ended) <= box.left + box.width) bar(Math.max(from, to - 12), this.color(one));
     });
     context.textAlign = "left";
     let free = -Infinity;
-    const shown = views.map((view) => [view, toX(view.time)]).filter(([, x]) => x >= box.left && x <= box.left + box.width);
-    context.fillStyle = palette.muted;
-    for (const [, x] of shown) context.fillRect(Math.round(x), box.top, 2, box.height);
     for (const [view, x] of shown) {
       const text = `view ${view.number}` + (view.pause === null ? "" : `, pause ${duration(view.pause)}`);
       const room = context.measureText(text).width + 8;
@@ -796,18 +820,20 @@ function stack(lines) {
   });
 }
 
+/** Draws an area of steps: a point is a mean over the time since the one before. */
 function drawArea(context, area, toX, toY, start, stop) {
   const [first, last] = within(area.x, start, stop);
+  if (last <= first) return;
+  const gaps = Array.from({ length: last - first - 1 }, (_, at) => area.x[first + at + 1] - area.x[first + at]).sort((one, other) => one - other);
+  const widest = gaps.length ? 3 * gaps[gaps.length >> 1] : 0;
   context.fillStyle = area.color;
-  context.beginPath();
-  if (last - first === 1) {
-    const x = toX(area.x[first]);
-    context.fillRect(x - 2, toY(area.upper[first]), 4, toY(area.lower[first]) - toY(area.upper[first]));
-    return;
+  for (let at = first; at < last; at += 1) {
+    const before = at > 0 ? Math.max(area.x[at - 1], area.x[at] - widest) : area.x[at] - widest / 3;
+    const [left, right] = [toX(before), toX(area.x[at])];
+    const [top, bottom] = [toY(area.upper[at]), toY(area.lower[at])];
+    // A little wider, so that no line of the background shows between two of them.
+    if (bottom > top) context.fillRect(left - 0.3, top, Math.max(2, right - left) + 0.6, bottom - top);
   }
-  for (let at = first; at < last; at += 1) context.lineTo(toX(area.x[at]), toY(area.upper[at]));
-  for (let at = last - 1; at >= first; at -= 1) context.lineTo(toX(area.x[at]), toY(area.lower[at]));
-  context.fill();
 }
 
 // --------------------------------------------------------------------------------------------------- state
@@ -877,51 +903,116 @@ function drawRuns() {
   const rows = state.runs.filter((run) => `${run.id} ${run.script} ${run.state}`.toLowerCase().includes(wanted));
   setText(byId("runs-count"), `${count(rows.length)} of ${count(state.runs.length)}`);
   const list = byId("runs-list"), focused = document.activeElement?.dataset?.key;
+  const facts = (run) => [run.state, run.steps ? `${count(run.steps)} steps` : "", shortDate(run.began)].filter(Boolean).join(" · ");
   list.replaceChildren(...rows.map((run) => make("li", {},
     make("button", { type: "button", "aria-current": run.id === state.run ? "true" : null, "data-key": `run ${run.id}`, onclick: () => choose(run.id) },
-      make("span", { class: "name" }, make("span", { class: `dot ${moodOf(run.state) ?? ""}`, "aria-hidden": "true" }), run.id), make("small", {}, [run.state, run.steps ? `${count(run.steps)} steps` : "", date(run.began)].filter(Boolean).join(", "))),
+      make("span", { class: "name" }, make("span", { class: `dot ${moodOf(run.state, run.troubled)}`, "aria-hidden": "true" }), run.id), make("small", {}, facts(run))),
     run.id === state.run ? null : make("label", {}, make("input", { type: "checkbox", checked: state.others.has(run.id), "data-key": `with ${run.id}`,
       "aria-label": `Overlay ${run.id}`, onchange: (event) => overlay(run.id, event.target.checked) }), " overlay"))));
   if (focused) [...list.querySelectorAll("[data-key]")].find((node) => node.dataset.key === focused)?.focus();
 }
 
-const moodOf = (text) => (text === "finished" ? "good" : text === "running" ? null : "bad");
+/** Returns how a run goes: busy, good, warn if something did not hold, or bad. */
+function moodOf(runState, troubled) {
+  if (!["running", "finished"].includes(runState)) return "bad";
+  if (troubled) return "warn";
+  return runState === "running" ? "busy" : "good";
+}
 
-const hosts = (number) => `${count(number)} ${number === 1 ? "host" : "hosts"}`;
+const some = (number, word) => `${count(number)} ${word}${number === 1 ? "" : "s"}`;
 
 function drawSummary(summary) {
-  const ends = summary.progress?.epochs;
-  const facts = [["Steps", count(summary.steps)], ["Epochs", ends > summary.epochs && summary.epochs ? `${count(summary.epochs)} of ${count(ends)}` : count(summary.epochs)],
-    [summary.seconds === null ? "Speed now" : "Mean speed", isNumber(summary.rate) ? `${count(Number(summary.rate.toPrecision(3)))} ${summary.rate_unit}` : ""], ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`],
-    ["Replicas", count(summary.replicas)], ["Duration", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null))],
-    ["Lost", [summary.lost ? count(summary.lost) : "", summary.lost_hosts ? hosts(summary.lost_hosts) : ""].filter(Boolean).join(", ")],
-    ["Joined", [summary.joined ? count(summary.joined) : "", summary.joined_hosts ? hosts(summary.joined_hosts) : ""].filter(Boolean).join(", ")],
-    ["Pauses", duration(summary.pauses)], ["Effective training", summary.effective === null ? "" : percent(summary.effective)], ["Backend", summary.backend],
-    ["Seed", String(summary.seed ?? "")], ["Started", date(summary.began)], ["Call", summary.call], ["Model", summary.model], ["Script", summary.script, true],
-    ["Did not hold", summary.troubles.join("; "), true],
-    ["Verdict", summary.compared, true], ["Digest", summary.digest, true], ["Message", summary.message, true],
-    ["Lines that cannot be read", summary.skipped ? count(summary.skipped) : ""]];
-  byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) =>
-    make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", { class: name === "Did not hold" ? "bad" : null }, value))));
-  const failure = byId("failure");
-  failure.hidden = summary.failure === null;
-  failure.replaceChildren(...(summary.failure === null ? [] : [
-    make("p", { class: "bad" }, `The script failed on worker ${summary.failure.worker}: ${summary.failure.summary}`),
-    make("details", {}, make("summary", {}, "Traceback"), make("pre", { tabindex: "0" }, summary.failure.traceback))]));
-  drawProgress(summary);
+  const mood = moodOf(summary.state, summary.troubles.length > 0);
+  setText(byId("title"), state.run);
+  byId("state").hidden = false;
+  byId("state").className = `state ${mood}`;
+  setText(byId("state"), summary.state);
+  byId("tags").replaceChildren(...summary.tags.map((tag) => make("li", {}, tag)));
+  setText(byId("about"), [summary.script, summary.backend, some(summary.wanted ?? 0, "worker"), date(summary.began),
+    summary.before ? `resumed after step ${count(summary.before)}${summary.resumed_from && ` from ${summary.resumed_from}`}` : ""].filter(Boolean).join(" · "));
+  drawOutcome(summary, mood);
+  drawCosts(summary);
   byId("tiles").replaceChildren(...summary.metrics.map((metric) => {
     const text = (value) => (value === null ? "not finite" : figures(value, 4));
     return make("div", {}, make("dt", {}, metric.name), make("dd", {},
       metric.recorded ? make("div", { class: metric.value === null ? "value bad" : "value" }, text(metric.value)) : null,
-      metric.validated ? make("div", { class: metric.recorded ? "validation" : "value" }, `${metric.recorded ? "validation " : ""}${text(metric.validation)}`) : null));
+      metric.validated ? make("div", { class: metric.recorded ? "validation" : "value" }, `${metric.recorded ? "validation " : ""}${text(metric.validation)}`) : null,
+      sparkline([["train", metric.trend], ["validation", metric.validation_trend]])));
   }));
   drawSlowness(summary);
-  setText(byId("title"), state.run);
-  byId("state").hidden = false;
-  byId("state").className = `state ${moodOf(summary.state) ?? ""}`;
-  setText(byId("state"), summary.state);
-  document.title = `${state.run} (${summary.state}): Lockstep`;
+  const facts = [["Replicas", count(summary.replicas)], ["Seed", String(summary.seed ?? "")], ["Call", summary.call], ["Model", summary.model],
+    ["Compared with one process", summary.compared.replace(/^compared with one process: |^not compared with one process$/, "") || (summary.compared && "no")],
+    ["Lines that cannot be read", summary.skipped ? count(summary.skipped) : ""], ["Digest", summary.digest, true]];
+  byId("facts").replaceChildren(...facts.filter(([, value]) => value).map(([name, value, long]) =>
+    make("div", { class: long ? "long" : null }, make("dt", {}, name), make("dd", {}, value))));
+  const { progress } = summary, share = progress?.steps && progress.step !== null ? percent(progress.step / progress.steps) : "…";
+  document.title = `${{ good: "✓", warn: "!", bad: "✕" }[summary.state === "running" ? "busy" : mood] ?? share} ${state.run} (${summary.state}): Lockstep`;
+  byId("icon").href = icon(mood);
   announce(summary);
+}
+
+/** Shows whether all went well, what did not hold, and what to do. */
+function drawOutcome(summary, mood) {
+  byId("outcome").hidden = false;
+  byId("outcome").className = `outcome ${mood}`;
+  setText(byId("headline"), capital(summary.headline) + (summary.state === "failed" && isNumber(summary.status) ? ` (exit status ${summary.status})` : ""));
+  byId("troubles").replaceChildren(...summary.troubles.map((text) => make("li", {}, text)));
+  byId("remedies").hidden = !summary.remedies.length;
+  byId("remedies").querySelector("ul").replaceChildren(...summary.remedies.map((text) => make("li", {}, capital(text))));
+  drawProgress(summary);
+  const failure = byId("failure"), { failure: script } = summary;
+  failure.hidden = script === null;
+  if (script !== null && failure.dataset.text !== script.traceback) {
+    failure.dataset.text = script.traceback;
+    failure.replaceChildren(make("details", { open: true }, make("summary", {}, `Traceback of worker ${script.worker}`),
+      make("pre", { tabindex: "0", role: "region", "aria-label": "Traceback" }, script.traceback || script.summary)));
+  }
+}
+
+/** Shows what a run took: each value with its name and a remark. */
+function drawCosts(summary) {
+  const { epochs, effective, progress } = summary, ends = progress?.epochs, ended = summary.seconds !== null;
+  const rate = isNumber(summary.rate) ? count(Number(summary.rate.toPrecision(3))) : "";
+  const changes = [summary.lost ? `${count(summary.lost)} lost` : "", summary.joined ? `${count(summary.joined)} joined` : "",
+    summary.lost_hosts ? `${some(summary.lost_hosts, "host")} lost` : "", summary.joined_hosts ? `${some(summary.joined_hosts, "host")} joined` : ""].filter(Boolean);
+  const costs = [["Time", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null)), ""],
+    ["Effective training", effective === null ? "" : percent(effective), "", effective],
+    ["Steps", count(summary.steps), summary.before ? `${count(summary.before)} of them before` : epochs ? `${ends > epochs ? `${count(epochs)} of ${some(ends, "epoch")}` : some(epochs, "epoch")}` : ""],
+    [ended ? "Mean speed" : "Speed now", rate, rate && summary.rate_unit],
+    ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`, changes.join(", ")],
+    ["Pauses", summary.pauses ? count(summary.pauses) : "none", summary.pauses ? `${duration(summary.paused)} in all` : ""],
+    ["Checkpoints", summary.checkpoints ? count(summary.checkpoints) : "", summary.checkpoints && summary.saved !== null ? `the newest has step ${count(summary.saved)}` : ""]];
+  byId("costs").replaceChildren(...costs.filter(([, value]) => value).map(([name, value, remark, share]) => {
+    const meter = isNumber(share) ? make("span", { class: "meter", "aria-hidden": "true" }, make("span")) : null;
+    if (meter) meter.firstChild.style.width = percent(share).replace(" ", "");
+    return make("div", {}, make("dt", {}, name), make("dd", {}, make("span", { class: "value" }, value), remark ? make("small", {}, remark) : null, meter));
+  }));
+}
+
+/** Returns a small picture of lines without axes, each with its name; null if there is nothing to see. */
+function sparkline(lines) {
+  const values = lines.flatMap(([, line]) => line).filter(isNumber);
+  const length = Math.max(...lines.map(([, line]) => line.length));
+  if (length < 2 || values.length < 2) return null;
+  const low = Math.min(...values), high = Math.max(...values), size = high - low || 1;
+  const draw = (tag, attributes, ...children) => {
+    const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+    node.append(...children);
+    return node;
+  };
+  return draw("svg", { class: "sparkline", viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" }, ...lines.map(([name, line]) => {
+    const points = line.map((value, at) => [value, (100 * at) / (line.length - 1)]).filter(([value]) => value !== null);
+    return draw("polyline", { class: name, points: points.map(([value, x]) => `${x.toFixed(1)},${(28 - (26 * (value - low)) / size).toFixed(1)}`).join(" ") });
+  }));
+}
+
+/** Returns the picture of the tab: its color, and its sign for those who do not see colors. */
+function icon(mood) {
+  const sign = { good: "M4 8.5l3 3 5-6.5", warn: "M8 3.5v6M8 12v.5", bad: "M5 5l6 6M11 5l-6 6" }[mood] ?? "M5 8h.1M8 8h.1M11 8h.1";
+  const color = palette.read(mood === "busy" ? "accent" : mood), ink = palette.read("page");
+  return `data:image/svg+xml,${encodeURIComponent(`<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 16"><rect width="16" height="16" rx="4" fill="${color}"/>`
+    + `<path d="${sign}" fill="none" stroke="${ink}" stroke-width="2" stroke-linecap="round" stroke-linejoin="round"/></svg>`)}`;
 }
 
 /** Shows how far a run is that trains, and how long the rest takes; or what it does before that. */
@@ -1050,6 +1141,8 @@ function draw() {
   }
   announce(known.parts.summary);
   drawCharts();
+  const comparison = byId("comparison"), place = state.others.size ? byId("metrics") : null;
+  if (comparison.nextElementSibling !== place) byId("main").insertBefore(comparison, place);
   const results = shownRuns().map((run) => `${run} ${state.known.get(run)?.digests.summary}`).join("\n");
   if (state.drawn.results !== results) {
     state.drawn.results = results;
@@ -1066,6 +1159,11 @@ function drawResults() {
     .map((run) => ({ run, ...partsOf(run).summary, metrics: valuesOf(partsOf(run).summary) }));
   const metrics = [...new Set(runs.flatMap((row) => Object.keys(row.metrics)))].sort((a, b) => (b === "loss") - (a === "loss"));
   const took = (row) => row.seconds ?? Date.now() / 1000 - row.began;
+  const swatch = (run) => {
+    const node = make("span", { class: "swatch", "aria-hidden": "true" });
+    node.style.borderTopColor = palette.series[shownRuns().indexOf(run) % COLORS];
+    return make("span", { class: "with-swatch" }, node, run);
+  };
   const columns = [["Run", (row) => row.run], ["State", (row) => row.state], ["Tags", (row) => row.tags.join(", ")],
     ...metrics.map((name) => [name, (row) => row.metrics[name], (value) => (value === undefined ? "" : value === null ? "not finite" : figures(value, 4))]),
     ["Steps", (row) => row.steps, count], ["Duration", took, duration], ["Effective training", (row) => row.effective, (value) => (isNumber(value) ? percent(value) : "")],
@@ -1078,7 +1176,7 @@ function drawResults() {
     drawResults();
     [...byId("results-table").querySelectorAll("button")].find((node) => node.dataset.key === title)?.focus();
   } }, title === column ? `${title} ${down ? "▼" : "▲"}` : title);
-  fillTable(byId("results-table"), columns.map(([title, of, text]) => [heading(title), (row) => (text ? text(of(row)) : of(row)), text ? "number" : title === "Did not hold" ? "long" : null]),
+  fillTable(byId("results-table"), columns.map(([title, of, text]) => [heading(title), (row) => (text ? text(of(row)) : title === "Run" ? swatch(row.run) : of(row)), text ? "number" : title === "Did not hold" ? "long" : null]),
     runs.length > 1 ? runs : [], "Overlay other runs to see their results beside those of this one.");
 }
 
@@ -1183,6 +1281,8 @@ async function refresh() {
     state.others = new Set([...state.others].filter((run) => run !== state.run && state.runs.some((one) => one.id === run)));
     drawRuns();
   }
+  document.body.classList.toggle("no-run", state.run === null);
+  byId("empty").hidden = state.run !== null;
   if (state.run === null) {
     say("There is no run yet.");
     return;
