@@ -445,6 +445,8 @@ def test_marks_of_an_axis_and_series_of_a_metric_can_be_told_apart(browser: Brow
             ("s", [100.001, 100.002], ["100.001 s", "100.002 s"]),
         ):
             assert browser.run(f"marksOf({values}, '{unit}')") == texts
+        assert browser.run("ticks(0, 437, 4, true)") == [0, 120, 240, 360]
+        assert browser.run("ticks(0, 437, 4)") == [0, 200, 400]
         colors = browser.run("charts.get('metric:loss').lines().map((line) => line.color)")
         assert len(set(colors)) == len(colors) == 3
         assert browser.run("byId('costs').textContent").count("Mean speed640examples/s") == 1

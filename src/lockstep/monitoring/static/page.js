@@ -7,6 +7,10 @@ const MOST_ROWS = 200;
 const MOST_BARS = 100;
 const SHOWN_WORKERS = 8;
 const COLORS = 8;
+/** Seconds between the marks of an axis of time. */
+const TIME_TICKS = [10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400];
+/** The largest number of points of a line that are shown as dots. */
+const MOST_DOTS = 60;
 /** The colors of the series of a metric by their role. */
 const ROLES = { train: "train", epoch: "series-0", validation: "series-1" };
 
@@ -477,7 +481,7 @@ class Chart {
     context.fillStyle = palette.line;
     context.fillRect(box.left, box.top + box.height, box.width, 1);
     let free = -Infinity;
-    for (const tick of ticks(start, stop, Math.max(2, box.width / 90))) {
+    for (const tick of ticks(start, stop, Math.max(2, box.width / 90), this.span.axis === "time")) {
       if (this.span.axis === "step" && !Number.isInteger(tick)) continue;
       const x = toX(tick), text = onAxis(tick, this.span.axis), width = context.measureText(text).width;
       const left = Math.min(Math.max(x - width / 2, 0), this.plot.clientWidth - width);
@@ -553,7 +557,8 @@ class Chart {
     for (const area of areas) drawArea(context, area, toX, toY, start, stop);
     if (!areas.length) {
       const smooth = this.spec.section === "metrics" && smoothing() > 0;
-      for (const line of lines) drawLine(context, line, toX, toY, start, stop, smooth);
+      const crowded = lines.some((line) => !line.role && line.x.length > MOST_DOTS);
+      for (const line of lines) drawLine(context, line, toX, toY, start, stop, smooth, !crowded);
     }
     context.restore();
     if (limit === null) return;
@@ -699,12 +704,13 @@ function spikeLimit(values, low, ratio) {
   return sorted[most] > low && sorted[0] - low > ratio * (sorted[most] - low) ? sorted[most] : null;
 }
 
-/** Returns round numbers between two values. */
-function ticks(low, high, most) {
+/** Returns round numbers between two values; of seconds, whole minutes, hours and days where they fit. */
+function ticks(low, high, most, seconds = false) {
   const rough = (high - low) / most;
   if (!(rough > 0) || !Number.isFinite(rough)) return [];
   const power = 10 ** Math.floor(Math.log10(rough));
-  const size = [1, 2, 5, 10].map((one) => one * power).find((one) => one >= rough) ?? 10 * power;
+  const sizes = seconds && rough > 5 && rough <= 86400 ? TIME_TICKS : [1, 2, 5, 10].map((one) => one * power);
+  const size = sizes.find((one) => one >= rough) ?? 10 * power;
   const found = [];
   for (let at = Math.ceil(low / size); at * size <= high; at += 1) found.push(Number((at * size).toPrecision(12)));
   return found;
@@ -757,7 +763,7 @@ function nearest(numbers, value) {
   return numbers[at] - value < value - numbers[at - 1] ? at : at - 1;
 }
 
-function drawLine(context, line, toX, toY, start, stop, smooth) {
+function drawLine(context, line, toX, toY, start, stop, smooth, dots) {
   const [first, last] = within(line.x, start, stop);
   context.strokeStyle = context.fillStyle = line.color;
   context.setLineDash(line.dashed ? [6, 4] : []);
@@ -796,7 +802,7 @@ function drawLine(context, line, toX, toY, start, stop, smooth) {
     context.stroke();
   }
   context.setLineDash([]);
-  if (last - first <= 60) {
+  if (dots && last - first <= MOST_DOTS) {
     for (let at = first; at < last; at += 1) {
       if (line.low[at] === null) continue;
       // A ring around a dot: training and validation show both, even if they are equal.
