@@ -254,6 +254,8 @@ def test_variables_of_the_script() -> None:
     here = {"COLOR": "blue", "API_KEY": "abc", "OTHER": "x", "KERAS_BACKEND": "jax"}
     assert unrecorded(variables, here) == {"API_KEY": "abc"}
     assert shared_variables(variables, here) == {"COLOR": "blue", "API_KEY": "abc", "KERAS_BACKEND": "jax"}
+    others = {"TF_VAR_password": "abc", "TF_TOKEN_example_org": "abc", "KERAS_HUB_TOKEN": "abc"}
+    assert shared_variables((), others | {"TF_XLA_FLAGS": "1"}) == {"TF_XLA_FLAGS": "1"}
     require_variables(variables, here)
     with pytest.raises(ConfigError, match="--env API_KEY: set the variable here"):
         require_variables(variables, {})

@@ -45,6 +45,8 @@ _NUMERIC = (
 )
 _NOT_NUMERIC = ("CACHE", "CONFIG", "DIR", "FILE", "HOME", "KEY", "LOG", "PASSWORD", "PATH", "SECRET", "TOKEN")
 _HASH_SEED = "PYTHONHASHSEED"
+_OF_TERRAFORM = ("TF_CLI_", "TF_TOKEN_", "TF_VAR_")
+"""Prefixes of variables of another program, which often contain secrets."""
 _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
@@ -326,14 +328,15 @@ def shared_variables(also: Collection[str] = (), environ: Mapping[str, str] = os
 
     Args:
         also: the names of variables that the user has requested; the others can change the results of a
-            script.
+            script, and are not secrets.
         environ: the variables of the user.
     """
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in also or (name.startswith(_SHARED) and name not in _OF_ONE_HOST)
-    }
+
+    def is_shared(name: str) -> bool:
+        excluded = name in _OF_ONE_HOST or name.startswith(_OF_TERRAFORM) or _is_secret(name)
+        return name.startswith(_SHARED) and not excluded
+
+    return {name: value for name, value in environ.items() if name in also or is_shared(name)}
 
 
 def variable_marks(
