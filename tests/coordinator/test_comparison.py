@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.coordinator.comparison import (
     MOST_CACHED,
+    NOT_COMPARED,
     cache_result,
     read_fields,
     read_verdict,
@@ -42,7 +43,11 @@ def test_a_run_without_a_file_says_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     assert read_verdict(paths) == ""
     save_verdict(paths, "equal")
-    assert read_verdict(paths) == "equal"
+    assert read_verdict(paths) == read_verdict(paths, ended=False) == "equal"
+    save_verdict(paths, NOT_COMPARED)
+    assert read_verdict(paths) == "not compared with one process"
+    # While it trains, it may still be compared.
+    assert read_verdict(paths, ended=False) == ""
     paths.comparison.write_text("{")
     assert read_verdict(paths) == ""
 

@@ -56,9 +56,13 @@ def save_verdict(paths: RunPaths, text: str, result: Mapping[str, Any] | None = 
         replace(paths.comparison, json.dumps({"verdict": text, **(result or {})}, indent=2).encode())
 
 
-def read_verdict(paths: RunPaths) -> str:
-    """Return the verdict in the folder of a run; empty if no comparison was wanted."""
-    return str(read_fields(paths.comparison).get("verdict", ""))
+def read_verdict(paths: RunPaths, *, ended: bool = True) -> str:
+    """Return the verdict in the folder of a run.
+
+    It is empty if no comparison was wanted, or if a run that has not ended may still be compared.
+    """
+    verdict = str(read_fields(paths.comparison).get("verdict", ""))
+    return verdict if ended or verdict != NOT_COMPARED else ""
 
 
 def cache_result(path: Path, result: Mapping[str, Any]) -> None:

@@ -134,7 +134,9 @@ def _read(folder: Path, now: float) -> PastRun | None:
     except OSError as error:
         return PastRun(printable(folder.name), end=f"cannot be read: {error.strerror}")
     active = now if is_active(folder) else None
-    return summarize(folder.name, events, lambda: _measurements(paths), active, read_verdict(paths))
+    return summarize(
+        folder.name, events, lambda: _measurements(paths), active, read_verdict(paths, ended=active is None)
+    )
 
 
 def _measurements(paths: RunPaths) -> bytes:

@@ -73,7 +73,7 @@ class RunFolder:
         # In the order of time: the phase of a worker follows from both files.
         for entry in heapq.merge(self._happenings(), self._measured(), key=lambda happening: happening.time):
             self.state = self.state.after(entry)
-        self.state = self.state.with_verdict(read_verdict(self.paths))
+        self.state = self.state.with_verdict(read_verdict(self.paths, ended=self.state.finished is not None))
         written = self.state.job.get("format")
         if isinstance(written, int) and written > FORMAT:
             raise ConfigError(
