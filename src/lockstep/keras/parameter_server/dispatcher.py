@@ -509,7 +509,7 @@ class Dispatcher:
         if self._here is not None:
             # There are no workers that could leave.
             while not leaving and not over():
-                self._compute_next(self._here)
+                self._compute_next()
             return
         with self._changed:
             begun = reported = time.monotonic()
@@ -748,8 +748,8 @@ class Dispatcher:
 
     def _pump(self) -> None:
         """Answer everything that can be answered."""
-        if self._recorded is not None and self._here is None:
-            self._follow(self._recorded)
+        while self._here is None and self._take_turn():
+            pass
         for process, arrival in list(self._parked.items()):
             if (answer := self._answer(process, arrival)) is not None:
                 del self._parked[process]
@@ -772,50 +772,44 @@ class Dispatcher:
         replacement = self._replacements.get(worker, -1)
         return Assigned(step, incomplete, tuple(layers), replacement), list(layers.values())
 
-    def _compute_next(self, here: ComputedHere) -> None:
+    def _compute_next(self) -> None:
         """Process the next record of the recorded order, whose work this process computes.
 
         Raises:
-            DisagreementError: there is no further step.
+            DisagreementError: there is no further work.
         """
-        recorded = self._recorded
-        turn = None if recorded is None else recorded.awaited()
-        if (
-            recorded is None
-            or turn is None
-            or turn.kind not in (RecordKind.ASSIGN, RecordKind.DONE, RecordKind.JOINED)
-        ):
-            raise DisagreementError(
-                f"{self._call_name}: the new run needs another {self.unit}, which the recorded one did not "
-                "compute at this point: the script, its data or its libraries have changed"
-            )
-        recorded.advance()
         with self._changed:
-            if turn.kind is RecordKind.JOINED:
-                self._replace(turn.worker, turn.step)
-            elif turn.kind is RecordKind.ASSIGN:
-                self._assignments.follow(turn.worker, turn.step)
-                here.assign(turn.worker, *self._assigned(turn.worker, turn.step))
-            else:
-                self._process_done(here.done(turn.worker, turn.step))
+            if not self._take_turn():
+                raise DisagreementError(
+                    f"{self._call_name}: the new run needs another {self.unit}, which the recorded one did "
+                    "not compute at this point: the script, its data or its libraries have changed"
+                )
 
-    def _follow(self, recorded: RecordedOrder) -> None:
-        """Process the records of the recorded order that are due."""
-        while (turn := recorded.awaited()) is not None:
-            if turn.kind is RecordKind.DONE:
-                arrival = self._arrived.pop(turn, None)
-                if arrival is None:
-                    return
-                self._process_done(arrival)
-            elif turn.kind is RecordKind.JOINED:
+    def _take_turn(self) -> bool:
+        """Process the next record of the recorded order, and return whether it was due."""
+        recorded, here = self._recorded, self._here
+        turn = None if recorded is None else recorded.awaited()
+        if recorded is None or turn is None:
+            return False
+        match turn.kind:
+            case RecordKind.JOINED:
                 self._replace(turn.worker, turn.step)
-            elif turn.kind is not RecordKind.ASSIGN or not self._may_assign(turn):
-                return
-            else:
+            case RecordKind.ASSIGN if here is not None or self._may_assign(turn):
                 self._assignments.follow(turn.worker, turn.step)
-                self._followed[turn.worker] = answer = self._assigned(turn.worker, turn.step)
-                self._parked.pop(turn.worker).answer(*answer)
-            recorded.advance()
+                answer = self._assigned(turn.worker, turn.step)
+                if here is not None:
+                    here.assign(turn.worker, *answer)
+                else:
+                    self._followed[turn.worker] = answer
+                    self._parked.pop(turn.worker).answer(*answer)
+            case RecordKind.DONE if here is not None or turn in self._arrived:
+                self._process_done(
+                    self._arrived.pop(turn) if here is None else here.done(turn.worker, turn.step)
+                )
+            case _:
+                return False
+        recorded.advance()
+        return True
 
 
 def _call_of(arrival: QuestionArrival) -> AtCall:

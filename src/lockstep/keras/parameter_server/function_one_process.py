@@ -47,7 +47,7 @@ class OneProcessCalls(ChiefCalls):
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
         """Return the question of a worker to a server, to run a function."""
-        return servers.pull_with_common_of(server, attempt.step, part, self._pulls.tables)
+        return servers.pull_of(server, attempt.step, self._pulls.rows, common=True, part=part)
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> Computed:
         """Run a function as a worker does, and restore the script's variables.
@@ -56,7 +56,7 @@ class OneProcessCalls(ChiefCalls):
         functions run.
         """
         assert self._orders is not None
-        values = self._pulls.values(*self._orders.servers.whole_with_common(pulled))
+        values = self._pulls.values(*self._orders.servers.pulled(pulled))
         key, put_back = (attempt.worker, attempt.step), self._runner.keep_shared()
         try:
             if not self._runner.exchanges(self._kept[attempt.step].function):

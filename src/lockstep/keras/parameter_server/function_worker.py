@@ -271,4 +271,4 @@ class WorkerCalls(FunctionCalls):
     def _pulled(self, step: int, part: int) -> list[Array]:
         """Return the values of the variables that a function reads from the servers."""
         assert self._servers is not None
-        return self._pulls.values(*self._servers.pull_with_common(step, part, self._pulls.tables))
+        return self._pulls.values(*self._servers.pull(step, self._pulls.rows, common=True, part=part))

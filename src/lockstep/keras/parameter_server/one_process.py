@@ -92,7 +92,7 @@ class OneProcess(ChiefProcess):
         with self._worker.rows, self._values_kept():
             self._worker.look_up(data)
             self._worker.make_room(step, data)
-            weights = self._orders.servers.whole([arrays for _, arrays in pulled])
+            weights, _ = self._orders.servers.pulled(pulled)
             # A backend may use the arrays in place.
             layers = {
                 name: np.array(array)

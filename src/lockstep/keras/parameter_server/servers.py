@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from lockstep.keras.parameter_server.served_variables import Slot
 from lockstep.keras.parameter_server.server_channel import AsksServer
-from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import EndCall, Pull, PullRows, Push, Read, Write
 
@@ -76,56 +75,44 @@ class Servers:
         for shard in shards:
             self._shards[shard.server].append(shard)
 
-    def pull(self, step: int, rows: Mapping[int, Array]) -> list[Array]:
-        """Return the variables, to compute a step with them.
+    def pull(
+        self, step: int, rows: Mapping[int, Array], *, common: bool = False, part: int = 0
+    ) -> tuple[list[Array], dict[Slot, Array]]:
+        """Return the variables, to do a work with them, and the slots that belong to none of them.
 
         Args:
-            step: the step to compute.
+            step: the number of the work.
             rows: the distinct rows, in order, that are needed of tables, by their variables.
+            common: whether the slots are needed. They have the values of the first server.
+            part: how often the work has applied an optimizer before.
 
         Raises:
             PeerLostError: a server has ended.
             PeerStuckError: a server has not answered in time.
         """
         for server, channel in enumerate(self._channels):
-            channel.send(*self.pull_of(server, step, rows))
-        answers = [channel.receive() for channel in self._channels]
-        return self.whole([arrays for _, arrays in answers])
+            channel.send(*self.pull_of(server, step, rows, common=common, part=part))
+        return self.pulled([channel.receive() for channel in self._channels])
 
-    def pull_of(self, server: int, step: int, rows: Mapping[int, Array]) -> tuple[Pull, list[Array]]:
+    def pull_of(
+        self, server: int, step: int, rows: Mapping[int, Array], *, common: bool = False, part: int = 0
+    ) -> tuple[Pull, list[Array]]:
         """Return the message that `pull` sends to one server, with its arrays."""
         shards = enumerate(self._shards[server])
         needed = {k: _rows_in(shard, rows[shard.variable]) for k, shard in shards if shard.variable in rows}
-        return Pull(step, tables=tuple(needed)), list(needed.values())
+        return Pull(step, common=common, part=part, tables=tuple(needed)), list(needed.values())
 
-    def pull_with_common(
-        self, step: int, part: int = 0, tables: frozenset[int] = frozenset()
-    ) -> tuple[list[Array], dict[Slot, Array]]:
-        """Return the variables, and the slots that belong to none of them, as the first server has them.
-
-        Args:
-            step: the number of the function.
-            part: how often the function has applied an optimizer before.
-            tables: the variables of which no rows are needed.
-        """
-        for server, channel in enumerate(self._channels):
-            channel.send(*self.pull_with_common_of(server, step, part, tables))
-        return self.whole_with_common([channel.receive() for channel in self._channels])
-
-    def pull_with_common_of(
-        self, server: int, step: int, part: int, tables: frozenset[int]
-    ) -> tuple[Pull, list[Array]]:
-        """Return the message that `pull_with_common` sends to one server, with its arrays."""
-        positions = tuple(k for k, shard in enumerate(self._shards[server]) if shard.variable in tables)
-        return Pull(step, common=True, part=part, tables=positions), [NO_ROWS] * len(positions)
-
-    def whole_with_common(
+    def pulled(
         self, answers: Sequence[tuple[Any, Sequence[Array]]]
     ) -> tuple[list[Array], dict[Slot, Array]]:
-        """Return the result of `pull_with_common`, given the answers of all servers."""
+        """Return the result of `pull`, given the answers of all servers."""
+        parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}
+        for shards, (_, arrays) in zip(self._shards, answers, strict=True):
+            for shard, array in zip(shards, arrays, strict=False):
+                parts.setdefault(shard.variable, []).append((shard, array, None))
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
-        return self.whole([arrays for _, arrays in answers]), common
+        return [_joined(parts[variable], None) for variable in range(len(parts))], common
 
     def pull_rows(self, step: int, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table.
@@ -257,14 +244,6 @@ class Servers:
         for channel in self._channels:
             channel.send(question)
         return [channel.receive() for channel in self._channels]
-
-    def whole(self, answers: Sequence[Sequence[Array]]) -> list[Array]:
-        """Return the variables, given the arrays of the answers of all servers to a pull."""
-        parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}
-        for shards, arrays in zip(self._shards, answers, strict=True):
-            for shard, array in zip(shards, arrays, strict=False):
-                parts.setdefault(shard.variable, []).append((shard, array, None))
-        return [_joined(parts[variable], None) for variable in range(len(parts))]
 
 
 class ServedState:

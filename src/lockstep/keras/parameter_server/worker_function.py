@@ -14,6 +14,7 @@ from lockstep.keras.parameter_server.function_run import FunctionRunner
 from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.servers import Gradients
+from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.keras.seeds import seed_of
 from lockstep.protocol.parameter_server import AtCall, WorkDone
 
@@ -25,14 +26,14 @@ class FunctionPulls:
     """The variables that functions read from the servers.
 
     Attributes:
-        whole: the numbers of the variables over all optimizers, without `tables`.
-        tables: the tables that only servers have.
+        whole: the numbers of the variables over all optimizers, without tables that only servers have.
+        rows: no rows of each of these tables: functions look up rows while they run.
         common: the slots that belong to no variable.
         variables: the variables of `whole`, and then those of the optimizers for `common`.
     """
 
     whole: tuple[int, ...]
-    tables: frozenset[int]
+    rows: Mapping[int, Array]
     common: tuple[Slot, ...]
     variables: list[Any]
 
@@ -44,11 +45,11 @@ class FunctionPulls:
         common = {slot: v for slot, v in zip(slots, slot_variables, strict=True) if slot[0] < 0}
         trained = [variable for update in updates for variable in update.variables]
         whole = {i: variable for i, variable in enumerate(trained) if server_table(variable) is None}
-        tables = frozenset(range(len(trained))) - whole.keys()
-        return cls(tuple(whole), tables, tuple(common), [*whole.values(), *common.values()])
+        rows = {i: NO_ROWS for i in range(len(trained)) if i not in whole}
+        return cls(tuple(whole), rows, tuple(common), [*whole.values(), *common.values()])
 
     def values(self, weights: Sequence[Array], common: Mapping[Slot, Array]) -> list[Array]:
-        """Return the values of `variables`, given the results of `Servers.pull_with_common`."""
+        """Return the values of `variables`, given the result of `Servers.pull`."""
         return [*(weights[i] for i in self.whole), *(common[slot] for slot in self.common)]
 
 

@@ -120,7 +120,7 @@ class WorkerProcess(FitProcess):
         if self._step.make_room(step, data):
             traced = 0
             timer.lap("compute")
-        weights = self._servers.pull(step, rows)
+        weights, _ = self._servers.pull(step, rows)
         timer.lap("exchange")
         computed = self._step.compute(step, data, weights, self._layers)
         self.job.note_step()
