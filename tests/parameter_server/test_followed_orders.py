@@ -12,6 +12,7 @@ from lockstep.errors import ConfigError, DisagreementError
 from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders
 from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Gradients, Servers
+from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, place_variables
 from lockstep.protocol.parameter_server import Assigned, AtCall, Pull, WorkDone
@@ -141,15 +142,15 @@ class Workers:
     ) -> tuple[Pull, list[np.ndarray]]:
         return Pull(attempt.step, part=part), []
 
-    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered | None, Gradients | None]:
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> DoneWork | Gradients:
         part = attempt.batch = 0 if attempt.batch is None else attempt.batch + 1
         arrays = [array for _, (array,) in pulled]
         self.seen[attempt.worker, attempt.step] = np.concatenate(arrays)
+        message = WorkDone(AtCall(-1, -1), attempt.step)
         if part == self.parts[attempt.step] and part > 1:
-            return (WorkDone(AtCall(-1, -1), attempt.step), []), None
+            return DoneWork(message, [], None)
         gradients = Gradients({0: gradient_of(attempt.step, part, arrays)}, part=part)
-        returned = (WorkDone(AtCall(-1, -1), attempt.step), []) if self.parts[attempt.step] == 1 else None
-        return returned, gradients
+        return DoneWork(message, [], gradients) if self.parts[attempt.step] == 1 else gradients
 
     def completed(self, step: int) -> None:
         self.completed_steps.append(step)

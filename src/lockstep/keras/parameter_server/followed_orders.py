@@ -30,6 +30,7 @@ from lockstep.keras.parameter_server.server_process import ServerShards
 from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.keras.parameter_server.standby import record_of
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
+from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import Assigned, EndCall, PullRows, Question, Read, Write
@@ -53,7 +54,7 @@ class Attempt:
         pulls: how often the step has pulled.
         computing: whether it is being computed.
         staleness: the largest staleness of all servers.
-        returned: the message of the worker to the chief, without the staleness, once the step is computed.
+        done: the results of the step, once it is computed.
         batch: the batch of the step, and the rows that it looks up, once it was read.
     """
 
@@ -69,7 +70,7 @@ class Attempt:
     pulls: int = 0
     computing: bool = False
     staleness: int = 0
-    returned: Answered | None = None
+    done: DoneWork | None = None
     batch: Any = None
 
     @property
@@ -92,15 +93,12 @@ class ReplayedWorkers(Protocol):
     ) -> tuple[Question, list[Array]]:
         """Return the question of a worker to a server, to compute a step; see `Servers.pull_of`."""
 
-    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered | None, Gradients | None]:
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> DoneWork | Gradients:
         """Compute a step up to its end, or to the gradients that it gives the servers before it pulls again.
 
         Args:
             attempt: the attempt at the step.
             pulled: the answers of the servers to its pull.
-
-        Returns:
-            The message to the chief, if the step has ended, and the gradients, if there are any.
         """
 
     def completed(self, step: int) -> None:
@@ -197,9 +195,9 @@ class FollowedOrders:
             self._push_everywhere(attempt, part)
         del self._attempts[worker, step]
         self._workers.completed(step)
-        assert attempt.returned is not None
-        message, arrays = attempt.returned
-        return QuestionArrival(worker, msgspec.structs.replace(message, staleness=attempt.staleness), arrays)
+        assert attempt.done is not None
+        message = msgspec.structs.replace(attempt.done.message, staleness=attempt.staleness)
+        return QuestionArrival(worker, message, attempt.done.arrays)
 
     def rows(self, attempt: Attempt, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table within a step; see `Servers.pull_rows`.
@@ -241,13 +239,17 @@ class FollowedOrders:
             raise _unfit(f"{self._workers.unit} {attempt.step + 1} needs what it computes later")
         attempt.computing = True
         try:
-            while attempt.returned is None and part not in attempt.gradients:
+            while attempt.done is None and part not in attempt.gradients:
                 pulled = self._pulled(attempt, attempt.pulls)
                 for server in self._followed:
                     while self._looks_up_next(server, attempt):
                         self._serve_next(server)
                 attempt.pulls += 1
-                attempt.returned, gradients = self._workers.compute(attempt, pulled)
+                computed = self._workers.compute(attempt, pulled)
+                if isinstance(computed, DoneWork):
+                    attempt.done, gradients = computed, computed.gradients
+                else:
+                    gradients = computed
                 attempt.gradients = {} if gradients is None else {gradients.part & 0xFF: gradients}
                 attempt.pushed.clear()
         finally:

@@ -103,7 +103,6 @@ class FunctionCalls(ABC):
         self._program, self._job = program, program.job
         self._call = program.number()
         self._trained = program.trained()
-        self._measured = 0
         self._joining = program.joining()
         self._reads = ScriptReads(self._on_read, lambda: self._joining.in_script)
         self._eager = adapter().functions()

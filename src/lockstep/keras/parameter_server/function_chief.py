@@ -38,7 +38,7 @@ class ChiefCalls(FunctionCalls):
         self._served_state = ServedState()
         self._others: dict[int, Array] = {}
         self._learned = True
-        self._assigned = 0
+        self._assigned = self._measured = 0
         self._read: dict[int, Any] = {}
         self._handed: tuple[int, list[int], frozenset[int]] | None = None
         self._ending = False

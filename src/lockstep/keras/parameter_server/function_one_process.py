@@ -21,13 +21,14 @@ from lockstep.keras.parameter_server.function_calls import ScheduleContext, Sche
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
 from lockstep.keras.parameter_server.served_variables import ServedVariables
 from lockstep.keras.parameter_server.servers import Gradients, Servers
+from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import AtCall, Pull
 
 Array = npt.NDArray[Any]
-Computed = tuple[Answered | None, Gradients | None]
-"""The message of a function to the chief, once it has ended, and the gradients that it gives the servers."""
+Computed = DoneWork | Gradients
+"""The results of a function, or the gradients that it gives the servers before it pulls again."""
 
 
 class OneProcessCalls(ChiefCalls):
@@ -65,10 +66,10 @@ class OneProcessCalls(ChiefCalls):
                 self._threads[key] = _FunctionThread(
                     lambda thread, values: self._run(attempt, values, thread)
                 )
-            returned, gradients = self._threads[key].resume(values)
-            if returned is not None:
+            computed = self._threads[key].resume(values)
+            if isinstance(computed, DoneWork):
                 del self._threads[key]
-            return returned, gradients
+            return computed
         finally:
             self._job.process, self._job.replacement = 0, -1
             put_back()
@@ -77,7 +78,7 @@ class OneProcessCalls(ChiefCalls):
         """Forget a function that is complete."""
         del self._kept[step]
 
-    def _run(self, attempt: Attempt, values: Sequence[Array], thread: "_FunctionThread | None") -> Computed:
+    def _run(self, attempt: Attempt, values: Sequence[Array], thread: "_FunctionThread | None") -> DoneWork:
         """Run a function with the values of the variables that it has pulled."""
         assert self._orders is not None
         job, orders, scope = self._job, self._orders, self._program.scope.variables
@@ -104,8 +105,7 @@ class OneProcessCalls(ChiefCalls):
         others = [scope[int(name)] for name in attempt.assigned.names]
         self._runner.transfers.assign([*self._runner.pulled, *others], [*values, *attempt.layers])
         worker = replacement if replacement >= 0 else attempt.worker
-        returned, arrays, gradients = run.run(AtCall(0, self._scheduled), worker)
-        return (returned, arrays), gradients
+        return run.run(AtCall(0, self._scheduled), worker)
 
     def _open(self) -> None:
         self._orders = followed_orders(self._process, self._variables, self)
@@ -169,7 +169,7 @@ class _FunctionThread:
 
     def exchange(self, gradients: Gradients) -> Sequence[Array]:
         """In the thread, give gradients to the servers, and return the new values, once they are pulled."""
-        self._computed.put((None, gradients))
+        self._computed.put(gradients)
         if (values := self._values.get()) is None:
             raise _RunEnds
         return values

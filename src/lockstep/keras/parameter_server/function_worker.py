@@ -12,11 +12,11 @@ from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.function_log import AT_BEGIN, CallOutcome, of_scope, of_servers
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.servers import Gradients, Servers, same_bits
+from lockstep.keras.parameter_server.servers import Gradients, same_bits
+from lockstep.keras.parameter_server.worker import Worker
 from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Question, WorkDone
-from lockstep.transport.array_channel import AskingChannel
+from lockstep.protocol.parameter_server import AtCall, Passed, WorkDone
 
 Array = npt.NDArray[Any]
 
@@ -27,10 +27,8 @@ class WorkerCalls(FunctionCalls):
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._process = TaskProcess(self._job, self._call, "")
-        self._chief: AskingChannel | None = None
-        self._servers: Servers | None = None
+        self._worker = Worker(self._process, self._trained)
         self._until = 0
-        self._kept: dict[int, Scheduled] = {}
         self._shown: dict[int, tuple[Any, Any]] = {}
         self._pulls = FunctionPulls.of(())
         self._first: dict[int, Array] = {}
@@ -55,11 +53,7 @@ class WorkerCalls(FunctionCalls):
     def _open(self) -> None:
         if not self._joining.replays:
             self._process.meet()
-            self._connect(())
-
-    def _connect(self, shards: Sequence[Shard]) -> None:
-        self._chief = self._process.connect_chief()
-        self._servers = self._process.connect_servers(shards)
+            self._worker.connect(())
 
     def _repeated(self, label: str, number: int) -> tuple[Passed, Sequence[Array]] | None:
         """Return the recorded outcome of a call that the chief made before this worker joins.
@@ -76,7 +70,7 @@ class WorkerCalls(FunctionCalls):
             self._reads.end()
             self._unknown.clear()
             self._process.mesh.replace_lost_worker(self._call.number, peers)
-            self._connect(self._shards)
+            self._worker.connect(self._shards)
             return None
         if label != (recorded := log.label(number)):
             self._refuse(
@@ -88,7 +82,7 @@ class WorkerCalls(FunctionCalls):
         if outcome.passed.state:
             self._assign_shown(outcome, number + 1)
         if outcome.passed.failure is not None:
-            self._kept.clear()
+            self._worker.kept.clear()
         return msgspec.structs.replace(outcome.passed, state=False, variables=()), outcome.results
 
     def _assign_shown(self, outcome: CallOutcome, number: int) -> None:
@@ -145,8 +139,8 @@ class WorkerCalls(FunctionCalls):
                 )
 
     def _add_shards(self, shards: Sequence[Shard]) -> None:
-        if self._servers is not None:
-            self._servers.add(shards)
+        if not self._joining.replays:
+            self._worker.servers.add(shards)
 
     def _add(self, update: Update, number: int) -> None:
         self._pulls = FunctionPulls.of(self._runner.updates)
@@ -155,7 +149,7 @@ class WorkerCalls(FunctionCalls):
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         log = self._joining.log
         if log is None or step >= log.below:
-            self._kept[step] = scheduled
+            self._worker.kept[step] = scheduled
 
     def _make(
         self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
@@ -172,16 +166,10 @@ class WorkerCalls(FunctionCalls):
                 return repeated
         if number < self._until:
             return self._compared(kind, Passed(self._until)), []
-        assert self._chief is not None
-        question: Question = AtCall(number, self._scheduled)
-        question_arrays: Sequence[Array] = ()
-        while True:
-            answer, arrays = self._chief.ask(question, question_arrays)
-            self._job.timer.lap("wait")
-            if isinstance(answer, Passed):
-                break
-            assert isinstance(answer, Assigned)
-            question, question_arrays = self._run(answer, arrays, number)
+        passed = self._worker.ask(AtCall(number, self._scheduled))
+        while passed is None:
+            passed = self._worker.ask(*self._run(number))
+        answer, arrays = passed
         self._until = self._compared(kind, answer).until
         if not answer.state:
             # The script sees the variables of the last call that has shown them.
@@ -189,7 +177,7 @@ class WorkerCalls(FunctionCalls):
                 variable.assign(value)
         self._shown.clear()
         if answer.failure is not None:
-            self._kept.clear()
+            self._worker.kept.clear()
         self._assigned = assignments.count()
         return answer, arrays
 
@@ -205,60 +193,37 @@ class WorkerCalls(FunctionCalls):
         self._ahead = frozenset(k for k, value in values.items() if not same_bits(value, self._first[k]))
         self._assigned = assignments.count()
 
-    def _run(self, assigned: Assigned, arrays: Sequence[Array], call: int) -> tuple[WorkDone, list[Array]]:
-        """Run a function, and return the message to the chief, with its arrays."""
-        assert self._servers is not None
-        timer = self._job.timer
-        timer.begin(self._call.name)
-        servers, step = self._servers, assigned.step
+    def _run(self, call: int) -> tuple[WorkDone, Sequence[Array]]:
+        """Run the assigned function, and return the message to the chief, with its arrays."""
+        worker, scope = self._worker, self._program.scope.variables
+        assigned = worker.assigned
+        assert assigned is not None
         self._job.replacement = assigned.replacement
-        complete = [k for k in self._kept if k < step and k not in assigned.incomplete]
-        for k in complete:
-            del self._kept[k]
-        scheduled = self._kept[step]
-        scope = self._program.scope.variables
+        scheduled = worker.kept[assigned.step]
         sent = [int(name) for name in assigned.names]
         unsent = sorted(self._ahead.difference(sent))
         changed = [*self._runner.pulled, *(scope[position] for position in (*sent, *unsent))]
-        values = [*self._pulled(step, 0), *arrays, *(self._first[position] for position in unsent)]
+        values = [
+            *self._pulled(0),
+            *worker.values.values(),
+            *(self._first[position] for position in unsent),
+        ]
         for variable in changed:
             if id(variable) not in self._shown:
                 self._shown[id(variable)] = variable, self._eager.saved_value(variable)
         self._runner.transfers.assign(changed, values)
-        timer.lap("exchange")
-
-        staleness = 0
 
         def pull_rows(number: int, rows: Array, lookup: int) -> Array:
-            return servers.pull_rows(step, number, rows, lookup)
+            return worker.servers.pull_rows(assigned.step, number, rows, lookup)
 
         def exchange(gradients: Gradients) -> list[Array]:
-            nonlocal staleness
-            timer.lap("compute")
-            staleness = max(staleness, servers.push(step, gradients))
-            pulled = self._pulled(step, gradients.part + 1)
-            timer.lap("exchange")
-            return pulled
+            worker.push(gradients)
+            return self._pulled(gradients.part + 1)
 
         compilations = self._compilations(scheduled.function)
-        run = WorkerFunction(self._runner, scheduled, step, self._call.seed, pull_rows, exchange)
-        returned, result, gradients = run.run(AtCall(call, self._scheduled), self._job.worker)
-        if returned.failure is not None:
-            return returned, result
-        self._job.note_step()
-        timer.lap("compute")
-        if gradients is not None:
-            staleness = servers.push(step, gradients)
-            timer.lap("exchange")
-        self._measured += 1
-        timer.end(
-            self._measured,
-            trained=self._trained + step + 1,
-            replicas=1,
-            compiled=self._compilations(scheduled.function) != compilations,
-            staleness=staleness,
-        )
-        return msgspec.structs.replace(returned, staleness=staleness), result
+        run = WorkerFunction(self._runner, scheduled, assigned.step, self._call.seed, pull_rows, exchange)
+        done = run.run(AtCall(call, self._scheduled), self._job.worker)
+        return worker.end(done, compiled=self._compilations(scheduled.function) != compilations)
 
     def _compilations(self, function: Any) -> int:
         """Return how many functions were compiled for a scheduled function so far, as far as Lockstep knows.
@@ -268,7 +233,6 @@ class WorkerCalls(FunctionCalls):
         graphs = getattr(function, "experimental_get_tracing_count", None)
         return self._backend.compilations() if graphs is None else graphs()
 
-    def _pulled(self, step: int, part: int) -> list[Array]:
-        """Return the values of the variables that a function reads from the servers."""
-        assert self._servers is not None
-        return self._pulls.values(*self._servers.pull(step, self._pulls.rows, common=True, part=part))
+    def _pulled(self, part: int) -> list[Array]:
+        """Return the values of the variables that the assigned function reads from the servers."""
+        return self._pulls.values(*self._worker.pull(self._pulls.rows, common=True, part=part))

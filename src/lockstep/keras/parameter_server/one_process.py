@@ -20,9 +20,10 @@ from lockstep.keras.parameter_server.followed_orders import (
 )
 from lockstep.keras.parameter_server.process import ServedCall
 from lockstep.keras.parameter_server.served_variables import ServedVariables
-from lockstep.keras.parameter_server.servers import Gradients, Servers
+from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.keras.parameter_server.transfers import transfers_of
+from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.parameter_server.worker_step import WorkerStep
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.protocol.parameter_server import Pull
@@ -84,7 +85,7 @@ class OneProcess(ChiefProcess):
         none = dict.fromkeys(self.served.tables.variables, NO_ROWS)
         return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
 
-    def compute(self, attempt: Attempt, pulled: list[Answered]) -> tuple[Answered, Gradients]:
+    def compute(self, attempt: Attempt, pulled: list[Answered]) -> DoneWork:
         """Compute a step as a worker does. The chief's values of the model stay as they are."""
         assert self._orders is not None
         step, (data, rows) = attempt.step, attempt.batch
@@ -98,9 +99,9 @@ class OneProcess(ChiefProcess):
                 name: np.array(array)
                 for name, array in zip(attempt.assigned.names, attempt.layers, strict=True)
             }
-            computed = self._worker.compute(step, data, weights, layers)
+            done = self._worker.compute(step, data, rows, weights, layers)
         set_random_states(states)
-        return computed.returned(step, data), Gradients(computed.gradients, rows)
+        return done
 
     def completed(self, step: int) -> None:
         """Forget the batch of a step that is complete."""

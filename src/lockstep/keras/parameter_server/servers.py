@@ -102,9 +102,7 @@ class Servers:
         needed = {k: _rows_in(shard, rows[shard.variable]) for k, shard in shards if shard.variable in rows}
         return Pull(step, common=common, part=part, tables=tuple(needed)), list(needed.values())
 
-    def pulled(
-        self, answers: Sequence[tuple[Any, Sequence[Array]]]
-    ) -> tuple[list[Array], dict[Slot, Array]]:
+    def pulled(self, answers: Sequence[tuple[Any, Sequence[Array]]]) -> tuple[list[Array], dict[Slot, Array]]:
         """Return the result of `pull`, given the answers of all servers."""
         parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}
         for shards, (_, arrays) in zip(self._shards, answers, strict=True):

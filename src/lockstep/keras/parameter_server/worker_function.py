@@ -15,6 +15,7 @@ from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.servers import Gradients
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
+from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.seeds import seed_of
 from lockstep.protocol.parameter_server import AtCall, WorkDone
 
@@ -85,8 +86,8 @@ class WorkerFunction:
         """Let the runner look up rows, and exchange gradients, for this function from now on."""
         self._runner.pull_rows, self._runner.exchange = self._pull_rows, self._exchange
 
-    def run(self, at: AtCall, worker: int) -> tuple[WorkDone, list[Array], Gradients | None]:
-        """Run it, and return the message to the chief, with its arrays, and the gradients for the servers.
+    def run(self, at: AtCall, worker: int) -> DoneWork:
+        """Run it, and return its results.
 
         Args:
             at: the call at which the worker waits afterwards.
@@ -111,11 +112,11 @@ class WorkerFunction:
             if self._errors:
                 raise self._errors[0] from None
             failure = report_failure(self._runner.failure or raised, step, function, worker)
-            return WorkDone(at, step, failure=failure), [], None
+            return DoneWork(WorkDone(at, step, failure=failure), [], None)
         changes = ran.changes.values()
         arrays = [*(start for start, _ in changes), *(end for _, end in changes), *result_arrays]
         gradients = Gradients(ran.gradients, ran.rows, ran.updates) if ran.updates else None
-        return WorkDone(at, step, tuple(map(str, ran.changes)), result=result), arrays, gradients
+        return DoneWork(WorkDone(at, step, tuple(map(str, ran.changes)), result=result), arrays, gradients)
 
     def _pull_rows(self, number: int, rows: Array) -> Array:
         try:

@@ -12,17 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy.typing as npt
 
 from lockstep.errors import PeerLostError
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
-from lockstep.keras.parameter_server.servers import Gradients
+from lockstep.keras.parameter_server.worker import Worker
 from lockstep.keras.parameter_server.worker_step import ANY_STEP, WorkerStep
-from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, WorkDone
-
-Array = npt.NDArray[Any]
-
+from lockstep.protocol.parameter_server import AtCall, WorkDone
 
 _ASK_EVERY = 1.0
 """Seconds between two questions of a worker that skips batches: has the training ended?"""
@@ -41,13 +37,10 @@ class WorkerProcess(FitProcess):
 
     def __init__(self, served: ServedCall) -> None:
         super().__init__(served, "")
-        self._step = WorkerStep(self)
+        self._step, self._worker = WorkerStep(self), Worker(self, served.trained)
         self._began = False
-        self._steps, self._measured, self._skipped = 0, 0, 0
+        self._steps, self._skipped = 0, 0
         self._asked_at = time.monotonic()
-        self._assigned: Assigned | None = None
-        self._layers: dict[str, Array] = {}
-        self._kept: dict[int, Any] = {}
 
     def train(self, keras_fit: Callable[[Sequence[Any]], Any], arguments: dict[str, Any]) -> None:
         """Run Keras's loop until the chief ends the training.
@@ -62,15 +55,15 @@ class WorkerProcess(FitProcess):
             self.mesh.replace_lost_worker(self.call.number, joins)
         with self.job.apart():
             try:
-                self._servers = self.connect_servers(self.served.shards)
-                self._chief = self.connect_chief()
-                begun, _ = self._chief.ask(_BEGINNING)
+                self._worker.connect(self.served.shards)
+                passed = self._worker.ask(_BEGINNING)
             except PeerLostError:
                 if joins is None:
                     raise
                 # The call has ended meanwhile. The exchange at its end shows whether the chief is lost.
                 return
-            assert isinstance(begun, Passed)
+            assert passed is not None
+            begun, _ = passed
             if begun.kind == "close":
                 return
             arguments.update(initial_epoch=begun.until - 1)
@@ -90,9 +83,9 @@ class WorkerProcess(FitProcess):
         if step < self._skipped:
             self._skip()
             return {}, self._step.state
-        self._kept[step] = batch
-        if self._assigned is None:
-            self._ask(ANY_STEP)
+        self._worker.kept[step] = batch
+        if self._worker.assigned is None and self._worker.ask(ANY_STEP) is not None:
+            raise _TrainingEnded
         self._compute_visited()
         return {}, self._step.state
 
@@ -101,70 +94,41 @@ class WorkerProcess(FitProcess):
         now = time.monotonic()
         if now - self._asked_at >= _ASK_EVERY:
             self._asked_at = now
-            if self._chief.ask(_BEGINNING)[0].kind == "close":
+            passed = self._worker.ask(_BEGINNING)
+            assert passed is not None
+            if passed[0].kind == "close":
                 raise _TrainingEnded
 
     def _compute_visited(self) -> None:
         """Compute the assigned steps of visited batches, until a later step is assigned."""
-        assert self._assigned is not None
-        while self._assigned.step < self._steps:
-            step = self._assigned.step
-            self._ask(*self._computed(step, self._kept[step]))
+        worker = self._worker
+        while True:
+            assert worker.assigned is not None
+            if (step := worker.assigned.step) >= self._steps:
+                return
+            if worker.ask(*self._computed(step, worker.kept[step])) is not None:
+                raise _TrainingEnded
 
-    def _computed(self, step: int, batch: Any) -> tuple[WorkDone, list[Array]]:
-        timer = self.job.timer
-        timer.begin(self.call.name)
+    def _computed(self, step: int, batch: Any) -> tuple[WorkDone, Sequence[Any]]:
+        worker, timer = self._worker, self.job.timer
         data = read_batch(batch)
         rows, traced = self._step.look_up(data), self._step.traced
         timer.lap("input")
         if self._step.make_room(step, data):
             traced = 0
             timer.lap("compute")
-        weights, _ = self._servers.pull(step, rows)
-        timer.lap("exchange")
-        computed = self._step.compute(step, data, weights, self._layers)
-        self.job.note_step()
-        timer.lap("compute")
-        staleness = self._servers.push(step, Gradients(computed.gradients, rows))
-        timer.lap("exchange")
-        self._measured += 1
-        trained = self.served.trained + step + 1
-        timer.end(
-            self._measured,
-            trained=trained,
-            examples=data.examples,
-            replicas=1,
-            compiled=self._step.traced != traced,
-            staleness=staleness,
-        )
-        return computed.returned(step, data, staleness)
-
-    def _ask(self, question: AtCall | WorkDone, arrays: Sequence[Array] = ()) -> None:
-        """Ask the chief for the next step."""
-        answer, values = self._chief.ask(question, arrays)
-        self.job.timer.lap("wait")
-        if isinstance(answer, Passed):
-            raise _TrainingEnded
-        self._accept(answer, values)
-
-    def _accept(self, assigned: Assigned, layers: Sequence[Array]) -> None:
-        self._assigned, self._layers = assigned, dict(zip(assigned.names, layers, strict=True))
-        complete = [k for k in self._kept if k < assigned.step and k not in assigned.incomplete]
-        for step in complete:
-            del self._kept[step]
+        weights, _ = worker.pull(rows)
+        done = self._step.compute(step, data, rows, weights, worker.values)
+        return worker.end(done, compiled=self._step.traced != traced, examples=data.examples)
 
     def _end_epoch(self, epoch: int) -> None:
         """Wait until the next epoch begins, and compute steps that lost workers have left undone."""
-        while True:
-            answer, values = self._chief.ask(AtCall(epoch + 1, self._steps))
-            # Workers wait while the chief evaluates: that time belongs to no step.
-            self.job.timer.stop()
-            self._assigned = None
-            if isinstance(answer, Passed):
-                self.model.stop_training = self.model.stop_training or answer.kind == "close"
-                return
-            self._accept(answer, values)
+        # Workers wait while the chief evaluates: that time belongs to no step.
+        self.job.timer.stop()
+        while (passed := self._worker.ask(AtCall(epoch + 1, self._steps))) is None:
             self._compute_visited()
+            self.job.timer.stop()
+        self.model.stop_training = self.model.stop_training or passed[0].kind == "close"
 
 
 class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]

@@ -1,7 +1,6 @@
 """A worker's computation of a step of `fit`: its gradients, given the weights and the layers' state."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -12,6 +11,8 @@ from lockstep.keras.backends.contract import ServedProgram
 from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess
+from lockstep.keras.parameter_server.servers import Gradients
+from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.seeds import key_of_replica
 from lockstep.protocol.parameter_server import AtCall, WorkDone
 
@@ -20,24 +21,6 @@ Array = npt.NDArray[Any]
 
 ANY_STEP = AtCall(-1, -1)
 """A worker waits for any step, whatever the call."""
-
-
-@dataclass(frozen=True)
-class ComputedStep:
-    """The results of a worker for a step.
-
-    Attributes:
-        gradients: the gradients by the position of the variable; of a table, those of the distinct rows.
-        others: changes of the layers' state, metrics and logged values, by name.
-    """
-
-    gradients: Mapping[int, Array]
-    others: Mapping[str, Array]
-
-    def returned(self, step: int, data: Batch, staleness: int = 0) -> tuple[WorkDone, list[Array]]:
-        """Return the message to the chief, with its arrays. The worker then waits for another step."""
-        message = WorkDone(ANY_STEP, step, names=tuple(self.others), staleness=staleness, check=data.check())
-        return message, list(self.others.values())
 
 
 class WorkerStep:
@@ -83,13 +66,19 @@ class WorkerStep:
         return True
 
     def compute(
-        self, step: int, data: Batch, weights: Sequence[Array], layers: Mapping[str, Array]
-    ) -> ComputedStep:
-        """Compute a step.
+        self,
+        step: int,
+        data: Batch,
+        rows: Mapping[int, Array],
+        weights: Sequence[Array],
+        layers: Mapping[str, Array],
+    ) -> DoneWork:
+        """Compute a step. The worker then waits for another one.
 
         Args:
             step: the number of the step in the call.
             data: its batch.
+            rows: the distinct rows that it looks up.
             weights: the weights; of tables, the distinct rows that `look_up` has returned.
             layers: the layers' state. The states of random generators are replaced by those of this step.
 
@@ -112,7 +101,8 @@ class WorkerStep:
         }
         if present is not None:
             gradients = {i: gradient for i, gradient in gradients.items() if present[i]}
-        return ComputedStep(self.rows.collected(gradients), results)
+        message = WorkDone(ANY_STEP, step, names=tuple(results), check=data.check())
+        return DoneWork(message, list(results.values()), Gradients(self.rows.collected(gradients), rows))
 
 
 def _inputs(data: Batch) -> Any:
