@@ -20,12 +20,14 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.backends.contract import VARIABLE
 from lockstep.keras.input.readings import read_batch
-from lockstep.keras.parameter_server.dispatcher import Dispatcher, as_arrays
+from lockstep.keras.parameter_server.chief import Chief
+from lockstep.keras.parameter_server.dispatcher import as_arrays
+from lockstep.keras.parameter_server.followed_orders import FollowedOrders
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.reading_states import ReadingStates
 from lockstep.keras.parameter_server.served_variables import slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
-from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
+from lockstep.keras.parameter_server.servers import same_bits
 from lockstep.keras.private.common import embedding_table, rate_object
 from lockstep.keras.randomness import random_states
 from lockstep.keras.state.snapshots import ApartState
@@ -47,7 +49,6 @@ class ChiefProcess(FitProcess):
         self._steps = 0
         self._counted: int | None = None
         self._program = self.program()
-        self._served_state = ServedState()
         self._written: set[int] = set()
         self._last = False
         self._current = True
@@ -56,7 +57,8 @@ class ChiefProcess(FitProcess):
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
         self._learned_others: list[Array] = []
-        self._dispatcher: Dispatcher | None = None
+        self._chief = Chief(self, served.options.max_staleness, self.orders())
+        self._dispatcher, self._served_state = self._chief.dispatcher, self._chief.served_state
         self._server_layers = server_layers(self.model)
 
     def train(
@@ -72,7 +74,8 @@ class ChiefProcess(FitProcess):
             PeerLostError: a server or all workers have ended.
         """
         self._steps_per_epoch = steps_per_epoch
-        self._dispatcher = self.begin()
+        self._chief.begin(self.served.shards)
+        self._servers = self._chief.servers
         self._served_state.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
         self._served_state.weights, self._served_state.values = self._values(None)
         self._learned_others = self._others(None)
@@ -81,37 +84,24 @@ class ChiefProcess(FitProcess):
         batches = training.batches
         training.batches = lambda: self.one_ahead(self.reading.read(batches), training.num_batches)
         with self.job.apart():
-            self._servers = self.reach_servers()
             if self.tables is not None:
                 self.tables.within = self._servers.channels
-            self._dispatcher.silent = self._servers.silent
             self.served.install(self._next_step)
             keras_fit([*callbacks, _ChiefEnd(self)])
             self.reading.resume()
             # Workers may have been assigned steps beyond the last one. These are part of the order, too.
             self._dispatcher.drain()
-            self.end(self._dispatcher, self._servers)
+            self._chief.end()
         self.call.steps = self._steps
 
-    def begin(self) -> Dispatcher:
-        """Let workers connect."""
-        dispatcher = Dispatcher(self.dispatched(self.served.options.max_staleness))
-        # Assigned first, so that `close` also ends it if the processes do not meet.
-        self._dispatcher = dispatcher
-        dispatcher.start()
-        self.meet(dispatcher.put)
-        dispatcher.keep(self.mesh.workers)
-        return dispatcher
-
-    def reach_servers(self) -> Servers:
-        """Connect to all servers."""
-        return self.connect_servers(self.served.shards)
+    def orders(self) -> FollowedOrders | None:
+        """Return the orders that this process follows, if it also computes the steps; see `Chief`."""
+        return None
 
     def close(self) -> None:
         """Leave the call."""
         super().close()
-        if self._dispatcher is not None:
-            self._dispatcher.close()
+        self._chief.close()
 
     def updated_rows(self) -> dict[int, tuple[Array, list[Any]]]:
         """Return the rows of each table that this call has updated, and the variables that have such rows.
@@ -146,7 +136,6 @@ class ChiefProcess(FitProcess):
         self._callbacks_ran = True
         if not self.model.stop_training or self._current:
             return
-        assert self._dispatcher is not None
         self._dispatcher.drain()
         variables, state = self._groups(), None
         if keras.backend.backend() == "jax":
@@ -197,7 +186,6 @@ class ChiefProcess(FitProcess):
 
     def _next_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Return (logs, state) of the next completed step."""
-        assert self._dispatcher is not None
         step, self._steps = self._steps, self._steps + 1
         timer = self.job.timer
         timer.begin(self.call.name)
@@ -257,7 +245,6 @@ class ChiefProcess(FitProcess):
         Raises:
             DisagreementError: a worker has read another one.
         """
-        assert self._dispatcher is not None
         for step in list(self._checks):
             if (worker_and_check := self._dispatcher.pop_check(step)) is None:
                 continue
@@ -304,7 +291,6 @@ class ChiefProcess(FitProcess):
 
     def _pulled(self, state: Any) -> Any:
         """Return the state with the values of the servers and the dispatcher, while no step is in work."""
-        assert self._dispatcher is not None
         served_state = self._served_state
         served_state.read(self._servers, self._steps)
         if self.tables is not None:
@@ -335,7 +321,6 @@ class ChiefProcess(FitProcess):
 
     def _write_changes(self, state: Any) -> None:
         """Give servers and workers the variables that the program has changed since the last epoch."""
-        assert self._dispatcher is not None
         others, metrics = self._others(state), {id(variable) for variable in self.model.metrics_variables}
         changed_layers = {}
         for i, (old, new) in enumerate(zip(self._learned_others, others, strict=True)):

@@ -224,8 +224,8 @@ class FunctionCalls(ABC):
         """Exchange addresses with the other processes, and connect."""
 
     @abstractmethod
-    def _add(self, update: Update, number: int) -> None:
-        """Use a further optimizer, whose variables are placed."""
+    def _add(self, update: Update, number: int, shards: Sequence[Shard]) -> None:
+        """Use a further optimizer, whose variables have these shards."""
 
     @abstractmethod
     def _remember(self, step: int, scheduled: Scheduled) -> None:
@@ -310,8 +310,7 @@ class FunctionCalls(ABC):
         for number, update in enumerate(new, first_new):
             first = self._runner.first_of(number)
             shards = [shard for shard in added if first <= shard.variable < first + len(update.variables)]
-            self._add_shards(shards)
-            self._add(update, number)
+            self._add(update, number, shards)
 
     def _meet(self, label: str) -> None:
         """Compare the tables that only servers have, and connect to these."""
@@ -343,10 +342,6 @@ class FunctionCalls(ABC):
             state: the variables of the optimizers that it was the first to apply.
         """
         agree(self._job, label, {**created, **state_facts(self._eager.to_numpy, state)})
-
-    @abstractmethod
-    def _add_shards(self, shards: Sequence[Shard]) -> None:
-        """Use the shards of a further optimizer."""
 
     def _learn(self, kind: CallKind, passed: Passed, arrays: Sequence[Array]) -> Passed:
         """Apply the outcome of a call to the script's variables.

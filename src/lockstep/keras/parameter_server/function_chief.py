@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 from lockstep.keras import assignments
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.dispatcher import Dispatcher
+from lockstep.keras.parameter_server.chief import Chief
+from lockstep.keras.parameter_server.followed_orders import FollowedOrders
 from lockstep.keras.parameter_server.function_calls import (
     MOST_KEPT,
     CallKind,
@@ -20,7 +21,7 @@ from lockstep.keras.parameter_server.function_log import CallOutcome, of_scope, 
 from lockstep.keras.parameter_server.process import TaskProcess
 from lockstep.keras.parameter_server.served_variables import slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
-from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
+from lockstep.keras.parameter_server.servers import same_bits
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import FunctionFailure, FunctionResult, Passed
 
@@ -33,9 +34,7 @@ class ChiefCalls(FunctionCalls):
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
         self._process = TaskProcess(self._job, self._call, "chief")
-        self._dispatcher: Dispatcher | None = None
-        self._servers: Servers | None = None
-        self._served_state = ServedState()
+        self._chief: Chief | None = None
         self._others: dict[int, Array] = {}
         self._learned = True
         self._assigned = self._measured = 0
@@ -50,43 +49,42 @@ class ChiefCalls(FunctionCalls):
 
     def forget(self, step: int) -> None:
         """Forget the result of a function that the program does not need any more."""
-        if self._dispatcher is not None:
-            self._dispatcher.forget(step)
+        if self._chief is not None:
+            self._chief.dispatcher.forget(step)
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
         self._reads.end()
-        if self._dispatcher is None:
+        if self._chief is None:
             return
-        assert self._servers is not None
-        dispatcher = self._dispatcher
         self._ending = True
-        dispatcher.wait_until_learned()
-        self._process.end(dispatcher, self._servers)
+        self._chief.dispatcher.wait_until_learned()
+        self._chief.end()
         self._process.close()
-        dispatcher.close()
+        self._chief.close()
 
     def _leave(self) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.leave()
+        if self._chief is not None:
+            self._chief.dispatcher.leave()
 
     def _open(self) -> None:
-        process = self._process
-        self._dispatcher = Dispatcher(process.dispatched(self._program.options.max_staleness), scheduled=True)
-        self._dispatcher.start()
-        process.meet(self._dispatcher.put)
-        self._dispatcher.keep(process.mesh.workers)
-        if process.recorded is None:
-            self._dispatcher.begin()
-        self._dispatcher.look = self._look
-        self._dispatcher.when_completed = self._measure_completed
-        self._servers = process.connect_servers(())
-        self._dispatcher.silent = self._servers.silent
+        self._chief = Chief(
+            self._process, self._program.options.max_staleness, self._orders(), scheduled=True
+        )
+        self._chief.begin()
+        dispatcher = self._chief.dispatcher
+        if self._process.recorded is None:
+            dispatcher.begin()
+        dispatcher.look = self._look
+        dispatcher.when_completed = self._measure_completed
+
+    def _orders(self) -> FollowedOrders | None:
+        """Return the orders that this process follows, if it also runs the functions; see `Chief`."""
+        return None
 
     def _look(self) -> None:
         """Let workers join that replace lost ones, while the chief is at a call."""
-        assert self._dispatcher is not None
-        dispatcher, network = self._dispatcher, self._job.peers
+        dispatcher, network = self._begun.dispatcher, self._job.peers
         if self._process.recorded is not None:
             self._job.joiners.admit_none("a replay has the processes of its run")
             return
@@ -116,8 +114,7 @@ class ChiefCalls(FunctionCalls):
 
     def _peers(self) -> dict[str, Any]:
         """Return the facts about the processes that a joiner needs."""
-        assert self._dispatcher is not None
-        expected, peers = self._dispatcher.expected, self._process.mesh.peers()
+        expected, peers = self._begun.dispatcher.expected, self._process.mesh.peers()
         peers["workers"] |= expected
         peers["lost"] = [process for process in peers["lost"] if process not in expected]
         return peers
@@ -167,21 +164,18 @@ class ChiefCalls(FunctionCalls):
         if self._joining.log is not None:
             self._joining.log.trials.append({"call": label, **created, **shown})
 
-    def _add_shards(self, shards: Sequence[Shard]) -> None:
-        assert self._servers is not None
-        self._servers.add(shards)
-
-    def _add(self, update: Update, number: int) -> None:
+    def _add(self, update: Update, number: int, shards: Sequence[Shard]) -> None:
+        chief = self._begun
+        chief.servers.add(shards)
         gone = [self._program.scope.position(variable) for variable in update.changed]
         positions = [position for position in gone if position is not None]
-        assert self._dispatcher is not None
-        self._dispatcher.remove_variables(map(str, positions))
+        chief.dispatcher.remove_variables(map(str, positions))
         for position in positions:
             self._others.pop(position, None)
         # The slots of all optimizers that the trial has shown. This one may not be the last of them.
-        self._served_state.slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
-        self._served_state.weights += map(self._array, update.variables)
-        self._served_state.values += map(self._array, update.optimizer.variables)
+        chief.served_state.slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
+        chief.served_state.weights += map(self._array, update.variables)
+        chief.served_state.values += map(self._array, update.optimizer.variables)
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: the chief runs no functions."""
@@ -189,15 +183,13 @@ class ChiefCalls(FunctionCalls):
     def _make(
         self, kind: CallKind, steps: Sequence[int] = (), name: str = ""
     ) -> tuple[Passed, Sequence[Array]]:
-        dispatcher = self._dispatcher
-        assert dispatcher is not None
+        dispatcher = self._begun.dispatcher
         self._job.timer.lap("other")
         self._job.timer.begin(self._call.name)
         self._look()
         self._note_reads()
         if self._tables is not None:
-            assert self._servers is not None
-            self._tables.within = self._servers.channels
+            self._tables.within = self._begun.servers.channels
         number, self._calls = self._calls, self._calls + 1
         # Changes that the script makes without Keras's `assign` are found at the next call that is not
         # `schedule`.
@@ -248,19 +240,17 @@ class ChiefCalls(FunctionCalls):
 
     def _measure_completed(self) -> None:
         """Measure the functions that were completed since the last time. The chief waits for them."""
-        assert self._dispatcher is not None
         self._job.timer.lap("wait")
-        while self._measured < self._dispatcher.completed:
+        while self._measured < self._begun.dispatcher.completed:
             self._measured += 1
             self._job.timer.end(self._measured, trained=self._trained + self._measured)
 
     def _state(self, number: int) -> tuple[tuple[int, ...], list[Array]]:
         """Return the variables as they are now: the positions of the chief's variables, and all arrays."""
-        assert self._dispatcher is not None
-        assert self._servers is not None
-        others = {int(position): array for position, array in self._dispatcher.snapshot(number).items()}
-        self._served_state.read(self._servers, number)
-        for variable, digest in self._servers.digests.items():
+        chief = self._begun
+        others = {int(position): array for position, array in chief.dispatcher.snapshot(number).items()}
+        chief.served_state.read(chief.servers, number)
+        for variable, digest in chief.servers.digests.items():
             table = server_table(self._runner.served[variable])
             assert table is not None
             position = self._program.scope.position(table.digest_variable)
@@ -268,26 +258,31 @@ class ChiefCalls(FunctionCalls):
             others[position] = digest.view(np.int32)
         self._others |= others
         self._learned = True
-        return tuple(others), [*self._served_state.weights, *self._served_state.values, *others.values()]
+        return tuple(others), [*chief.served_state.weights, *chief.served_state.values, *others.values()]
 
     def _write_changes(self, number: int) -> None:
         """Give servers and workers the variables that the program has changed since it last learned them."""
-        assert self._dispatcher is not None
-        assert self._servers is not None
+        chief = self._begun
         now = list(map(self._array, self._runner.served))
-        weights = len(self._served_state.weights)
-        self._served_state.write_changes(self._servers, number, now[:weights], now[weights:])
+        weights = len(chief.served_state.weights)
+        chief.served_state.write_changes(chief.servers, number, now[:weights], now[weights:])
         arrays = {position: self._array(variable) for position, variable in self._runner.others().items()}
         new = {position: array for position, array in arrays.items() if position not in self._others}
-        self._dispatcher.add_variables({str(position): array for position, array in new.items()})
+        chief.dispatcher.add_variables({str(position): array for position, array in new.items()})
         written = {
             str(position): array
             for position, array in arrays.items()
             if position not in new and not same_bits(array, self._others[position])
         }
         if written:
-            self._dispatcher.write(number, written)
+            chief.dispatcher.write(number, written)
         self._others = arrays
+
+    @property
+    def _begun(self) -> Chief:
+        """The chief, whose calls have begun."""
+        assert self._chief is not None
+        return self._chief
 
     def _array(self, variable: Any) -> Array:
         return np.array(self._eager.to_numpy(variable.value))

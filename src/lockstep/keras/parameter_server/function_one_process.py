@@ -11,7 +11,7 @@ from typing import Any
 import numpy.typing as npt
 
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
+from lockstep.keras.parameter_server.dispatcher import Answered
 from lockstep.keras.parameter_server.followed_orders import (
     Attempt,
     FollowedOrders,
@@ -38,10 +38,8 @@ class OneProcessCalls(ChiefCalls):
 
     def __init__(self, program: ScheduleContext) -> None:
         super().__init__(program)
-        self._orders: FollowedOrders | None = None
         servers = range(self._process.tasks.servers)
         self._variables = {server: ServedVariables(self._backend, copies=True) for server in servers}
-        self._added: Sequence[Shard] = ()
         self._pulls = FunctionPulls.of(())
         self._kept: dict[int, Scheduled] = {}
         self._threads: dict[tuple[int, int], _FunctionThread] = {}
@@ -56,8 +54,7 @@ class OneProcessCalls(ChiefCalls):
         A function that exchanges gradients runs in a thread, which waits for new weights while other
         functions run.
         """
-        assert self._orders is not None
-        values = self._pulls.values(*self._orders.servers.pulled(pulled))
+        values = self._pulls.values(*self._begun.servers.pulled(pulled))
         key, put_back = (attempt.worker, attempt.step), self._runner.keep_shared()
         try:
             if not self._runner.exchanges(self._kept[attempt.step].function):
@@ -80,8 +77,8 @@ class OneProcessCalls(ChiefCalls):
 
     def _run(self, attempt: Attempt, values: Sequence[Array], thread: "_FunctionThread | None") -> DoneWork:
         """Run a function with the values of the variables that it has pulled."""
-        assert self._orders is not None
-        job, orders, scope = self._job, self._orders, self._program.scope.variables
+        job, orders, scope = self._job, self._begun.orders, self._program.scope.variables
+        assert orders is not None
         replacement = attempt.assigned.replacement
 
         def pull_rows(number: int, rows: Array, lookup: int) -> Array:
@@ -107,11 +104,8 @@ class OneProcessCalls(ChiefCalls):
         worker = replacement if replacement >= 0 else attempt.worker
         return run.run(AtCall(0, self._scheduled), worker)
 
-    def _open(self) -> None:
-        self._orders = followed_orders(self._process, self._variables, self)
-        self._servers = self._orders.servers
-        dispatched = self._process.dispatched(self._program.options.max_staleness, self._orders)
-        self._dispatcher = Dispatcher(dispatched, scheduled=True)
+    def _orders(self) -> FollowedOrders:
+        return followed_orders(self._process, self._variables, self)
 
     def _end(self) -> None:
         # The functions of lost workers have not come to their ends.
@@ -122,18 +116,10 @@ class OneProcessCalls(ChiefCalls):
             put_back()
         self._threads.clear()
         super()._end()
-        if self._orders is not None:
-            self._orders.close()
 
-    def _add_shards(self, shards: Sequence[Shard]) -> None:
-        super()._add_shards(shards)
-        self._added = shards
-
-    def _add(self, update: Update, number: int) -> None:
-        super()._add(update, number)
-        self._process.add_variables(
-            self._variables, update, self._added, self._runner.numbers_of_tables(number)
-        )
+    def _add(self, update: Update, number: int, shards: Sequence[Shard]) -> None:
+        super()._add(update, number, shards)
+        self._process.add_variables(self._variables, update, shards, self._runner.numbers_of_tables(number))
         self._pulls = FunctionPulls.of(self._runner.updates)
         self._runner.pulled = self._pulls.variables
 

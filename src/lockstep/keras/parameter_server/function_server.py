@@ -31,7 +31,6 @@ class ServerCalls(FunctionCalls):
         )
         self._chief: AskingChannel | None = None
         self._until = 0
-        self._added: Sequence[Shard] = ()
 
     def _end(self) -> None:
         """End the calls, of whose functions none is in work."""
@@ -43,11 +42,8 @@ class ServerCalls(FunctionCalls):
         self._process.open()
         self._chief = self._process.connect_chief()
 
-    def _add_shards(self, shards: Sequence[Shard]) -> None:
-        self._added = shards
-
-    def _add(self, update: Update, number: int) -> None:
-        self._process.add(update, self._added, self._runner.numbers_of_tables(number))
+    def _add(self, update: Update, number: int, shards: Sequence[Shard]) -> None:
+        self._process.add(update, shards, self._runner.numbers_of_tables(number))
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
         """Do nothing: servers run no functions."""

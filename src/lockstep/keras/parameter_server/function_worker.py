@@ -138,11 +138,9 @@ class WorkerCalls(FunctionCalls):
                     f"{chief_trial.get(name)} in the chief"
                 )
 
-    def _add_shards(self, shards: Sequence[Shard]) -> None:
+    def _add(self, update: Update, number: int, shards: Sequence[Shard]) -> None:
         if not self._joining.replays:
             self._worker.servers.add(shards)
-
-    def _add(self, update: Update, number: int) -> None:
         self._pulls = FunctionPulls.of(self._runner.updates)
         self._runner.pulled = self._pulls.variables
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from lockstep.errors import DisagreementError
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
-from lockstep.keras.parameter_server.dispatcher import Answered, Dispatcher
+from lockstep.keras.parameter_server.dispatcher import Answered
 from lockstep.keras.parameter_server.followed_orders import (
     Attempt,
     FollowedOrders,
@@ -45,31 +45,14 @@ class OneProcess(ChiefProcess):
         self._worker = WorkerStep(self)
         self._ahead = _BatchesAhead()
         self._transfers = transfers_of(served.backend)
-        self._orders: FollowedOrders | None = None
 
-    def begin(self) -> Dispatcher:
-        """Create the shards of all servers, with the orders that they follow."""
-        served = self.served
-        plain = served.options.max_staleness == 0
-        variables = {
-            server: ServedVariables(self.backend, copies=True, plain=plain)
-            for server in range(self.tasks.servers)
-        }
+    def orders(self) -> FollowedOrders:
+        """Create the shards of all servers, and return the orders that they follow."""
+        served, plain = self.served, self.served.options.max_staleness == 0
+        servers = range(self.tasks.servers)
+        variables = {server: ServedVariables(self.backend, copies=True, plain=plain) for server in servers}
         self.add_variables(variables, served.update, served.shards, served.tables.variables)
-        self._orders = followed_orders(self, variables, self)
-        self._orders.servers.add(served.shards)
-        return Dispatcher(self.dispatched(served.options.max_staleness, self._orders))
-
-    def reach_servers(self) -> Servers:
-        """Return the connections to the servers of this process."""
-        assert self._orders is not None
-        return self._orders.servers
-
-    def close(self) -> None:
-        """Write the rest of the orders."""
-        if self._orders is not None:
-            self._orders.close()
-        super().close()
+        return followed_orders(self, variables, self)
 
     def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
         """Yield batches. Batches that steps need earlier have been read before."""
@@ -87,13 +70,12 @@ class OneProcess(ChiefProcess):
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> DoneWork:
         """Compute a step as a worker does. The chief's values of the model stay as they are."""
-        assert self._orders is not None
         step, (data, rows) = attempt.step, attempt.batch
         states = random_states()
         with self._worker.rows, self._values_kept():
             self._worker.look_up(data)
             self._worker.make_room(step, data)
-            weights, _ = self._orders.servers.pulled(pulled)
+            weights, _ = self._servers.pulled(pulled)
             # A backend may use the arrays in place.
             layers = {
                 name: np.array(array)

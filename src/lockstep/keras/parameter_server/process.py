@@ -15,7 +15,7 @@ from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall, Dispatcher
+from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.mesh import mesh_of_job
 from lockstep.keras.parameter_server.served_variables import ServedVariables, place_weights
@@ -28,9 +28,7 @@ from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
 from lockstep.parameter_server.tasks import ServerPlace, Tasks, TaskType
-from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import count
 from lockstep.transport.array_channel import AskingChannel, QuestionArrival
 from lockstep.worker.job import Job
 
@@ -242,18 +240,6 @@ class TaskProcess:
         chief = self.mesh.channel(0, timeout=self.timeout)
         chief.be_patient()
         return chief
-
-    def end(self, dispatcher: Dispatcher, servers: Servers) -> None:
-        """End the call for the other processes, on the chief, once no work is in progress."""
-        dispatcher.finish()
-        servers.end_call()
-        self.writer.end()
-        if stale := dispatcher.staleness:
-            mean, done = sum(stale) / len(stale), f"{len(stale)} {dispatcher.unit}s"
-            note(
-                f"{self.call.name}: staleness {mean:.1f} on average, at most {max(stale)}, over {done} of "
-                f"{count(len(self.live), 'worker')}"
-            )
 
     def close(self) -> None:
         """Leave the call."""
