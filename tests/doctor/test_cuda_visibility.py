@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.doctor.gpus import visibility
+from lockstep.system.cuda import visibility
 from lockstep.system.nvml import Gpu
 
 GPUS = (
@@ -43,8 +43,7 @@ def test_values_that_cuda_accepts(listed: str | None, indices: tuple[int, ...]) 
         ("7,0", (), "'7' identifies none of the 3 GPUs here"),
         ("0,7,1", (0,), "'7' identifies none of"),
         ("GPU-cc", (), "'GPU-cc' identifies none of"),
-        # It matches two GPUs.
-        ("GPU-aa", (), "'GPU-aa' identifies none of"),
+        ("GPU-aa", (), "'GPU-aa' identifies several of"),
         ("MIG-9", (), "'MIG-9' identifies none of"),
         ("all", (), "'all' identifies none of"),
         ("0,,1", (0,), "'' and '0' are names of different kinds"),

@@ -4,12 +4,14 @@ import contextlib
 import re
 import subprocess
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.system.fake_nvml import LOST, FakeNvml, h100
 
 import lockstep
 from lockstep.errors import (
@@ -22,9 +24,12 @@ from lockstep.errors import (
     ModelError,
     ScopeError,
 )
+from lockstep.system.cuda import Machine
+from lockstep.system.nvml import Driver, Gpu, read
 from lockstep.worker.script import (
     Script,
     device_memory_hint,
+    gpu_hint,
     hide_internals,
     is_of_machine,
     keep_original,
@@ -321,3 +326,43 @@ def test_an_error_of_device_memory_names_the_gpus_of_the_worker(
     on_gpu, on_cpu = (hint.format("GPU 2 or MIG-x") + " per GPU (--devices)", hint.format("the device"))
     assert device_memory_hint(error, ("2", "MIG-x")) == (on_gpu if out_of_memory else "")
     assert device_memory_hint(error, ()) == (on_cpu if out_of_memory else "")
+    shared = on_gpu.replace("MIG-x has", "MIG-x, which 3 workers share, has")
+    assert device_memory_hint(error, ("2", "MIG-x"), 3) == (shared if out_of_memory else "")
+
+
+CUDA_ERROR = JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED: unspecified launch failure")
+
+
+def test_an_error_on_a_lost_gpu_names_it() -> None:
+    """The driver says which one, because the errors of backends do not."""
+    fake = FakeNvml(h100(0), LOST)
+    machine = Machine(read(fake).gpus)
+    hint = "; GPU 1: it has fallen off the bus (sudo dmesg | grep -i xid shows why)"
+    assert gpu_hint(CUDA_ERROR, ("1",), lambda: machine) == hint
+    assert gpu_hint(RuntimeError("CUDA error: unspecified launch failure"), ("1",), lambda: machine) == hint
+    assert gpu_hint(CUDA_ERROR, ("0",), lambda: machine) == ""
+    assert gpu_hint(CUDA_ERROR, (), lambda: machine) == ""
+    assert gpu_hint(ValueError("a shape"), ("1",), lambda: machine) == ""
+
+
+def test_a_driver_that_hangs_does_not_hold_up_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.worker.script._DRIVER_PATIENCE", 0.01)
+    released = threading.Event()
+
+    def hangs() -> Machine:
+        released.wait()
+        return Machine(())
+
+    assert gpu_hint(CUDA_ERROR, ("1",), hangs) == "; NVIDIA's driver has not answered within 0.01 s"
+    released.set()
+
+
+def test_the_first_error_with_an_old_driver_has_both_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", ModuleType("jax"))
+    monkeypatch.setattr("lockstep.worker.script.cuda_of", lambda name: "13" if name == "jax" else None)
+    driver = Driver("535.104.05", (12, 2))
+    error = RuntimeError("Unable to initialize backend 'cuda'")
+    assert gpu_hint(error, ("0",), lambda: Machine((Gpu(0),), driver)) == (
+        "; jax is built for CUDA 13, which the driver, 535.104.05, for CUDA up to 12.2, does not support: "
+        "install a driver, 580.65.06 or newer, or a jax built for CUDA 12"
+    )

@@ -115,9 +115,16 @@ class LocalStarter:
             shared["TF_NUM_INTEROP_THREADS"] = str(spec.replicas)
         devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(
-            WorkerIdentity(worker, self.paths.root, self.pid, control, joins, host=self.host),
+            WorkerIdentity(
+                worker,
+                self.paths.root,
+                self.pid,
+                control,
+                joins,
+                host=self.host,
+                device_users=devices.users if devices else 1,
+            ),
             shared,
             cluster=tf_config(slot, spec.replicas, spec.parameter_servers),
             devices=devices.visible if devices else None,
-            shares_devices=bool(devices and devices.shared),
         )

@@ -42,7 +42,7 @@ from lockstep.launcher.backend import (
     refuse_legacy_keras,
     require_tensorflow,
 )
-from lockstep.launcher.gpu_assignment import assign, describe_sharing, parse_devices, spread
+from lockstep.launcher.gpu_assignment import assign, describe_sharing, parse_devices, spread, visible
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
@@ -57,6 +57,7 @@ from lockstep.protocol.job_spec import (
 )
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.system.clock import parse_seconds
+from lockstep.system.cuda import LISTED, cuda_of, read_machine, too_old
 from lockstep.system.environment import (
     LEGACY_KERAS,
     attempt,
@@ -68,10 +69,9 @@ from lockstep.system.environment import (
     set_recorded,
     switched_off,
     take_environment,
-    unknown_gpu,
     unrecorded,
     usable_cores,
-    visible_gpus,
+    variable,
 )
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -542,12 +542,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         first, rest = spec.describe()
         note(first)
         note(f"{rest}{_passed_on(options['arguments'])}")
-    if isinstance(destination, Here) and destination.devices is None and (unknown := unknown_gpu()):
-        note(f"CUDA_VISIBLE_DEVICES names GPU {unknown}, which this machine does not have: CUDA stops there")
     if sharing := describe_sharing(spec.devices):
         note(sharing)
-    for variable in switched_off() if spec.devices else ():
-        note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
+    for disabling in switched_off() if spec.devices else ():
+        note(f"{disabling} disables deterministic operations: equal bits are no longer guaranteed")
     if hash_seed := replaced_hash_seed(spec.seed):
         note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
 
@@ -880,13 +878,12 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
     checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
     here = where if isinstance(where, Here) else None
-    entries = (
-        parse_devices(here.devices, visible_gpus({}))
-        if here is not None and here.devices is not None
-        else None
-    )
-    gpus = visible_gpus() if here is not None else ()
-    wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
+    gpus, driver = read_machine() if here is not None else (None, None)
+    entries = parse_devices(here.devices, gpus) if here is not None and here.devices is not None else None
+    names, problem = visible(gpus, variable(LISTED)) if here is not None and entries is None else ((), "")
+    if problem:
+        note(problem)
+    wanted = len(entries) if entries is not None else len(names) or _WITHOUT_GPU
     others, replicas = _others(options), options["replicas"] or past.get("replicas")
     workers = where.processes or min(wanted, replicas or wanted) + others
     if workers < others + 1:
@@ -904,7 +901,11 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         threads = max(1, usable_cores() // replicas)
     if here is not None:
         check_limits(workers, threads)
-    devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
+    devices: tuple[Devices, ...] = (
+        spread(names, workers, gpus) if entries is None else assign(entries, workers, gpus)
+    )
+    if devices and choice.backend and (old := too_old(driver, choice.backend, cuda_of(choice.backend))):
+        note(old)
     if checkpoints is not None and checkpoints.resume is not None:
         _compare(checkpoints.resume, past, choice.backend)
     return JobSpec(

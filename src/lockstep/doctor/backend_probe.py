@@ -13,11 +13,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from lockstep.system.cuda import cuda_of, version_of
 
 Array = npt.NDArray[np.float32]
 _SIZE = 256
@@ -46,12 +47,9 @@ class JaxProbe:
 
     def built(self) -> dict[str, str | None]:
         """See `Probe`. JAX uses CUDA through a plugin, whose requirements name the cuDNN version."""
-        for major in ("13", "12"):
-            plugin = _version(f"jax-cuda{major}-plugin")
-            if plugin:
-                cudnn = _version(f"nvidia-cudnn-cu{major}")
-                return {"version": self._jax.__version__, "cuda": major, "cudnn": cudnn}
-        return {"version": self._jax.__version__, "cuda": None, "cudnn": None}
+        cuda = cuda_of("jax")
+        cudnn = version_of(f"nvidia-cudnn-cu{cuda}") if cuda else None
+        return {"version": self._jax.__version__, "cuda": cuda, "cudnn": cudnn}
 
     def devices(self) -> Sequence[Any]:
         """See `Probe`."""
@@ -179,13 +177,6 @@ def _expected(matrix: Array, indices: npt.NDArray[np.int32]) -> Array:
     sums = np.zeros_like(matrix)
     np.add.at(sums, indices // 2 % _SIZE, np.tanh(matrix @ matrix)[indices % _SIZE])
     return sums
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from lockstep.doctor.check import Finding, Rating, Sources, failure, fine, in_section, warning
-from lockstep.doctor.gpus import LISTED, Gpus, judge_build, visibility
+from lockstep.doctor.gpus import Gpus, judge_build
 from lockstep.system.child_process import command_of
+from lockstep.system.cuda import LISTED, visibility
 from lockstep.system.environment import device_variables, job_environment, visible_gpus
 from lockstep.system.processor import common_limit, limit_of, limited
 from lockstep.system.programs import ProbeProgram, ProgramResult, results

@@ -12,6 +12,7 @@ from lockstep.doctor.environment import look_at_shell
 from lockstep.doctor.gpus import look_at_gpus
 from lockstep.doctor.versions import look_at_installation
 from lockstep.launcher.backend import BACKENDS
+from lockstep.system.cuda import LISTED
 from lockstep.system.environment import LEGACY_KERAS
 
 CHECKS: Mapping[str, Sequence[Check[Any]]] = {
@@ -26,7 +27,7 @@ CHECKS: Mapping[str, Sequence[Check[Any]]] = {
     "gpus": (
         Check("driver", look_at_gpus, gpus.judge_driver),
         Check("GPUs", look_at_gpus, gpus.judge_absence),
-        Check(gpus.LISTED, look_at_gpus, gpus.judge_list),
+        Check(LISTED, look_at_gpus, gpus.judge_list),
         Check("GPU 0, GPU 1 ...", look_at_gpus, gpus.judge_gpus),
     ),
     "machine": (
@@ -55,7 +56,7 @@ CHECKS: Mapping[str, Sequence[Check[Any]]] = {
         Check("wall clock", machine.look_at_clocks, machine.judge_wall_clock, ("now", "installed")),
     ),
     "environment": (
-        Check(gpus.LISTED, look_at_shell, environment.judge_visible_gpus),
+        Check(LISTED, look_at_shell, environment.judge_visible_gpus),
         *(
             Check(name, look_at_shell, partial(environment.judge_effect, name))
             for name in environment.EFFECTS

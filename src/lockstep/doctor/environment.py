@@ -11,9 +11,9 @@ from pathlib import Path
 
 from lockstep.cluster.slurm_step import STEP_VARIABLES, SlurmTask
 from lockstep.doctor.check import Finding, Sources, failure, fine, warning
-from lockstep.doctor.gpus import LISTED
 from lockstep.errors import ConfigError
 from lockstep.launcher.backend import is_legacy
+from lockstep.system.cuda import LISTED
 from lockstep.system.environment import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
 from lockstep.system.prose import count, printable
 

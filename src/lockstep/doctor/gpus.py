@@ -1,91 +1,31 @@
 """The GPUs: the driver's report on them, which of them CUDA shows, and whether jobs can use them."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from lockstep.doctor.check import Finding, Rating, Sources, fine, warning
+from lockstep.system.cuda import (
+    LISTED,
+    OLDEST_DRIVERS,
+    Visibility,
+    dotted,
+    numbers,
+    remedy_of_driver,
+    supports,
+    visibility,
+)
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.system.prose import count
 
-LISTED = "CUDA_VISIBLE_DEVICES"
 _ORDER = "PCI_BUS_ID"
 _GIB = 2**30
 _LEAST_FREE = 0.1
 """The fraction of a GPU's memory below which free memory is too little for training."""
 _ON_CPU = "workers compute on the CPU"
-_OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""For each CUDA version, the first driver that supports all of its minor versions."""
-_MINORS_SINCE = 11
 _OLDEST_KINDS = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
 """For each CUDA version, the lowest compute capability that it supports."""
 _OLDEST_INSTALLED = 12
 """The oldest CUDA version that backends are still built for."""
-_NUMBER = re.compile(r"\+?[0-9]+")
-
-
-class Visibility(NamedTuple):
-    """CUDA's interpretation of the value.
-
-    Attributes:
-        indices: the indices of the GPUs that CUDA shows, in its order.
-        problem: the entry that CUDA does not accept; empty if it accepts all.
-        by_number: whether the value contains numbers.
-    """
-
-    indices: tuple[int, ...]
-    problem: str
-    by_number: bool
-
-
-def visibility(gpus: Sequence[Gpu], listed: str | None) -> Visibility:
-    """Return which of `gpus`, all GPUs of the machine, CUDA shows for the value `listed`.
-
-    CUDA stops at the first unknown name, and shows no GPU if one is listed twice.
-    """
-    if listed is None:
-        return Visibility(tuple(range(len(gpus))), "", False)
-    names = [name.strip() for name in listed.split(",")]
-    by_number = _kind(names[0]) == "number"
-    shown: dict[str, int] = {}
-    problem = ""
-    # "-1" and "" are common ways to hide GPUs.
-    hidden = next((at for at, name in enumerate(names) if name.startswith("-")), len(names))
-    for name in names[:hidden] if any(names) else ():
-        if _kind(name) != _kind(names[0]):
-            problem = f"{name!r} and {names[0]!r} are names of different kinds, and CUDA stops there"
-            break
-        match = _find(name, gpus)
-        if match is None:
-            problem = f"{name!r} identifies none of the {count(len(gpus), 'GPU')} here, and CUDA stops there"
-            break
-        identity, index = match
-        if identity in shown:
-            return Visibility((), f"{name!r} is listed twice, which CUDA treats as an error", by_number)
-        shown[identity] = index
-    return Visibility(tuple(shown.values()), problem, by_number)
-
-
-def _find(name: str, gpus: Sequence[Gpu]) -> tuple[str, int] | None:
-    """Return the full name and the index of the GPU that `name` refers to; None if none or several match."""
-    if digits := _NUMBER.match(name):
-        # Like CUDA, which uses the number at the beginning of a name.
-        number = int(digits[0])
-        return (str(number), number) if number < len(gpus) else None
-    matches = [
-        (identity, index)
-        for index, gpu in enumerate(gpus)
-        for identity in ((gpu.uuid or "",) if _kind(name) == "GPU" else gpu.instances or ())
-        if name and identity.startswith(name)
-    ]
-    return matches[0] if len(matches) == 1 else None
-
-
-def _kind(name: str) -> str:
-    if _NUMBER.match(name):
-        return "number"
-    return "MIG" if name.startswith("MIG-") else "GPU"
 
 
 @dataclass(frozen=True)
@@ -127,7 +67,7 @@ def look_at_gpus(sources: Sources) -> Gpus:
 def judge_driver(gpus: Gpus) -> Iterator[Finding]:
     """Name the driver, if there is one."""
     if (driver := gpus.reading.driver) is not None:
-        reason = f"{driver.version}, for CUDA up to {_dotted(driver.cuda)}" if driver.cuda else driver.version
+        reason = f"{driver.version}, for CUDA up to {dotted(driver.cuda)}" if driver.cuda else driver.version
         yield fine(reason, asdict(driver))
 
 
@@ -143,7 +83,7 @@ def judge_list(gpus: Gpus) -> Iterator[Finding]:
     listed, permitted, shown = gpus.listed, gpus.permitted, gpus.shown
     if listed is None or not permitted:
         return
-    _, problem, by_number = gpus.visible
+    problem, by_number = gpus.visible.problem, gpus.visible.by_number
     names = "GPU " + " and ".join(map(str, shown)) if shown else "no GPU"
     facts = {"listed": listed, "shown": shown}
     is_mixed = len({gpu.name for gpu in permitted}) > 1 and gpus.order != _ORDER
@@ -187,7 +127,7 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
     if driver is None or not usable:
         rating, effect, remedy = Rating.FINE, "and there is no GPU that it could use", ""
     elif cuda:
-        rating, effect, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
+        rating, effect, remedy = _compare(backend, numbers(cuda)[:2], driver, usable)
     else:
         effect = f"so it computes on the CPU, despite {count(len(usable), 'GPU')}"
         rating, remedy = Rating.WARNING, _install(backend, driver)
@@ -301,10 +241,8 @@ def _used_up(processes: Sequence[Process], memory: GpuMemory) -> tuple[str, str]
 def _compare(
     backend: str, wanted: tuple[int, ...], driver: Driver, usable: Sequence[Gpu]
 ) -> tuple[Rating, str, str]:
-    if not _supports(driver, wanted):
-        oldest = _OLDEST_DRIVERS.get(wanted[0])
-        remedy = f"install a driver, {oldest} or newer" if oldest else "install a newer driver"
-        remedy += f", or a {backend} built for CUDA {driver.cuda[0]}" if driver.cuda else ""
+    if not supports(driver, wanted):
+        remedy = remedy_of_driver(backend, wanted, driver)
         return Rating.WARNING, f"which the driver, {driver.version}, does not support", remedy
     oldest_kind = _OLDEST_KINDS.get(wanted[0], (0, 0)) if wanted else (0, 0)
     left = [gpu for gpu in usable if gpu.capability is not None and gpu.capability < oldest_kind]
@@ -313,25 +251,17 @@ def _compare(
         remedy = f"install a {backend} built for an older CUDA"
         return Rating.WARNING, f"which has no code for {names}", remedy
     if driver.cuda is not None and wanted > driver.cuda:
-        limit = f"but the driver supports up to {_dotted(driver.cuda)}"
+        limit = f"but the driver supports up to {dotted(driver.cuda)}"
         return Rating.FINE, f"{limit}: only code that the driver must compile (PTX) does not work", ""
     return Rating.FINE, "which the driver supports", ""
-
-
-def _supports(driver: Driver, wanted: tuple[int, ...]) -> bool:
-    if not wanted or (driver.cuda is not None and wanted <= driver.cuda):
-        return True
-    if wanted[0] < _MINORS_SINCE or (driver.cuda is not None and wanted[0] > driver.cuda[0]):
-        return False
-    return _numbers(driver.version) >= _numbers(_OLDEST_DRIVERS.get(wanted[0], ""))
 
 
 def _install(backend: str, driver: Driver) -> str:
     major = driver.cuda[0] if driver.cuda else _OLDEST_INSTALLED
     if major < _OLDEST_INSTALLED:
-        oldest = _OLDEST_DRIVERS[_OLDEST_INSTALLED]
+        oldest = OLDEST_DRIVERS[_OLDEST_INSTALLED]
         return f"install a driver, {oldest} or newer, and a {backend} built for CUDA"
-    major = min(major, max(_OLDEST_DRIVERS))
+    major = min(major, max(OLDEST_DRIVERS))
     ways = {
         "jax": f"pip install 'jax[cuda{major}]'",
         "tensorflow": "pip install 'tensorflow[and-cuda]'",
@@ -346,11 +276,3 @@ def _show_cudnn(version: str) -> str:
     # 8902 is 8.9.2; since version 9, 91002 is 9.10.2.
     major, rest = divmod(int(version), 1000 if len(version) == 4 else 10000)
     return f"{major}.{rest // 100}.{rest % 100}"
-
-
-def _dotted(version: tuple[int, int]) -> str:
-    return f"{version[0]}.{version[1]}"
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"[0-9]+", version)))

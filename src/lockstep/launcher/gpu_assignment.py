@@ -2,25 +2,26 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 from lockstep.errors import ConfigError
 from lockstep.protocol.job_spec import Devices
-from lockstep.system.environment import unknown_numbers
-from lockstep.system.prose import count
+from lockstep.system.cuda import LISTED, shown_gpus, visibility
+from lockstep.system.nvml import Gpu
 
 # A number, or a UUID such as GPU-8932f937-... or MIG-GPU-8932f937-.../1/0.
 _NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
-def parse_devices(text: str, gpus: tuple[str, ...] = ()) -> tuple[tuple[str, ...], ...]:
+def parse_devices(text: str, gpus: Sequence[Gpu] | None = None) -> tuple[tuple[str, ...], ...]:
     """Split the value of `--devices`: a comma separates workers, `+` joins the GPUs of one worker.
 
     Args:
         text: the value.
-        gpus: all GPUs of this machine; empty if unknown.
+        gpus: all GPUs of this machine; None if unknown.
 
     Raises:
-        ConfigError: a name is not that of a GPU, is a number of none of `gpus`, or is repeated in one worker.
+        ConfigError: a name is not that of a GPU, identifies none of `gpus`, or is repeated in one worker.
     """
     entries = tuple(tuple(name.strip() for name in entry.split("+")) for entry in text.split(","))
     for name in (name for entry in entries for name in entry):
@@ -29,19 +30,50 @@ def parse_devices(text: str, gpus: tuple[str, ...] = ()) -> tuple[tuple[str, ...
                 f"--devices {text}: {name!r} is not a GPU; give numbers or UUIDs such as 0,1 (one "
                 "per worker) or 0+1,2+3 (two per worker)"
             )
+    if gpus == ():
+        raise ConfigError(f"--devices {text}: this machine has no GPU (see lockstep doctor)")
     for entry in entries:
-        if len(set(entry)) < len(entry):
+        shown = visibility(gpus, ",".join(entry)) if gpus else None
+        if len(set(entry)) < len(entry) or (shown is not None and "twice" in shown.problem):
             raise ConfigError(f"--devices {text}: {'+'.join(entry)} names a GPU twice")
-    for name in unknown_numbers([name for entry in entries for name in entry], gpus):
-        raise ConfigError(
-            f"--devices {text}: there is no GPU {name}; this machine has {count(len(gpus), 'GPU')}, numbered "
-            "from 0"
-        )
+        if shown is not None and shown.problem:
+            raise ConfigError(f"--devices {text}: {shown.problem}; nvidia-smi -L lists their names")
+        if sum(name.startswith("MIG-") for name in (shown.identities if shown else entry)) > 1:
+            raise ConfigError(f"--devices {text}: CUDA lets a process use only one MIG instance")
     return entries
 
 
-def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices, ...]:
+def visible(gpus: Sequence[Gpu] | None, listed: str | None) -> tuple[tuple[str, ...], str]:
+    """Return the names of the devices that workers can use, and what CUDA does not accept.
+
+    Args:
+        gpus: all GPUs of this machine; None if unknown.
+        listed: the value of `CUDA_VISIBLE_DEVICES`; None if it is not set.
+
+    Raises:
+        ConfigError: the variable names GPUs, and CUDA accepts none of them.
+    """
+    shown = shown_gpus(listed, gpus)
+    if not shown.problem:
+        return shown.names, ""
+    problem = f"{LISTED}={listed}: {shown.problem}"
+    if not shown.names:
+        raise ConfigError(
+            f"{problem}; it shows no GPU. Name GPUs as nvidia-smi -L shows them, each once, or set it to an "
+            "empty value to compute on the CPU"
+        )
+    return shown.names, problem
+
+
+def assign(
+    entries: tuple[tuple[str, ...], ...], workers: int, gpus: Sequence[Gpu] | None = None
+) -> tuple[Devices, ...]:
     """Give each worker its entry; all workers share a single entry.
+
+    Args:
+        entries: the names of the GPUs of each worker.
+        workers: the number of workers.
+        gpus: all GPUs of this machine; None if unknown.
 
     Raises:
         ConfigError: the number of entries is neither one nor that of the workers.
@@ -51,21 +83,25 @@ def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices,
             f"--devices has {len(entries)} entries for {workers} workers: give one entry per worker, or a "
             "single one for all"
         )
-    mine = entries * workers if len(entries) == 1 else entries
-    return _mark_shared(mine)
+    return _with_users(entries * workers if len(entries) == 1 else entries, gpus)
 
 
-def spread(gpus: tuple[str, ...], workers: int) -> tuple[Devices, ...]:
+def spread(names: Sequence[str], workers: int, gpus: Sequence[Gpu] | None = None) -> tuple[Devices, ...]:
     """Give each worker one of the visible GPUs; adjacent workers share one if there are too few.
+
+    Args:
+        names: the visible GPUs.
+        workers: the number of workers.
+        gpus: all GPUs of this machine; None if unknown.
 
     Returns:
         One entry per worker; empty if there is no GPU.
     """
-    if not gpus:
+    if not names:
         return ()
-    if workers <= len(gpus):
-        return _mark_shared(tuple((gpu,) for gpu in gpus[:workers]))
-    return _mark_shared(tuple((gpus[worker * len(gpus) // workers],) for worker in range(workers)))
+    if workers <= len(names):
+        return _with_users(tuple((name,) for name in names[:workers]), gpus)
+    return _with_users(tuple((names[worker * len(names) // workers],) for worker in range(workers)), gpus)
 
 
 def describe_sharing(devices: tuple[Devices, ...]) -> str:
@@ -82,6 +118,9 @@ def describe_sharing(devices: tuple[Devices, ...]) -> str:
     return f"up to {most} workers share each of {' and '.join(shared)}"
 
 
-def _mark_shared(entries: tuple[tuple[str, ...], ...]) -> tuple[Devices, ...]:
-    users = Counter(name for entry in entries for name in entry)
-    return tuple(Devices(",".join(entry), any(users[name] > 1 for name in entry)) for entry in entries)
+def _with_users(entries: tuple[tuple[str, ...], ...], gpus: Sequence[Gpu] | None) -> tuple[Devices, ...]:
+    def identity(name: str) -> str:
+        return next(iter(visibility(gpus or (), name).identities), name)
+
+    users = Counter(each for entry in entries for each in {identity(name) for name in entry})
+    return tuple(Devices(",".join(entry), max(users[identity(name)] for name in entry)) for entry in entries)

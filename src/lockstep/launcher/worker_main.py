@@ -39,12 +39,14 @@ from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
+from lockstep.system.cuda import LISTED, names_in, read_machine
 from lockstep.system.environment import (
     WorkerIdentity,
     cache_folder,
     forget_worker,
     home_folder,
     read_worker,
+    variable,
     visible_gpus,
 )
 from lockstep.system.exit_status import WRONG_STATE
@@ -64,6 +66,7 @@ from lockstep.worker.program_sources import keep_sources
 from lockstep.worker.script import (
     Script,
     device_memory_hint,
+    gpu_hint,
     hide_internals,
     is_of_machine,
     original_of,
@@ -124,7 +127,7 @@ def main(arguments: Sequence[str]) -> None:
     _watch_writes(identity.run_dir, job.settings, client)
     report_imports(_publish_import)
     client.started()
-    _run(Script.parse(arguments), client, has_log=not identity.by_hand)
+    _run(Script.parse(arguments), client, identity)
 
 
 def _share_searches() -> None:
@@ -233,7 +236,7 @@ def _adopt(_: object) -> None:
     patches.install_at_compile(job.current())
 
 
-def _run(script: Script, client: AgentClient, has_log: bool) -> None:
+def _run(script: Script, client: AgentClient, identity: WorkerIdentity) -> None:
     from lockstep.worker import job
 
     try:
@@ -251,7 +254,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        sys.exit(_fail(error, client, has_log))
+        sys.exit(_fail(error, client, identity))
     client.finished()
     job.current().end()
 
@@ -272,7 +275,7 @@ def _run_whole(script: Script) -> None:
     job.current().complete()
 
 
-def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
+def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -> int:
     trace = user_traceback(error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
         # The frames of Keras or Lockstep in which the signal arrived explain nothing.
@@ -283,9 +286,9 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
     if isinstance(error, LockstepError):
         summary = summarize_own(error)
         # The frames of Keras would hide the error. A hook that the script has set is still called.
-        prints = not has_log or sys.excepthook is not sys.__excepthook__
+        prints = identity.by_hand or sys.excepthook is not sys.__excepthook__
     else:
-        summary, prints = f"{summarize(error)}{_hint(error)}", True
+        summary, prints = f"{summarize(error)}{_hint(error, identity.device_users)}", True
         # For the terminal. The event has all frames.
         hide_internals(error)
     flush_streams()
@@ -297,8 +300,8 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
     return status
 
 
-def _hint(error: BaseException) -> str:
-    """Return a hint to show after an error; empty if there is none."""
+def _hint(error: BaseException, device_users: int) -> str:
+    """Return a hint to show after an error of the script; empty if there is none."""
     from lockstep.worker import job
 
     # A library may raise such an error without a number, about something else than a path.
@@ -308,7 +311,10 @@ def _hint(error: BaseException) -> str:
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"
         )
-    return device_memory_hint(error, visible_gpus())
+    # Names only: a driver that has lost a GPU may hang.
+    listed = variable(LISTED)
+    gpus = visible_gpus() if listed is None else names_in(listed)
+    return device_memory_hint(error, gpus, device_users) or gpu_hint(error, gpus, read_machine)
 
 
 if __name__ == "__main__":

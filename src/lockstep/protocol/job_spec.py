@@ -28,11 +28,11 @@ class Devices:
 
     Attributes:
         visible: the worker's `CUDA_VISIBLE_DEVICES`.
-        shared: whether another worker uses one of them.
+        users: the number of workers that use the same GPU; of several GPUs, the largest number.
     """
 
     visible: str
-    shared: bool
+    users: int = 1
 
 
 class JobHost(NamedTuple):
@@ -251,7 +251,7 @@ class JobSpec(JobSettings):
         if not self.devices:
             return None
         devices = self.devices[slot % len(self.devices)]
-        return devices if slot < len(self.devices) else Devices(devices.visible, shared=True)
+        return devices if slot < len(self.devices) else Devices(devices.visible, devices.users + 1)
 
     def describe(self, folder: str = "logs") -> tuple[str, str]:
         """Describe the job in at most 25 words, then the rest; `folder` names the run folder's content."""

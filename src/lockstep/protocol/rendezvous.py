@@ -99,7 +99,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
         threads: number of threads that compute one replica.
         run_dir: the run folder, absolute.
         coordinator: process id of the coordinator.
-        shares: whether another worker uses one of its GPUs.
+        device_users: the number of workers on its host that use one of its GPUs.
     """
 
     worker: int
@@ -108,7 +108,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     threads: int
     run_dir: str
     coordinator: int
-    shares: bool
+    device_users: int
 
 
 Answer = KeepWaiting | Rejected | Admitted

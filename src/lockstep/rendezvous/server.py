@@ -122,12 +122,12 @@ class RendezvousServer:
         for process in self.waiting.values():
             process.tell(KeepWaiting(awaited))
 
-    def take(self, worker: int, admitted: Callable[[bool], Admitted]) -> tuple[int, StartedProcess]:
+    def take(self, worker: int, admitted: Callable[[int], Admitted]) -> tuple[int, StartedProcess]:
         """Admit the process that waits for the first task; return its slot and the process.
 
         Args:
             worker: its id as a worker.
-            admitted: returns the message to it, given whether it shares a GPU with another process.
+            admitted: returns the message to it, given how many processes use one of its GPUs.
 
         Raises:
             OSError: no process waits.
@@ -138,7 +138,7 @@ class RendezvousServer:
         process = self.waiting.pop(slot)
         self._forget(process.handle.control.fileno())
         others = [*self.waiting.values(), *(other for at, other in self.assigned.items() if at != slot)]
-        process.tell(admitted(any(_shares(process, other) for other in others)))
+        process.tell(admitted(1 + sum(_shares(process, other) for other in others)))
         self.assigned[slot] = process
         return slot, process
 
@@ -281,7 +281,7 @@ class RendezvousStarter:
         """
         spec = self.spec
 
-        def admitted(shares: bool) -> Admitted:
+        def admitted(device_users: int) -> Admitted:
             return Admitted(
                 worker=worker,
                 joins=joins,
@@ -289,7 +289,7 @@ class RendezvousStarter:
                 threads=spec.threads,
                 run_dir=str(self.paths.root),
                 coordinator=self.pid,
-                shares=shares,
+                device_users=device_users,
             )
 
         slot, process = self.server.take(worker, admitted)

@@ -213,6 +213,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
         control=connection,
         joins=admitted.joins,
         by_hand=True,
+        device_users=admitted.device_users,
     )
     os.set_inheritable(connection, True)
     flush_streams()
@@ -273,7 +274,7 @@ def _environment(worker: WorkerIdentity, admitted: Admitted, text: str, backend:
     before = environment_at_start() | {"TF_CONFIG": text}
     gpus = ",".join(visible_gpus()) or None
     shared = job_environment(admitted.seed, admitted.threads, before, backend=backend)
-    after = worker_environment(worker, shared, cluster=text, devices=gpus, shares_devices=admitted.shares)
+    after = worker_environment(worker, shared, cluster=text, devices=gpus)
     after.pop("CUDA_VISIBLE_DEVICES", None)
     return after | {name: before[name] for name in _OWN if name in before}
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from lockstep.errors import ConfigError
 from lockstep.system.cgroups import cpu_quota
+from lockstep.system.cuda import GPU_FOLDER, LISTED, read_machine, shown_gpus
 
 _PREFIX = "LOCKSTEP_"
 _PARENT = f"{_PREFIX}PARENT"
@@ -79,6 +80,7 @@ class WorkerIdentity:
         joins: whether the worker joins a running job.
         by_hand: whether the user started this process.
         host: the name of the worker's host, as the user wrote it; empty if the job has one host.
+        device_users: the number of workers that use its GPU; of several GPUs, the largest number.
     """
 
     worker: int
@@ -88,6 +90,7 @@ class WorkerIdentity:
     joins: bool = False
     by_hand: bool = False
     host: str = ""
+    device_users: int = 1
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -114,6 +117,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
         joins=f"{_PREFIX}JOINS" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
         host=environ.get(f"{_PREFIX}HOST", ""),
+        device_users=int(environ.get(f"{_PREFIX}DEVICE_USERS", "1")),
     )
 
 
@@ -129,7 +133,6 @@ def worker_environment(
     *,
     cluster: str,
     devices: str | None = None,
-    shares_devices: bool = False,
 ) -> dict[str, str]:
     """Return the whole environment of a worker.
 
@@ -138,11 +141,10 @@ def worker_environment(
         shared: the `job_environment`.
         cluster: its `TF_CONFIG`.
         devices: its `CUDA_VISIBLE_DEVICES`; None to leave it unchanged.
-        shares_devices: whether other workers use the same devices.
     """
     environment = {**shared, **_identity_variables(identity), "TF_CONFIG": cluster}
     if devices is not None:
-        environment |= device_variables(shared, devices, shares_devices)
+        environment |= device_variables(shared, devices, identity.device_users > 1)
     return environment
 
 
@@ -236,55 +238,19 @@ def environment_at_start(file: Path = Path("/proc/self/environ")) -> dict[str, s
     return {name: value for name, _, value in pairs}
 
 
-def visible_gpus(
-    environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
-) -> tuple[str, ...]:
-    """Return the GPUs that CUDA would show, without using any framework.
-
-    An unknown UUID is returned like a known one; CUDA would stop there.
-    """
-    listed = environ.get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        gpus = len(list(driver.iterdir())) if driver.is_dir() else 0
-        return tuple(map(str, range(gpus)))
-    names = _listed(listed)
-    numbers = unknown_numbers(names, visible_gpus({}, driver))
-    return names[: next((at for at, name in enumerate(names) if name in numbers), len(names))]
-
-
-def unknown_gpu(
-    environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
-) -> str:
-    """Return the number of no GPU at which CUDA stops reading `CUDA_VISIBLE_DEVICES`; empty without one."""
-    names = _listed(environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return next(iter(unknown_numbers(names, visible_gpus({}, driver))), "")
-
-
-def _listed(listed: str) -> tuple[str, ...]:
-    """Return the names in `CUDA_VISIBLE_DEVICES` up to one that hides the rest."""
-    names = [name.strip() for name in listed.split(",")]
-    # CUDA itself stops at the first unknown name; "-1" and "" are common ways to hide GPUs.
-    hidden = next((at for at, name in enumerate(names) if not name or name.startswith("-")), len(names))
-    return tuple(names[:hidden])
-
-
-def unknown_numbers(names: Sequence[str], gpus: Sequence[str]) -> tuple[str, ...]:
-    """Return the numbers in `names` that identify none of `gpus`, all GPUs of this machine.
-
-    Empty if `gpus` is empty: the driver does not list its GPUs everywhere.
-    """
-    numbers = (name for name in names if name.isascii() and name.isdigit())
-    return tuple(name for name in numbers if gpus and int(name) >= len(gpus))
+def visible_gpus(environ: Mapping[str, str] = os.environ, folder: Path = GPU_FOLDER) -> tuple[str, ...]:
+    """Return the GPUs that CUDA would show, without using any framework."""
+    return shown_gpus(environ.get(LISTED), read_machine(folder).gpus).names
 
 
 def hide_gpus(environ: MutableMapping[str, str] = os.environ) -> None:
     """Hide all GPUs from every process that this one starts or becomes."""
-    environ["CUDA_VISIBLE_DEVICES"] = ""
+    environ[LISTED] = ""
 
 
 def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Let CUDA show only these GPUs to frameworks that have not yet initialized it."""
-    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    environ[LISTED] = ",".join(names)
 
 
 def variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -521,6 +487,8 @@ def _identity_variables(identity: WorkerIdentity) -> dict[str, str]:
         values["BY_HAND"] = "yes"
     if identity.host:
         values["HOST"] = identity.host
+    if identity.device_users > 1:
+        values["DEVICE_USERS"] = identity.device_users
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}
 
 
@@ -539,7 +507,7 @@ def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -
     if _XLA_DETERMINISTIC not in flags:
         flags = f"{flags} --{_XLA_DETERMINISTIC}=true".strip()
     variables = {
-        "CUDA_VISIBLE_DEVICES": devices,
+        LISTED: devices,
         "XLA_FLAGS": flags,
         "TF_DETERMINISTIC_OPS": inherited.get("TF_DETERMINISTIC_OPS", "1"),
         "CUBLAS_WORKSPACE_CONFIG": inherited.get("CUBLAS_WORKSPACE_CONFIG", _CUBLAS[0]),
@@ -588,7 +556,7 @@ THREAD_VARIABLES = tuple(_thread_variables(1))
 """The variables that follow from the number of threads of a replica."""
 _OF_JOB = {
     **dict.fromkeys(THREAD_VARIABLES, "--threads-per-worker sets it"),
-    "CUDA_VISIBLE_DEVICES": "--devices sets it",
+    LISTED: "--devices sets it",
     _HASH_SEED: "--seed sets it",
     "TF_CONFIG": "the job sets it for each worker",
 }

@@ -8,8 +8,9 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -24,12 +25,16 @@ from lockstep.errors import (
     SupersededError,
     with_code,
 )
+from lockstep.system.cuda import Machine, cuda_of, faults_of, too_old
 from lockstep.worker.program_sources import is_program, library_name
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _HELPERS = (contextlib.__file__, functools.__file__)
 _BACKENDS = {"jax", "jaxlib", "tensorflow", "torch"}
 _OUT_OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
+_OF_GPU = re.compile("cuda|nvidia|cudnn|nccl", re.IGNORECASE)
+_DRIVER_PATIENCE = 3.0
+"""Seconds that a worker that has failed waits for the driver of its GPUs."""
 _IN_A_GRAPH = "Graph execution error:"
 _AROUND = ("in user code:", "Exception encountered when calling ")
 """How errors begin that TensorFlow and Keras raise again with their own text around the original one."""
@@ -247,12 +252,13 @@ def is_of_machine(error: BaseException) -> bool:
     return of_backend or not isinstance(error, Exception) or isinstance(error, OSError | MemoryError)
 
 
-def device_memory_hint(error: BaseException, gpus: Sequence[str]) -> str:
+def device_memory_hint(error: BaseException, gpus: Sequence[str], users: int = 1) -> str:
     """Return a hint to show after a backend's error that a device has too little memory; otherwise empty.
 
     Args:
         error: the error of the script.
         gpus: the worker's GPUs; empty if it computes on the CPU.
+        users: the number of workers that use the same GPU.
     """
     kind = type(error)
     # JAX has one class for all errors of devices.
@@ -260,8 +266,36 @@ def device_memory_hint(error: BaseException, gpus: Sequence[str]) -> str:
     if kind.__module__.partition(".")[0] not in _BACKENDS or not out_of_memory:
         return ""
     device = f"GPU {' or '.join(gpus)}" if gpus else "the device"
+    device += f", which {users} workers share," if gpus and users > 1 else ""
     fewer = "fewer workers per GPU (--devices)" if gpus else "fewer workers"
     return f"; {device} has too little free memory for this worker: use smaller batches, or {fewer}"
+
+
+def gpu_hint(error: BaseException, gpus: Sequence[str], read: Callable[[], Machine]) -> str:
+    """Return a hint on the GPUs or their driver to show after an error of a backend; otherwise empty.
+
+    It names GPUs of the worker that cannot be used any more, or a driver that is too old for the backend.
+
+    Args:
+        error: the error of the script.
+        gpus: the worker's GPUs.
+        read: reads the GPUs of this machine; it may hang.
+    """
+    of_backend = type(error).__module__.partition(".")[0] in _BACKENDS
+    if not gpus or not (of_backend or _OF_GPU.search(str(error))):
+        return ""
+    readings: list[Machine] = []
+    reading = threading.Thread(target=lambda: readings.append(read()), daemon=True)
+    reading.start()
+    reading.join(_DRIVER_PATIENCE)
+    if not readings:
+        return f"; NVIDIA's driver has not answered within {_DRIVER_PATIENCE:g} s"
+    machine = readings[0]
+    if faults := faults_of(gpus, machine.gpus or ()):
+        return f"; {' and '.join(faults.values())} (sudo dmesg | grep -i xid shows why)"
+    loaded = sorted(name for name in ("jax", "tensorflow", "torch") if name in sys.modules)
+    old = next(filter(None, (too_old(machine.driver, name, cuda_of(name)) for name in loaded)), "")
+    return f"; {old}" if old else ""
 
 
 def summarize(error: BaseException) -> str:
