@@ -1,10 +1,14 @@
 """A server that has imported Keras and a backend, and forks the commands of tests.
 
 Importing takes as long as a small training, and each job imports again: its fork server does.
-Here, one process imports for all commands of a test process. It forks each command, `python -m lockstep ...`
-or `python script.py`, and in the process of a job, the fork server is one more fork, not a new interpreter:
+Here, one process imports for all commands of a test run. It forks each command, `python -m lockstep ...`,
+`python script.py` or `python -c ...`, and in the process of a job, the fork server is one more fork, not a
+new interpreter:
 
-    tests --- command server --- lockstep run --- process of the job --- fork server --- workers
+    tests === command server --- lockstep run --- process of the job --- fork server --- workers
+
+The processes of a test run share the servers (===: a socket), and a server ends with that run. The processes
+of pytest-xdist are such commands, too: `tests/conftest.py` starts them by `command_server.py SOCKET ...`.
 
 A fork server is started as usual if its environment changes what imports do, compared with that of the
 command server, or if its imports cannot be foreseen. All other processes are those of the product, with the
@@ -12,7 +16,10 @@ same parents, sessions and descriptors. `tests/launcher` and `tests/cli` test th
 """
 
 import atexit
+import contextlib
+import fcntl
 import gc
+import hashlib
 import importlib
 import json
 import os
@@ -28,7 +35,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from lockstep.launcher import fork_server, fork_server_main
@@ -49,6 +56,8 @@ IMPORTS_OF_JOBS = (
 """Modules that `lockstep run` imports, and the processes of a job."""
 _LATER = ("TF_CONFIG",)
 _PACKET = 1 << 20
+_BACKLOG = 64
+_NAME_LENGTH = 16
 _DESCRIPTORS = 1 << 16
 
 
@@ -69,11 +78,11 @@ class Command:
         self.returncode: int | None = None
         self._server = server
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None) -> int:
         """Return the exit status, negative for a signal.
 
         Raises:
-            TimeoutError: the command still runs after `timeout` seconds.
+            TimeoutError: the command still runs after `timeout` seconds; never if that is None.
         """
         if self.returncode is None:
             self.returncode = self._server.status(self.pid, timeout)
@@ -85,10 +94,12 @@ class CommandServers:
 
     Args:
         folder: for the output of commands.
+        shared: a folder of all processes of the test run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shared: Path) -> None:
         self._folder = folder
+        self._shared = shared
         self._servers: dict[tuple[object, ...], CommandServer] = {}
 
     def run(
@@ -111,13 +122,16 @@ class CommandServers:
         importing = environment if importing is None else importing
         key = (*imports, *imported_with(importing).items())
         if key not in self._servers:
-            self._servers[key] = CommandServer(importing, imports)
+            name = hashlib.sha256(repr(key).encode()).hexdigest()[:_NAME_LENGTH]
+            self._servers[key] = CommandServer.shared(self._shared / name, importing, imports)
         with (
             tempfile.TemporaryFile("w+", dir=self._folder) as stdout,
             tempfile.TemporaryFile("w+", dir=self._folder) as stderr,
         ):
             server = self._servers[key]
-            started = server.start(command, environment, Path.cwd(), stdout.fileno(), stderr.fileno())
+            with Path(os.devnull).open() as stdin:
+                standard = [file.fileno() for file in (stdin, stdout, stderr)]
+                started = server.start(command, environment, Path.cwd(), standard)
             try:
                 status = started.wait(timeout)
             except TimeoutError:
@@ -128,55 +142,70 @@ class CommandServers:
             return subprocess.CompletedProcess(list(command), status, stdout.read(), stderr.read())
 
     def close(self) -> None:
-        """End the servers."""
+        """Leave the servers, which end with the test run."""
         for server in self._servers.values():
             server.close()
 
 
 class CommandServer:
-    """The tests' side: starts the server, and has it fork commands.
+    """The tests' side: has a server fork commands.
 
     Args:
-        environment: the server's environment; it and that of its commands have the same `imported_with`.
-        imports: modules that it imports.
+        connection: to the server.
     """
 
-    def __init__(self, environment: Mapping[str, str], imports: Sequence[str]) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
         self._statuses: dict[int, int] = {}
-        with theirs:
-            command = [sys.executable, "-P", __file__, str(theirs.fileno()), *imports]
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
+
+    @classmethod
+    def shared(cls, path: Path, environment: Mapping[str, str], imports: Sequence[str]) -> "CommandServer":
+        """Connect to the server of a path; start it if this is the first process of the test run that does.
+
+        Args:
+            path: for the server's socket.
+            environment: the server's environment; it and that of its commands have the same `imported_with`.
+            imports: modules that it imports.
+        """
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                start_server(path, environment, imports)
+        return cls.connected(path)
+
+    @classmethod
+    def connected(cls, path: Path) -> "CommandServer":
+        """Connect to the server of a path."""
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(str(path))
+        return cls(connection)
 
     def start(
-        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, stdout: int, stderr: int
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, standard: Sequence[int]
     ) -> Command:
-        """Start `python command...` in a folder, with descriptors for its output."""
+        """Start `python command...` in a folder, with descriptors for its standard streams."""
         request = json.dumps({"command": command, "environment": dict(environment), "folder": str(folder)})
-        socket.send_fds(self._connection, [request.encode()], [stdout, stderr])
+        socket.send_fds(self._connection, [request.encode()], standard)
         return Command(self, self._read("pid"))
 
-    def status(self, pid: int, timeout: float) -> int:
+    def status(self, pid: int, timeout: float | None) -> int:
         """Wait for the exit status of a command."""
         while pid not in self._statuses:
             if not select.select([self._connection], [], [], timeout)[0]:
-                raise TimeoutError(f"process {pid} still runs after {timeout:g} s")
+                raise TimeoutError(f"process {pid} still runs after {timeout} s")
             self._read("ended")
         return self._statuses.pop(pid)
 
     def close(self) -> None:
-        """End the server."""
+        """Leave the server."""
         self._connection.close()
-        self._process.wait()
 
     def _read(self, kind: str) -> int:
         """Read up to a message of a kind; keep the statuses that come with it."""
         while True:
             message = json.loads(self._connection.recv(_PACKET) or b"{}")
             if not message:
-                raise RuntimeError(f"the command server has ended with status {self._process.wait()}")
+                raise RuntimeError("the command server has ended")
             if "ended" in message:
                 self._statuses[message["ended"]] = message["status"]
             if kind in message:
@@ -184,9 +213,27 @@ class CommandServer:
                 return number
 
 
-def main(number: int, imports: Sequence[str]) -> None:
+def start_server(path: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+    """Start a server that listens at a path, and ends with the main process of the test run."""
+    in_process_of_xdist = "PYTEST_XDIST_WORKER" in os.environ
+    owner = os.pidfd_open(os.getppid() if in_process_of_xdist else os.getpid())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        numbers = [listener.fileno(), owner]
+        for number in numbers:
+            os.set_inheritable(number, True)
+        command = [sys.executable, "-P", __file__, *map(str, numbers), *imports]
+        nothing = (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+        os.posix_spawn(sys.executable, command, environment, file_actions=[nothing])
+    os.close(owner)
+
+
+def serve(listener: socket.socket, owner: int, imports: Sequence[str]) -> None:
     """Import modules, and fork commands; return only in the commands."""
     gc.disable()
+    # Ctrl-C is for the test run, with which the server ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     runs_jobs = set(IMPORTS_OF_JOBS) <= set(imports)
     if runs_jobs:
         # As a fork server does, before Keras is imported.
@@ -197,8 +244,9 @@ def main(number: int, imports: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
-    request, descriptors = _serve(socket.socket(fileno=number))
-    for standard, descriptor in enumerate(descriptors, 1):
+    request, descriptors = _serve(listener, owner)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for standard, descriptor in enumerate(descriptors):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     os.environ.clear()
@@ -211,31 +259,40 @@ def main(number: int, imports: Sequence[str]) -> None:
     _run(request["command"])
 
 
-def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _serve(listener: socket.socket, owner: int) -> tuple[dict[str, Any], list[int]]:
     """Fork a process for each request; return in these processes only."""
-    running: dict[int, int] = {}
+    connections: set[socket.socket] = set()
+    running: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        ready, _, _ = select.select([connection, *running], [], [])
-        for pidfd in set(ready) & running.keys():
-            pid = running.pop(pidfd)
+        ready, _, _ = select.select([listener, owner, *connections, *running], [], [])
+        if owner in ready:
+            os._exit(0)
+        for pidfd in running.keys() & set(ready):
+            pid, connection = running.pop(pidfd)
             os.close(pidfd)
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            connection.send(json.dumps({"ended": pid, "status": status}).encode())
-        if connection not in ready:
-            continue
-        packet, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 2, socket.MSG_CMSG_CLOEXEC)
-        if not packet:
-            os._exit(0)
-        pid = os.fork()
-        if pid == 0:
-            connection.close()
-            for pidfd in running:
-                os.close(pidfd)
-            return json.loads(packet), descriptors
-        for descriptor in descriptors:
-            os.close(descriptor)
-        running[os.pidfd_open(pid)] = pid
-        connection.send(json.dumps({"pid": pid}).encode())
+            # The process that has requested it may have ended.
+            with contextlib.suppress(OSError):
+                connection.send(json.dumps({"ended": pid, "status": status}).encode())
+        if listener in ready:
+            connections.add(listener.accept()[0])
+        for connection in connections & set(ready):
+            packet, descriptors, _, _ = socket.recv_fds(connection, _PACKET, 3, socket.MSG_CMSG_CLOEXEC)
+            if not packet:
+                connections.remove(connection)
+                connection.close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                for other in (listener, *connections):
+                    other.close()
+                for number in (owner, *running):
+                    os.close(number)
+                return json.loads(packet), descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
+            running[os.pidfd_open(pid)] = pid, connection
+            connection.send(json.dumps({"pid": pid}).encode())
 
 
 def _run(command: Sequence[str]) -> None:
@@ -245,6 +302,11 @@ def _run(command: Sequence[str]) -> None:
     if command[:2] == ["-m", "lockstep"]:
         sys.argv[:] = ["lockstep", *command[2:]]
         importlib.import_module("lockstep.cli.main").main()
+    elif command[0] == "-c":
+        sys.argv[:] = ["-c"]
+        sys.path.insert(0, "")
+        sys.modules["__main__"] = main = ModuleType("__main__")
+        exec(command[1], main.__dict__)
     else:
         sys.argv[:] = list(command)
         sys.path.insert(0, str(Path(command[0]).parent))
@@ -326,5 +388,24 @@ def end_with(program: Callable[[], None]) -> None:
     os._exit(status & 0xFF)
 
 
+def forward(path: Path, command: Sequence[str]) -> int:
+    """Run `python command...` by the server of a path, with this process's streams; return the status."""
+    standard = (0, 1, 2)
+    started = CommandServer.connected(path).start(command, os.environ, Path.cwd(), standard)
+    # Whoever reads the output of the command sees its end.
+    for number in standard:
+        os.close(number)
+    return started.wait(None)
+
+
+def main() -> None:
+    """Serve commands, or run one: arguments LISTENER OWNER IMPORT..., or SOCKET [-u] -c PROGRAM."""
+    first, second, *others = sys.argv[1:]
+    if first.isdecimal():
+        serve(socket.socket(fileno=int(first)), int(second), others)
+    else:
+        sys.exit(forward(Path(first), [word for word in (second, *others) if word != "-u"]))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2:])
+    main()

@@ -3,12 +3,16 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -16,6 +20,7 @@ from packaging.version import Version
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import command_server
 from command_server import CommandServers
 
 # Tests decide on the results of code, never on its speed.
@@ -36,6 +41,8 @@ _WAITING = ("hosts", "ray")
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"
 _BACKENDS = ("jax", "tensorflow", "torch")
+_IMPORTED_BY_TESTS = ("keras", "tensorflow", "torch", "ray", "kubernetes")
+"""Packages that collecting all tests imports, and that take long."""
 _OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
 """Packages that Keras or a backend imports if they are installed, even if they are not needed."""
 _jaxlib = Version(version("jaxlib"))
@@ -69,6 +76,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         found = files.get(kind, [])
         places |= {path: number / len(found) for number, path in enumerate(found)}
     items.sort(key=lambda item: places[item.path])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Fork the processes of a run of all tests from one that has imported what they import."""
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    folder = tempfile.TemporaryDirectory(prefix="tests-")
+    config.add_cleanup(folder.cleanup)
+    server = Path(folder.name, "server")
+    installed = [name for name in _IMPORTED_BY_TESTS if find_spec(name)]
+    command_server.start_server(server, os.environ, installed)
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, "-P", command_server.__file__, str(server)])
 
 
 @pytest.hookimpl(wrapper=True)
@@ -129,9 +150,9 @@ def environment(shared_folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandServers]:
+def commands(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> Iterator[CommandServers]:
     """Runs commands in processes that have imported Keras and a backend already."""
-    servers = CommandServers(tmp_path_factory.mktemp("output"))
+    servers = CommandServers(tmp_path_factory.mktemp("output"), shared_folder)
     yield servers
     servers.close()
 
