@@ -31,6 +31,7 @@ def check(environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_
     return run
 
 
+@pytest.mark.slow("jax")
 @pytest.mark.ci
 def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend: str, tmp_path: Path) -> None:
     done = check(quicker_backend, "-n", "3", str(SCRIPT), "named")

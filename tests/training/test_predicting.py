@@ -205,7 +205,7 @@ def test_strings_are_joined(strategy: lockstep.MultiWorkerMirroredStrategy, step
     assert [word.decode() for word in found.ravel()] == (names * 3)[:7]
 
 
-@pytest.mark.slow("jax")
+@pytest.mark.slow("jax", "tensorflow")
 @pytest.mark.ci
 def test_workers_predict_what_one_process_predicts(
     plain: Callable[..., str], launch: Callable[..., Any], backend: str

@@ -117,7 +117,7 @@ def test_a_stopped_job_resumes_at_its_last_step(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("scheme", ["file", "s3"])
+@pytest.mark.parametrize("scheme", [pytest.param("file", marks=pytest.mark.slow), "s3"])
 def test_a_stopped_job_resumes_on_another_machine(
     launch: Launch,
     undisturbed: Callable[[str], Any],
