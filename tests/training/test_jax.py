@@ -67,3 +67,26 @@ def test_keras_does_not_search_the_state_of_a_training_for_layers() -> None:
     model.jax_state_sync()
     assert model.get_weights()[0].tolist() == [[3.0], [3.0]]
     assert int(model.optimizer.iterations.numpy()) == 7
+
+
+class ListsTwice(keras.Sequential):
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.total = keras.metrics.Sum(name="total")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [*super().metrics, self.total]
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        self.total.update_state(y)
+        return super().compute_loss(x, y, y_pred, sample_weight)
+
+
+def test_a_metric_that_a_program_lists_twice_counts_once() -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = ListsTwice([keras.layers.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    assert [id(metric) for metric in model.metrics].count(id(model.total)) == 2
+    history = model.fit(np.ones((8, 2)), np.arange(8.0)[:, None], batch_size=4, verbose=0).history
+    assert history["total"] == [28]

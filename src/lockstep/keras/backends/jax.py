@@ -411,8 +411,19 @@ class JaxProgram(JaxState):
         return logs, (*state[:3], metrics)
 
     def _metrics_added(self, metrics: list[Any], total: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        metrics = [value + total[f"metric/{i}"] for i, value in enumerate(metrics)]
+        metrics = self._metrics_after(metrics, total)
         return self._logs(metrics, {name: jnp.asarray(array) for name, array in total.items()}), metrics
+
+    def _metrics_after(self, metrics: list[Any], total: Mapping[str, Any]) -> list[Any]:
+        """Return the metrics' values with those of a total.
+
+        A program may list a metric twice. The last value of a variable counts, as in Keras's own step. JAX
+        refuses to reuse the memory of an array that a function gets twice and reads twice.
+        """
+        variables = self._model.metrics_variables
+        positions = {id(variable): i for i, variable in enumerate(variables)}
+        after = {one: metrics[i] + total[f"metric/{i}"] for one, i in positions.items()}
+        return [after[id(variable)] for variable in variables]
 
     def _packed_compute(
         self, state: Any, data: Any, place: tuple[Any, Any, Any], earlier: Sequence[Any]
@@ -540,7 +551,7 @@ class JaxProgram(JaxState):
         self, trainable: list[Any], layers: list[Any], metrics: list[Any], last: Mapping[str, Any]
     ) -> tuple[Any, list[Any], list[Any]]:
         """Update the metrics; return (the logs, the layers' state, the metrics' values)."""
-        metrics = [value + last[f"metric/{i}"] for i, value in enumerate(metrics)]
+        metrics = self._metrics_after(metrics, last)
         figures: Mapping[str, Any] = {}
         if self._metric_arguments is not None:
             model, values = self._model, (trainable, layers, metrics)
