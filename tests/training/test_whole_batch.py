@@ -13,11 +13,14 @@ import pytest
 
 import lockstep
 from lockstep.errors import ModelError
+from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.multi_update import EndOfRound
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.fit import trials
 from lockstep.keras.fit.metric_states import keeps_examples
+from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.private.common import compiled_loss
+from lockstep.worker import job
 from lockstep.worker.job import Job
 
 ops = keras.ops
@@ -27,6 +30,9 @@ Y = X.sum(axis=1, keepdims=True)
 LABELS = (np.arange(29) % 3).astype("int32")[:, None]
 WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
 
+EQUAL_AT_FIRST = np.where(np.arange(29)[:, None] < 9, 0, LABELS)
+"""In the first batch, all labels are equal."""
+
 Built = tuple[keras.Model, Any]
 
 
@@ -34,6 +40,19 @@ def contrast(y: Any, p: Any) -> Any:
     alike = ops.cast(ops.equal(y, ops.transpose(y)), p.dtype)
     likely = ops.log_softmax(ops.matmul(p, ops.transpose(p)))
     return -ops.mean(ops.sum(alike * likely, axis=1) / ops.sum(alike, axis=1))
+
+
+def hinge(y: Any, p: Any) -> Any:
+    """The loss is zero for examples with one label."""
+    same = ops.equal(y, ops.transpose(y))
+    distances = ops.sum(ops.square(p[:, None] - p[None]), axis=-1)
+    farthest = ops.max(ops.where(same, distances, 0.0), axis=1)
+    return ops.mean(ops.relu(farthest - ops.min(ops.where(same, 1e6, distances), axis=1) + 0.5))
+
+
+def mean_error(y: Any, p: Any) -> Any:
+    """Keras multiplies one number by the mean of the sample weights."""
+    return ops.mean(ops.square(y - p))
 
 
 def largest_error(y: Any, p: Any) -> Any:
@@ -148,6 +167,22 @@ def warm() -> Built:
     return compiled(
         Warm([keras.Input((4,)), hidden(kernel_regularizer="l2"), keras.layers.Dense(2)]), None
     ), LABELS
+
+
+class Hits(keras.Sequential):
+    """A metric of the model's own, updated with all rows, is zero in the first batch."""
+
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.hits = keras.metrics.Mean(name="hits")
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        self.hits.update_state(ops.cast(ops.equal(y, 2), "float32"))
+        return contrast(y, y_pred)
+
+
+def with_hits() -> Built:
+    return compiled(Hits([keras.Input((4,)), keras.layers.Dense(2)]), None), EQUAL_AT_FIRST
 
 
 class Combined(keras.metrics.Metric):
@@ -302,6 +337,8 @@ def gathering() -> Built:
 PROGRAMS: dict[str, Callable[[], Built]] = {
     "a loss": one_output(contrast),
     "a loss that is no number of classes": one_output(largest_error, y=Y, units=1),
+    "equal labels at first": one_output(hinge, y=EQUAL_AT_FIRST),
+    "no examples of a class at first": one_output(keras.losses.Dice(), y=1.0 * (EQUAL_AT_FIRST > 0), units=1),
     "regularizers": one_output(
         contrast,
         lambda: hidden(kernel_regularizer="l2", activity_regularizer="l1"),
@@ -321,6 +358,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "two masks": two_masks,
     "a segmentation": segmented,
     "a loss of the model's own": warm,
+    "a metric that is zero at first": with_hits,
     "a metric": one_output("mse", y=Y, units=1, metrics=lambda: [f1, "mae"]),
     "a metric of Keras": one_output(
         "mse", y=Y, units=1, metrics=lambda: [keras.metrics.PearsonCorrelation(axis=0)]
@@ -336,7 +374,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "gather": gathering,
 }
 
-QUICK = {"a loss and a metric"}
+QUICK = {"a loss and a metric", "equal labels at first"}
 
 
 def results(
@@ -379,15 +417,19 @@ def test_weights_of_examples_are_those_of_the_whole_batch(capfd: pytest.CaptureF
     assert "per replica" not in capfd.readouterr().err
 
 
-@pytest.mark.ci
-def test_weights_may_come_and_go() -> None:
+@pytest.mark.ci("a loss and a metric")
+@pytest.mark.parametrize("name", ["a loss and a metric", "a loss of one number"])
+def test_weights_may_come_and_go(name: str) -> None:
     """A `fit` without weights, one with them, another without: the rows that are gathered differ."""
+    build = {**PROGRAMS, "a loss of one number": one_output(mean_error, y=Y, units=1)}[name]
 
     def trained(scope: Any, fit: Any) -> list[Any]:
         keras.utils.set_random_seed(5)
         with scope:
-            model, y = PROGRAMS["a loss and a metric"]()
+            model, y = build()
         options = {"batch_size": 9, "shuffle": False, "verbose": 0}
+        if name == "a loss of one number":
+            fit(model, X, y, validation_data=(X, y, WEIGHTS), **options)
         logs = [fit(model, X, y, sample_weight=w, **options).history for w in (None, WEIGHTS, None)]
         return [*[v for log in logs for _, v in sorted(log.items())], *map(np.ravel, model.get_weights())]
 
@@ -541,3 +583,52 @@ def test_gather_outside_of_training() -> None:
         model.predict(X, verbose=0)
     with pytest.raises(ModelError, match=r"get_replica_context\(\)\.all_gather"):
         strategy.run(lambda: lockstep.gather(X))
+
+
+def never(y: Any, p: Any) -> Any:
+    return ops.mean(ops.relu(ops.square(p[:, :1] - ops.transpose(p[:, :1])) - 1e9))
+
+
+class Never(keras.Sequential):
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return never(y, y_pred)
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "options", "name"),
+    [
+        (keras.Sequential, "float32", {"loss": never}, "the loss never"),
+        (Never, "float32", {}, "compute_loss of Never"),
+        (keras.Sequential, "float32", {"loss": "mse", "metrics": [never]}, "the metric never"),
+        (keras.Sequential, "mixed_bfloat16", {"loss": hinge}, "the loss hinge"),
+    ],
+)
+def test_what_a_trial_does_not_show_is_computed_from_the_whole_batch(
+    model: Any, dtype: str, options: Any, name: str
+) -> None:
+    """A value is zero for all rows, or differs by the rounding of half precision in one layer."""
+    built = model([keras.Input((4,)), hidden(dtype=dtype), keras.layers.Dense(2)])
+    built.compile("sgd", **options)
+    rows = X[:9], np.zeros((9, 1 if options.get("loss") is hinge else 2), "float32")
+    inspect.unwrap(keras.Model.train_on_batch)(built, *rows)
+    trial = trials.Trial(job.current(), adapter().steps(), built, TriedBatch(lambda: rows), nullcontext)
+    trial.measure(["train", "test"])
+    assert (trial.exact, trial.names) == ([name], [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "tried"),
+    [
+        ([[3]] * 6, [[3], [3], [3], [0], [0], [3]]),
+        ([[0.0], [0.0]], [[0.0], [1.0]]),
+        ([[0, 1, 0]] * 3, [[0, 1, 0], [0, 0, 1], [0, 1, 0]]),
+        ([[0], [2]], [[0], [2]]),
+        ([[2]], [[2], [0]]),
+    ],
+)
+def test_the_rows_of_a_trial_have_several_labels(labels: Any, tried: Any) -> None:
+    batch = TriedBatch(lambda: (X[: len(labels)], {"y": np.array(labels)}, None))
+    x, y, _ = batch.whole.data
+    np.testing.assert_array_equal(y["y"], tried)
+    assert len(x) == len(tried) == sum(part.count for part in batch.parts)
+    assert (batch.examples, batch.weighs) == (len(labels), False)

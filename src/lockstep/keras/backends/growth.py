@@ -53,6 +53,7 @@ class Growths:
         divisor: the divisor of the losses in training. It is R if a step of the program adds up the gradients
             of R replicas, as programs for `tf.distribute` do; otherwise it is 1.
         tried: the number of the call that has read rows to try a kind of step; 0 if no rows were needed.
+        unweighted: whether parts of the program may use sample weights, which the rows that were tried lack.
         names: the names of the parts of the model that are computed per replica.
         exact: the names of those that are computed from the whole batch.
     """
@@ -63,6 +64,7 @@ class Growths:
     divisor: int = 1
     whole: frozenset[WholePart] = frozenset()
     tried: Mapping[StepKind, int] = field(default_factory=dict)
+    unweighted: bool = False
     names: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
 
@@ -81,6 +83,7 @@ class Growths:
             "divisor": self.divisor,
             "whole": sorted(self.whole),
             "tried": dict(self.tried),
+            "unweighted": self.unweighted,
             "names": self.names,
             "exact": self.exact,
         }
@@ -99,6 +102,7 @@ class Growths:
             divisor=values["divisor"],
             whole=frozenset(values["whole"]),
             tried=dict(values["tried"]),
+            unweighted=values["unweighted"],
             names=tuple(values["names"]),
             exact=tuple(values["exact"]),
         )

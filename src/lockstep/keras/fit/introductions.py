@@ -60,7 +60,14 @@ class Introductions:
             parts.models.step_context,
         )
 
-    def introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+    def introduce(
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        read: Callable[[], Any],
+        weighs: bool = False,
+    ) -> None:
         """Try a model, and compare a step of it if the job checks the script.
 
         Args:
@@ -68,12 +75,13 @@ class Introductions:
             model: the model, built.
             kind: the kind of the step.
             read: returns the first batch.
+            weighs: whether the batches have sample weights, if that is known before one is read.
 
         Raises:
             ModelError: a metric does not add up over replicas.
         """
         with self.compared(call, model, kind, read):
-            self._measure(call, model, kind, read)
+            self._measure(call, model, kind, read, weighs)
 
     def compared(
         self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]
@@ -104,21 +112,23 @@ class Introductions:
             steps[kind] = self._new_step(model, kind)
         return steps[kind]
 
-    def _measure(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+    def _measure(
+        self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any], weighs: bool
+    ) -> None:
         """Measure how replicas combine the results of a model's step, and name each part that is per replica.
 
-        This is done once for a compiled model. The first note says that a script without a strategy is
-        distributed.
+        This is done once for a compiled model, and again when the first sample weights come, which a loss or
+        metric of the program may use. The first note says that a script without a strategy is distributed.
         """
         adopts_all = self._models.adopts_all
         with unchanged(model):
             growths = growths_of(model)
-            if kind in growths.tried:
+            if kind in growths.tried and not (weighs and growths.unweighted):
                 return
             if not growths.tried:
                 # A process that joins or resumes may have other rows at hand than the first trial.
                 growths = self._parts.snapshots.growths(model) or growths
-            if kind not in growths.tried:
+            if kind not in growths.tried or (weighs and growths.unweighted):
                 growths = self._tried(call, model, kind, TriedBatch(read), growths)
             elif growths.tried[kind] == call.number:
                 # Reading may change the input.
@@ -138,7 +148,9 @@ class Introductions:
     ) -> Growths:
         """Try a model; return what this and earlier trials have shown."""
         parts = self._parts
-        kinds: list[StepKind] = ["train", "test"] if kind == "train" else [kind]
+        # What is computed from the whole batch is the same in both.
+        both = kind == "train" or (kind == "test" and "train" in before.tried)
+        kinds: list[StepKind] = ["train", "test"] if both else [kind]
         trial = Trial(
             self._job, parts.backend, model, batch, self._models.step_context(model), tries=self._tries(model)
         )
@@ -150,7 +162,8 @@ class Introductions:
         else:
             trial.measure(kinds)
             names = [*(tried_parts(model, batch) if self._models.adopts_all else ()), *trial.names]
-            growths = growths_of(model)
+            unweighted = trial.may_use_weights and batch.was_read and not batch.weighs
+            growths = replace(growths_of(model), unweighted=unweighted)
         return replace(
             growths,
             tried={**before.tried, **dict.fromkeys(kinds, call.number if batch.was_read else 0)},

@@ -13,6 +13,7 @@ from lockstep.keras.backends.common import (
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.backends.growth import growths_of
 from lockstep.keras.fit.call_record import extent_of_fit, fit_facts, model_facts
 from lockstep.keras.fit.callbacks import (
     chief_files,
@@ -95,7 +96,9 @@ class Mirrored:
                 lambda: fit_facts(model, arguments, training, validation),
                 lambda: parts.record.settings_of_fit(model, arguments),
             )
-            if isinstance(validation, GlobalInput):
+            if isinstance(validation, GlobalInput) and validation.weighs:
+                self._introduce(call, model, "test", validation.batch_to_try, weighs=True)
+            elif isinstance(validation, GlobalInput):
                 with self._introductions.compared(call, model, "test", validation.batch_to_try):
                     pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
@@ -184,6 +187,9 @@ class Mirrored:
                 return self._replay_batch(kind, finished, original, model, *args, **kwargs)
             if kind not in compared:
                 self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
+            elif kind != "predict" and growths_of(model).unweighted:
+                batch = _batch_of(original, model, args, kwargs)
+                self._introduce(call, model, kind, lambda: batch, weighs=batch[2] is not None)
             result = parts.record.finish(original(model, *args, **kwargs))
             if kind == "train":
                 parts.record.note_batch(model)
@@ -248,7 +254,7 @@ class Mirrored:
     ) -> None:
         """Build the model with the first batch, refuse what replicas cannot compute, and begin the call."""
         self._models.build(model, kind, lambda: self._sample(data, model, kind))
-        self._introduce(call, model, kind, data.batch_to_try)
+        self._introduce(call, model, kind, data.batch_to_try, weighs=data.weighs)
         self._parts.record.begin(call, model, facts, settings)
 
     def _begin_batches(
@@ -291,9 +297,17 @@ class Mirrored:
         """Whether a call reads its first batch before Keras's own method does."""
         return True
 
-    def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+    def _introduce(
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        read: Callable[[], Any],
+        *,
+        weighs: bool = False,
+    ) -> None:
         """Try a model on its first batch."""
-        self._introductions.introduce(call, model, kind, read)
+        self._introductions.introduce(call, model, kind, read, weighs)
 
     def _new_step(self, model: Any, kind: StepKind) -> GlobalStep:
         parts = self._parts

@@ -96,7 +96,15 @@ class Checkpointed(Mirrored):
         """Whether a model gets the state of another process."""
         return self._models.awaits(model)
 
-    def _introduce(self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]) -> None:
+    def _introduce(
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        read: Callable[[], Any],
+        *,
+        weighs: bool = False,
+    ) -> None:
         """Do nothing: one replica computes like one process."""
 
 

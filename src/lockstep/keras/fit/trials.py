@@ -20,8 +20,9 @@ compiled model. Measured are
 * the gradients, metrics and figures of its own `train_step`, `test_step` or `compute_loss`, in the step's
   own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
 
-Workers compare the growths with each reduce. Rows that a trial cannot distinguish can hide a comparison, for
-example if all labels are equal.
+Workers compare the growths with each reduce. What has no effect in a trial can hide a comparison. So labels
+that are all equal are varied (`lockstep.keras.fit.tried_rows`), a loss that is zero counts as not tried, and
+a program's own parts are tried again when a later call has sample weights for the first time.
 
 A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which
@@ -77,10 +78,11 @@ from lockstep.keras.private.common import (
     loss_tracker,
     modules_of,
     run_eagerly,
+    wrapped_function,
 )
 from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import current_states, random_numbers
-from lockstep.keras.variables import flat_metrics
+from lockstep.keras.variables import flat_metrics, optimizers_of
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import replaced
 
@@ -118,7 +120,7 @@ class Trial:
 
     Attributes:
         names: the names of the parts of the program that compare examples, or could not be tried.
-        exact: the names of those that are computed from the whole batch.
+        exact: the names of parts that are computed from the whole batch.
         growths: the growths that the trial has measured.
     """
 
@@ -135,6 +137,7 @@ class Trial:
     ) -> None:
         self._tries = tries
         self._failed = False
+        self._gathers = False
         self._job = job
         self._context = context
         self._backend = backend
@@ -178,12 +181,21 @@ class Trial:
                 self._refused = {name: f"{why}; {large}" for name, why in self._refused.items()}
                 break
             self.names, self.growths, self._refused = trial.names, trial.growths, trial._refused
-            self.exact += exact
+            self.exact += [name.removesuffix(_UNTRIED) for name in exact]
         if self._refused:
             raise ModelError(next(iter(self._refused.values())))
         if self._loss_can_wait():
             self.growths = replace(self.growths, whole=self.growths.whole | {"test_step"})
         set_growths(self._model, self.growths)
+
+    @property
+    def may_use_weights(self) -> bool:
+        """Whether the program has losses, metrics or steps of its own, which may use sample weights."""
+        model = self._model
+        methods = ("train_step", "test_step", "compute_loss", "compute_metrics")
+        return any(has_own(model, method) for method in methods) or any(
+            map(may_compare_examples, [*flat_losses(model), *flat_metrics(model.metrics)])
+        )
 
     def _loss_can_wait(self) -> bool:
         """Whether a step that evaluates may compute a loss of the whole batch with the metrics.
@@ -247,6 +259,8 @@ class Trial:
                 elif measured:
                     declared[i] = MEAN
                     self._name(names[i])
+                else:
+                    self._name(names[i], tried=False)
         self.growths = replace(self.growths, losses=declared)
 
     def _loss_values(self) -> list[dict[int, Any]]:
@@ -443,19 +457,24 @@ class Trial:
         doubtful = [metric for metric in flat_metrics(model.metrics) if may_compare_examples(metric)]
         if not (overrides or doubtful):
             return
+        functions = [metric for metric in doubtful if wrapped_function(metric)[0] is not None]
         names = [f"the metric {metric.name}" for metric in doubtful]
         attempts = self._tried(names or ["compute_metrics"], self._metric_states)
         if not attempts:
             return
-        measured: dict[tuple[int, str], int] = {}
+        found: dict[str, Any] = {}
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
         for name in {name for attempt in attempts for name in attempt}:
             growths = {attempt[name] for attempt in attempts if name in attempt} - {_NOTHING}
             if len(growths) == 1 and None not in growths:
-                if (value := growths.pop()) != MEAN:
-                    measured[0, name] = value
+                found[name] = growths.pop()
             elif growths:
                 self._name_array(name, owners, "compute_metrics")
+            else:
+                found[name] = _NOTHING
+                if any(self._owner(name, owners) is metric for metric in functions):
+                    self._name(f"the metric {self._owner(name, owners).name}", tried=False)
+        measured = {(0, name): growth for name, growth in self._to_set(found, owners).items()}
         steps = {kind: measured for kind in kinds if measured}
         self.growths = replace(self.growths, steps={**self.growths.steps, **steps})
 
@@ -541,13 +560,14 @@ class Trial:
         figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
         for number, arrays in enumerate(rounds):
+            found: dict[str, Any] = {}
             for group in _groups(arrays[0]):
                 if group[0] in figures:
                     continue
                 if not (methods or whole) and id(self._owner(group[0], owners)) not in of_layers:
                     continue
                 values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
-                value = self._growth(values, _HALVES)
+                value = self._growth(values, _HALVES, half=_computes_in_half(model))
                 if summed and group[0].startswith("gradient/"):
                     # The rule has made them what means are.
                     if value not in (MEAN, _NOTHING):
@@ -557,13 +577,28 @@ class Trial:
                     self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step")
                     # A step is rather a sum if it is nearly one.
                     value = nearest_growth(values[0], values[1:], _HALVES)
-                if value is not _NOTHING and value != MEAN:
-                    measured |= {(number, name): value for name in group}
+                if value is _NOTHING and methods and not self._gathers and self._shows_loss(group[0], owners):
+                    self._name(f"{methods[-1]} of {type(model).__name__}", tried=False)
+                found |= dict.fromkeys(group, value)
+            measured |= {(number, name): growth for name, growth in self._to_set(found, owners).items()}
         self.growths = replace(
             self.growths,
             steps={**self.growths.steps, kind: measured},
             divisor=self._job.view.replicas if summed else self.growths.divisor,
         )
+
+    def _to_set(self, found: Mapping[str, Any], owners: Mapping[int, Any]) -> dict[str, int]:
+        """Return the growths other than `MEAN`, by the names of the arrays of a partial.
+
+        A sum of a metric that is zero in the trial, as its number of right answers may be, has the growth of
+        the metric's other sums.
+        """
+        growths = dict(found)
+        for name, growth in found.items():
+            if growth is _NOTHING and (owner := self._owner(name, owners)) is not None:
+                others = {g for n, g in found.items() if self._owner(n, owners) is owner} - {_NOTHING}
+                growths[name] = others.pop() if len(others) == 1 else _NOTHING
+        return {n: g for n, g in growths.items() if g is not _NOTHING and g != MEAN}
 
     def _whole_figures(self) -> frozenset[str]:
         """Return the names in a partial of the figures that `compute_metrics` returns for the whole batch."""
@@ -591,6 +626,7 @@ class Trial:
                 with (
                     self._job.trying(replicas),
                     self._context(),
+                    _unscaled(model),
                     unchanged(model),
                     self._global_draws_named(),
                     recorded_updates(model) as updates_of_part,
@@ -614,6 +650,7 @@ class Trial:
                 self._row_bytes = max(self._row_bytes, row_bytes)
                 updates_of_halves = updates[1:3]
                 if is_gather(arrays[0]):
+                    self._gathers = True
                     # Those of the halves are the same rows.
                     totals.append(arrays[0])
                     continue
@@ -689,18 +726,24 @@ class Trial:
             if after[library.lower()] is not before[library.lower()]:
                 self._name_draws(library)
 
-    def _growth(self, values: Sequence[Array], weights: Sequence[float] = ()) -> Any:
+    def _growth(self, values: Sequence[Array], weights: Sequence[float] = (), *, half: bool = False) -> Any:
         """Return the growth of a value from that of all rows and those of the parts.
 
         It is `_NOTHING` for zeros, and for a value that is not a number.
+
+        Args:
+            values: of all rows, then of each part.
+            weights: of the parts.
+            half: whether the value is computed in half precision, whatever its own type is.
         """
         whole, *parts = values
         if not any(np.any(value) for value in values) or not np.any(np.isfinite(whole)):
             return _NOTHING
-        return measured_growth(whole, parts, weights or self._weights, _tolerance(whole))
+        tolerance = HALF_TOLERANCE if half else _tolerance(whole)
+        return measured_growth(whole, parts, weights or self._weights, tolerance)
 
     def _name(self, name: str, tried: bool = True) -> None:
-        name = name if tried else f"{name} (possibly: it could not be tested)"
+        name = name if tried else f"{name}{_UNTRIED}"
         if name not in self.names:
             self.names.append(name)
 
@@ -717,6 +760,18 @@ class Trial:
         else:
             self._name(f"{step} of {type(self._model).__name__}")
 
+    def _shows_loss(self, name: str, owners: Mapping[int, Any]) -> bool:
+        """Whether an array of a partial is zero for each batch only if the loss of the program is zero."""
+        if name.startswith("gradient/"):
+            return True
+        # A step of the program's own may not track it.
+        tracked = not any(has_own(self._model, step) for step in ("train_step", "test_step"))
+        return (
+            tracked
+            and (owner := self._owner(name, owners)) is not None
+            and owner is loss_tracker(self._model)
+        )
+
     def _owner(self, name: str, owners: Mapping[int, Any]) -> Any:
         """Return the metric to which an array of a partial belongs; None if it belongs to none."""
         kind, _, rest = name.partition("/")
@@ -725,6 +780,9 @@ class Trial:
 
 _HALVES = (0.5, 0.5)
 """The weights of the parts in the trial of a step: programs may divide by the number of equal replicas."""
+
+_UNTRIED = " (possibly: it could not be tested)"
+"""The end of the name of a part that a trial did not show."""
 
 _NOTHING = object()
 """Represents the growth of a value that is zero for all rows and for each part, or not a number."""
@@ -884,6 +942,8 @@ def _rescaled(leaf: Any, generator: np.random.Generator) -> Any:
         return None
     factors = generator.uniform(0.3, 1.0, tuple(leaf.shape))
     array = _numpy(leaf)
+    if array.dtype.kind == "f" and not np.any(array):
+        return keras.ops.convert_to_tensor(factors, leaf.dtype)
     if array.dtype.kind == "f" and np.any(array < 0):
         factors /= min(1.0, _largest(array))
     return _multiplied(leaf, factors)
@@ -921,8 +981,24 @@ def _partly_right(output: Any, label: Any) -> Any:
     return keras.ops.convert_to_tensor(np.where(even, target, array), output.dtype)
 
 
+_HALF_TYPES = ("float16", "bfloat16")
+
+
+def _computes_in_half(model: Any) -> bool:
+    return any(layer.compute_dtype in _HALF_TYPES for layer in layers_of(model))
+
+
+@contextmanager
+def _unscaled(model: Any) -> Iterator[None]:
+    """Within the block, optimizers do not scale losses, whose gradients could overflow for some rows only."""
+    with ExitStack() as stack:
+        for optimizer in optimizers_of(model):
+            stack.enter_context(replaced(optimizer, "scale_loss", lambda loss: loss))
+        yield
+
+
 def _tolerance(array: Array) -> float:
-    half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in ("float16", "bfloat16")
+    half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in _HALF_TYPES
     return HALF_TOLERANCE if half else TOLERANCE
 
 

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import keras
+import numpy as np
 
 _ROWS = 16
 """The maximum number of rows to try."""
@@ -44,56 +46,100 @@ class TriedRows:
 class TriedBatch:
     """The rows of one batch to try.
 
+    Functions that compare examples often compare only those with other labels, or those of one class: if all
+    rows have the same label, some get another label. A batch of one row has this row twice.
+
     Args:
         read: reads the batch. It is called once, when rows are first needed.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read
-        self._batch: Any = None
 
     @property
     def count(self) -> int:
         """The number of rows to try."""
-        return min(_ROWS, self.examples)
+        return _examples(self._rows)
 
     @property
     def was_read(self) -> bool:
         """Whether rows were needed so far."""
-        return self._batch is not None
+        return "_batch" in vars(self)
 
     @property
     def whole(self) -> TriedRows:
         """All rows to try."""
-        return self._rows(0, self.count)
+        return self._part(0, self.count)
 
     @property
     def parts(self) -> list[TriedRows]:
         """Two parts of different sizes, which distinguish a sum from a mean multiplied by their number."""
         first = max(1, self.count // 3)
-        return [self._rows(0, first), self._rows(first, self.count)]
+        return [self._part(0, first), self._part(first, self.count)]
 
     @property
     def halves(self) -> list[TriedRows]:
         """An even number of rows, and each half of them."""
         half = self.count // 2
-        return [self._rows(0, 2 * half), self._rows(0, half), self._rows(half, 2 * half)]
+        return [self._part(0, 2 * half), self._part(0, half), self._part(half, 2 * half)]
 
     @property
     def examples(self) -> int:
         """The number of rows of the batch."""
-        counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(self._data) if leaf is not None]
-        return min(counts, default=0)
+        return _examples(self._batch)
 
     @property
-    def _data(self) -> Any:
-        if self._batch is None:
-            self._batch = self._read()
-        return self._batch
+    def weighs(self) -> bool:
+        """Whether the batch has sample weights."""
+        _, _, weights = keras.utils.unpack_x_y_sample_weight(self._batch)
+        return any(leaf is not None for leaf in keras.tree.flatten(weights))
 
-    def _rows(self, start: int, stop: int) -> TriedRows:
-        # The rows are spread over the batch, whose first rows may all have one label.
-        step = self.examples // self.count
-        part = slice(start * step, (stop - 1) * step + 1, step)
-        batch = keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[part], self._data)
-        return TriedRows(batch, (stop - start) / self.count, slice(start, stop))
+    @cached_property
+    def _batch(self) -> Nest:
+        return self._read()
+
+    @cached_property
+    def _rows(self) -> Nest:
+        """The rows to try, in the form of the batch."""
+        if self.examples == 1:
+            rows = keras.tree.map_structure(_twice, self._batch)
+        else:
+            # They are spread over the batch, whose first rows may all have one label.
+            count = min(_ROWS, self.examples)
+            step = self.examples // max(1, count)
+            rows = _cut(self._batch, slice(0, count * step, max(1, step)))
+        if isinstance(rows, tuple | list) and len(rows) > 1:
+            x, labels, *weights = rows
+            return type(rows)((x, keras.tree.map_structure(_varied, labels), *weights))
+        return rows
+
+    def _part(self, start: int, stop: int) -> TriedRows:
+        rows = slice(start, stop)
+        return TriedRows(_cut(self._rows, rows), (stop - start) / self.count, rows)
+
+
+def _examples(nest: Nest) -> int:
+    return min((int(leaf.shape[0]) for leaf in keras.tree.flatten(nest) if leaf is not None), default=0)
+
+
+def _cut(nest: Nest, rows: slice) -> Nest:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], nest)
+
+
+def _twice(leaf: Any) -> Any:
+    return np.repeat(leaf, 2, axis=0) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _varied(leaf: Any) -> Any:
+    """Return labels of which nearly half are of another class, if all rows are equal.
+
+    That is the next class for labels with an element for each class. Otherwise, it is 0, or 1 in place of 0.
+    """
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biuf" or not (leaf == leaf[:1]).all():
+        return leaf
+    row = leaf[0]
+    by_class = row.ndim > 0 and (row != row[..., :1]).any()
+    varied, count = leaf.copy(), len(leaf)
+    # No two parts that trials compare have the same share of each class.
+    varied[count // 2 : max(2, count - 1)] = np.roll(row, 1, axis=-1) if by_class else row == 0
+    return varied

@@ -139,6 +139,11 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Return a batch of the same kind; the next pass repeats everything read and drawn for it."""
         return self.first()
 
+    @property
+    def weighs(self) -> bool:
+        """Whether the batches have sample weights, if that is known before one is read."""
+        return False
+
     def batch_to_try(self) -> Any:
         """Return a batch of the same kind that is equal on all workers, which call this together."""
         return self.peek()
@@ -274,6 +279,12 @@ class ArrayInput(GlobalInput):
         """Return the first rows of a pass."""
         draw_as_a_loader()
         return self._take(self._visits.sample())
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the batches have sample weights."""
+        _, _, weights = keras.utils.unpack_x_y_sample_weight(self._take(slice(0, 1)))
+        return any(leaf is not None for leaf in keras.tree.flatten(weights))
 
     def peek(self) -> Any:
         """Return the first rows in the arrays' order, without drawing random numbers."""
