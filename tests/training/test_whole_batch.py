@@ -169,6 +169,25 @@ def warm() -> Built:
     ), LABELS
 
 
+class Queues(keras.Sequential):
+    """Compares outputs with those of earlier batches, and counts examples."""
+
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.queue = self.add_weight(name="queue", shape=(12, 2), initializer="ones", trainable=False)
+        self.seen = self.add_weight(name="seen", shape=(), initializer="zeros", trainable=False)
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        before = self.queue * 1
+        self.queue.assign(ops.concatenate([ops.stop_gradient(y_pred), before])[:12])
+        self.seen.assign_add(ops.cast(ops.shape(y_pred)[0], "float32"))
+        return ops.mean(ops.logsumexp(ops.matmul(y_pred, ops.transpose(before)), axis=1))
+
+
+def with_queue() -> Built:
+    return compiled(Queues([keras.Input((4,)), keras.layers.Dense(2)]), None), LABELS
+
+
 class Hits(keras.Sequential):
     """A metric of the model's own, updated with all rows, is zero in the first batch."""
 
@@ -358,6 +377,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "two masks": two_masks,
     "a segmentation": segmented,
     "a loss of the model's own": warm,
+    "a queue of outputs": with_queue,
     "a metric that is zero at first": with_hits,
     "a metric": one_output("mse", y=Y, units=1, metrics=lambda: [f1, "mae"]),
     "a metric of Keras": one_output(
@@ -599,6 +619,7 @@ class Never(keras.Sequential):
     [
         (keras.Sequential, "float32", {"loss": never}, "the loss never"),
         (Never, "float32", {}, "compute_loss of Never"),
+        (Queues, "float32", {}, "compute_loss of Queues"),
         (keras.Sequential, "float32", {"loss": "mse", "metrics": [never]}, "the metric never"),
         (keras.Sequential, "mixed_bfloat16", {"loss": hinge}, "the loss hinge"),
     ],
@@ -606,7 +627,7 @@ class Never(keras.Sequential):
 def test_what_a_trial_does_not_show_is_computed_from_the_whole_batch(
     model: Any, dtype: str, options: Any, name: str
 ) -> None:
-    """A value is zero for all rows, or differs by the rounding of half precision in one layer."""
+    """A value is zero for all rows, is kept in a queue, or has the rounding of one layer's half precision."""
     built = model([keras.Input((4,)), hidden(dtype=dtype), keras.layers.Dense(2)])
     built.compile("sgd", **options)
     rows = X[:9], np.zeros((9, 1 if options.get("loss") is hinge else 2), "float32")

@@ -11,14 +11,15 @@ Up to 16 rows of the first batch are computed as a whole and in two parts, befor
 compiled model. Measured are
 
 * each compiled loss that is not one of Keras's means, from the model's outputs, and again from changed ones,
-  because equal rows do not show whether a function compares them;
+  because equal rows do not show whether a function compares them; one that assigns variables, such as a queue
+  of embeddings, counts as one that compares;
 * what each layer passes to `add_loss`, also its `activity_regularizer`. The same calls show which layers of
   the program and operations of functional models compare examples, also Keras's layers that hold a function
   of the program (`Lambda`, an activation) or work along the first axis;
 * the metrics of the program and the figures of its own `compute_metrics`; whether the state of a metric is a
   sum (`lockstep.keras.fit.metric_states`);
-* the gradients, metrics and figures of its own `train_step`, `test_step` or `compute_loss`, in the step's
-  own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
+* the gradients, metrics, figures and states of its own `train_step`, `test_step` or `compute_loss`, in the
+  step's own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
 
 Workers compare the growths with each reduce. What has no effect in a trial can hide a comparison. So labels
 that are all equal are varied (`lockstep.keras.fit.tried_rows`), a loss that is zero counts as not tried, and
@@ -138,6 +139,7 @@ class Trial:
         self._tries = tries
         self._failed = False
         self._gathers = False
+        self._assigning: set[int] = set()
         self._job = job
         self._context = context
         self._backend = backend
@@ -254,6 +256,8 @@ class Trial:
             attempts = self._tried(list(names.values()), self._loss_values)
             for i in doubtful if attempts else ():
                 measured = {growths.get(i) for growths in attempts} - {_NOTHING}
+                if i in self._assigning:
+                    measured.add(None)
                 if len(measured) == 1 and None not in measured:
                     declared[i] = measured.pop()
                 elif measured:
@@ -276,8 +280,12 @@ class Trial:
 
         def note(position: int, value: Any) -> None:
             values[position] = _numpy(value)
+            if scope.assigned - metrics:
+                self._assigning.add(position)
+                scope.assigned.clear()
 
-        with keras.StatelessScope(), observed_losses(self._model, note):
+        metrics = {id(variable) for variable in self._model.metrics_variables}
+        with _Assignments() as scope, observed_losses(self._model, note):
             compiled_loss(self._model)(part.data[1], _cut(outputs, part), _cut(weights, part))
         return values
 
@@ -564,7 +572,14 @@ class Trial:
             for group in _groups(arrays[0]):
                 if group[0] in figures:
                     continue
-                if not (methods or whole) and id(self._owner(group[0], owners)) not in of_layers:
+                is_state = group[0].startswith(_STATES)
+                if is_state and (not (methods or whole) or arrays[0][group[0]].dtype.kind != "f"):
+                    continue
+                if (
+                    not is_state
+                    and not (methods or whole)
+                    and id(self._owner(group[0], owners)) not in of_layers
+                ):
                     continue
                 values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
                 value = self._growth(values, _HALVES, half=_computes_in_half(model))
@@ -897,10 +912,28 @@ class _UnlikeStepsError(Exception):
     """A step has made another update, or other figures, of a half of the rows than of all."""
 
 
+_STATES = ("state/", "layer/")
+"""The beginnings of the names of changes of layers' states in a partial, by the backends."""
+
+
+class _Assignments(keras.StatelessScope):  # type: ignore[misc]
+    """Notes the ids of the floating-point variables that are assigned, such as a queue of embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.assigned: set[int] = set()
+
+    def add_update(self, update: Any) -> None:
+        """Note a new value of a variable."""
+        if keras.backend.is_float_dtype(update[0].dtype):
+            self.assigned.add(id(update[0]))
+        super().add_update(update)
+
+
 def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
     """Return the names of arrays that have one growth: the gradients together, other values one by one."""
     gradients = [name for name in arrays if name.startswith("gradient/")]
-    others = [[name] for name in arrays if name.startswith(("metric/", "log/"))]
+    others = [[name] for name in arrays if name.startswith(("metric/", "log/", *_STATES))]
     return [gradients, *others] if gradients else others
 
 
