@@ -948,7 +948,7 @@ def test_replica_0_writes_the_summaries_of_a_step_once(eager: bool, tmp_path: Pa
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = layers(Summarizing())
         model.compile("sgd", "mse", run_eagerly=eager)
-    with pytest.warns(UserWarning, match="those of replica 0, which are of its own examples"):
+    with pytest.warns(UserWarning, match="they describe its examples alone"):
         model.fit(x, Y, batch_size=4, shuffle=False, verbose=0)
     writer.close()
     (path,) = tmp_path.iterdir()

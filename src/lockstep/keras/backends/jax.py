@@ -136,7 +136,7 @@ class JaxBackend:
         return intercepted
 
     def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
-        """Return what makes an update with one compiled function, whose variables keep no old values."""
+        """Return a function that makes an update, compiled as a whole; the variables keep no old values."""
         optimizer, variables = update.optimizer, update.variables
 
         def applied(slots: Any, gradients: Any, weights: Any) -> Any:
@@ -146,8 +146,8 @@ class JaxBackend:
 
         def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
             slots = [variable.value for variable in optimizer.variables]
-            given = [None if gradient is None else jnp.asarray(gradient) for gradient in gradients]
-            weights, slots = compiled(slots, given, [variable.value for variable in variables])
+            arrays = [None if gradient is None else jnp.asarray(gradient) for gradient in gradients]
+            weights, slots = compiled(slots, arrays, [variable.value for variable in variables])
             for variable, value in zip([*variables, *optimizer.variables], [*weights, *slots], strict=True):
                 variable.assign(value)
 
@@ -177,7 +177,7 @@ class JaxBackend:
         if not isinstance(array, jax.core.Tracer):
             return jnp.asarray(function(np.asarray(array)))
         result = jax.ShapeDtypeStruct((*array.shape, *row), dtype)
-        return jax.pure_callback(lambda given: function(np.asarray(given)), result, array)
+        return jax.pure_callback(lambda value: function(np.asarray(value)), result, array)
 
 
 def _in_jax(leaf: Any) -> Any:
@@ -295,7 +295,7 @@ class JaxProgram(JaxState):
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial, before its arrays are ready."""
-        place = _place(share)
+        portion = _portion(share)
         state = self._with_slots(state, present)
         earlier = [self.parts(number, total) for number, total in enumerate(earlier)]
         partial: Partial
@@ -303,13 +303,13 @@ class JaxProgram(JaxState):
             nullcontext() if self._compiled else random_numbers(seed_of_replica(share.seed, share.replica))
         )
         with drawn:
-            partial, outputs = self._compute(state, share.data(), place, earlier)
+            partial, outputs = self._compute(state, share.data(), portion, earlier)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
 
     def keep_passes(self, keeps: bool) -> None:
-        """Do nothing: each round computes all again."""
+        """Do nothing: each round computes everything again."""
 
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
@@ -355,7 +355,7 @@ class JaxProgram(JaxState):
         total = self.parts(0, totals[0])
         gradients = _gradients(total)
         if len(gradients) != len(state[0]):
-            return "it has not one gradient for each weight"
+            return "it does not have one gradient for each weight"
         rest = {name: array for name, array in total.items() if not name.startswith("gradient/")}
         return JaxBlockUpdate(
             self._blocks,
@@ -380,7 +380,7 @@ class JaxProgram(JaxState):
         if not self._compiled:
             self.compute(state, share, ())
             return shapes_of(self._outputs.pop()[1])
-        return shapes_of(jax.eval_shape(self._compute, state, share.data(), _place(share), [])[1])
+        return shapes_of(jax.eval_shape(self._compute, state, share.data(), _portion(share), [])[1])
 
     def trained(self) -> Sequence[Any]:
         """Return the trainable variables."""
@@ -388,11 +388,11 @@ class JaxProgram(JaxState):
         return variables
 
     def layers(self, state: Any) -> Mapping[str, Any]:
-        """Return the values in the state."""
+        """Return the values, in the state, of the layers' state that the step changes."""
         return {name: state[1][int(name.removeprefix("state/"))] for name in self._changing}
 
     def layer_of(self, position: int) -> str | None:
-        """Return the name of a changing variable."""
+        """Return the name of a variable that the step changes, or None."""
         name = f"state/{position}"
         return name if name in self._changing else None
 
@@ -426,23 +426,23 @@ class JaxProgram(JaxState):
         return [after[id(variable)] for variable in variables]
 
     def _packed_compute(
-        self, state: Any, data: Any, place: tuple[Any, Any, Any], earlier: Sequence[Any]
+        self, state: Any, data: Any, portion: tuple[Any, Any, Any], earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
         self.traced += 1
         with self._traces.trace(lambda: self._form.is_last(len(earlier))):
-            partial, outputs = self._traced_compute(state, data, place, earlier)
+            partial, outputs = self._traced_compute(state, data, portion, earlier)
         fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if is_packable(n, a)}
         packing = self._packings.learn(len(earlier), fixed)
         # Without the barrier, XLA joins the packing with the operations before it, which takes longer.
         return packing.packed(jax.lax.optimization_barrier(partial), _joined), outputs
 
     def _traced_compute(
-        self, state: Any, data: Any, place: tuple[Any, Any, Any], earlier: Sequence[Any]
+        self, state: Any, data: Any, portion: tuple[Any, Any, Any], earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
-        replica, weight, start = place
+        replica, weight, start = portion
         trainable, before, *rest = state
         mixed = self._mix_seeds(before, replica)
-        # `_train` shows another form.
+        # If the step trains, `_train` replaces this form.
         self._form.show(len(earlier))
         if self._kind == "predict":
             with refusing_to_gather():
@@ -454,9 +454,9 @@ class JaxProgram(JaxState):
         forget_loss_ids(layers_of(self._model))
         with replica_step(self._model, self._kind, weight, gathers) as (densities, results):
             if self._kind == "train":
-                given = [trainable, mixed, rest[0], _zeros(rest[1])]
+                replica_state = [trainable, mixed, rest[0], _zeros(rest[1])]
                 with weighted_gradients(self._model, weight) as weighed:
-                    gradients, result = self._train(given, data, earlier)
+                    gradients, result = self._train(replica_state, data, earlier)
                 if not weighed:
                     gradients = [g * weight.astype(g.dtype) for g in gradients]
             else:
@@ -604,17 +604,17 @@ class JaxProgram(JaxState):
         if self._log_template is None:
             return {}
         # Copies, because an output that is an input would share the total's memory.
-        own = {name: jnp.copy(value) for name, value in total.items() if name.startswith("log/")}
+        logged = {name: jnp.copy(value) for name, value in total.items() if name.startswith("log/")}
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
-            return self._log_template.assembled(own)
+            return self._log_template.assembled(logged)
 
 
 class StatelessRecorder:
     """Replaces `optimizer.stateless_apply` in one round of a step.
 
     Attributes:
-        gradients: of the round's own update, once the step has reached it.
+        gradients: the gradients of the round's own update, once the step has reached it.
         updated: the values of the weights and of the optimizer's variables after the last update.
     """
 
@@ -652,13 +652,13 @@ class StatelessRecorder:
         return weights, others
 
 
-def _place(share: Share) -> tuple[Any, Any, Any]:
-    """Return what is different for each replica: its id, its weight, and the place of its first row."""
+def _portion(share: Share) -> tuple[Any, Any, Any]:
+    """Return the numbers that differ between replicas: the id, the weight, and the index of the first row."""
     return np.uint32(share.replica), np.float64(share.weight), np.int32(share.start)
 
 
 def refuse_unsupported(model: Any, kind: StepKind) -> None:
-    """Raise ModelError for what this backend cannot combine over replicas."""
+    """Raise ModelError if this backend cannot combine the step over replicas."""
     _replace_distribution()
     if kind == "train":
         refuse_overwriting_gradients(model)
@@ -762,8 +762,8 @@ class JaxEagerBackend:
         differentiable.defvjp(
             lambda leaves: (differentiable(leaves), None), lambda _, upstream: (list(gradient(upstream)),)
         )
-        found: Tensors = differentiable(list(leaves))
-        return found
+        results: Tensors = differentiable(list(leaves))
+        return results
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update from copies, because operations may still read the gradients when it returns."""

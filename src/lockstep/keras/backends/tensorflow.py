@@ -9,7 +9,23 @@ custom step is therefore traced once, or run eagerly and undone, before the firs
 variables and changes nothing else.
 
 `tf.summary` in a step writes in the computation of replica 0, which is the chief's: in the step's last
-round, or with `run_eagerly` in the first one, because the last one is not known before.
+round, or with `run_eagerly` in the first one, because an eager step does not show in advance which round is
+its last.
+
+Four things make graphs harder than they look:
+
+* A graph of a round may use the new weights after its update, for example to log their norm. The graph of the
+  round itself has no new weights, because the update needs the total. So such a step gets one more round: its
+  trace is thrown away and made again (`RoundCount`, `RoundTrace.uses_update`).
+* Totals are borrowed memory that the next call of the exchange reuses, and TensorFlow lets a variable share
+  the memory of a tensor that is assigned to it. Each value of a total that a variable gets is therefore
+  multiplied by `unit`, a tensor whose value is 1. A graph that knew the value would leave the product out.
+* XLA compiles slices of a packed total more slowly than an update. Where XLA compiles an update, the update
+  is a graph of its own with unpacked tensors. Everything else is one graph, because each call of a graph
+  costs tens of microseconds.
+* A step that runs eagerly does not show in advance which variables it assigns. All variables that Keras or
+  the program's attributes name are copied first. Floating-point state and seeds count as assigned in any
+  case. An integer that turns out to have changed is added to them, and the replica is computed again.
 """
 
 import warnings
@@ -131,7 +147,7 @@ class TensorFlowBackend:
                 if not changed:
                     raise
                 # The failed call has built some layers, and the step fails because they are incomplete.
-                raise _programs_own(hindrance) from error
+                raise _error_of_program(hindrance) from error
 
     def program(self, model: Any, kind: StepKind) -> "TensorFlowProgram":
         """Prepare a step of a built model."""
@@ -147,21 +163,23 @@ class TensorFlowBackend:
                 raise StopIteration
             if kind != "predict":
                 return results[-1]
-            return keras.tree.map_structure(_of_steps, *results)
+            return keras.tree.map_structure(_joined_steps, *results)
 
         return function
 
     def plain_step(self, model: Any, kind: StepKind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
-        # TensorFlow makes one tensor of a list; so Keras passes tuples, too.
+        # TensorFlow makes one tensor of a list. Keras passes tuples for the same reason.
         batch = keras.tree.lists_to_tuples(batch)
         tensors = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
         if kind == "predict":
             return function([tensors]), None
 
         def relaxed(*parts: Any) -> Any:
-            # As of the batches of arrays, the last of which is smaller; Keras counts a known number of rows.
-            return keras.tree.map_structure(_of_any_length, parts if isinstance(batch, tuple) else parts[0])
+            # Keras's own batches of arrays have an open number of rows, because the last one is smaller. With
+            # a known number, Keras's graph would have a constant in its place.
+            nest = parts if isinstance(batch, tuple) else parts[0]
+            return keras.tree.map_structure(_with_open_length, nest)
 
         return function(iter(tf.data.Dataset.from_tensors(tensors).map(relaxed))), None
 
@@ -189,7 +207,7 @@ class TensorFlowBackend:
         return intercepted
 
     def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
-        """Return what makes an update in one graph."""
+        """Return a function that makes an update in one graph; see `Backend`."""
         functions: dict[tuple[int, ...], Callable[..., Any]] = {}
 
         def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
@@ -197,9 +215,9 @@ class TensorFlowBackend:
             tensors = [tf.constant(gradients[i]) for i in present]
             if present not in functions:
 
-                def applied(*given: Any) -> None:
-                    known = dict(zip(present, given, strict=True))
-                    update.apply([known.get(i) for i in range(len(update.variables))])
+                def applied(*tensors: Any) -> None:
+                    by_position = dict(zip(present, tensors, strict=True))
+                    update.apply([by_position.get(i) for i in range(len(update.variables))])
 
                 functions[present] = executable(applied, False, *tensors)
             functions[present](*tensors)
@@ -231,7 +249,7 @@ class TensorFlowBackend:
         return result
 
 
-def _of_steps(*parts: npt.NDArray[Any]) -> tf.Tensor:
+def _joined_steps(*parts: npt.NDArray[Any]) -> tf.Tensor:
     """Return an output of several steps, joined as Keras does."""
     if len(parts) > 1:
         return tf.constant(np.concatenate(parts) if parts[0].ndim else np.stack(parts))
@@ -243,8 +261,8 @@ def _built_parts(model: Any) -> list[tuple[int, bool, int]]:
     return [(id(layer), layer.built, len(layer.variables)) for layer in layers_of(model)]
 
 
-def _programs_own(error: Exception) -> BaseException:
-    """Return the error that the program's own code has raised; Keras may have put its own in its place."""
+def _error_of_program(error: Exception) -> BaseException:
+    """Return the error that the program's code has raised, which Keras may have replaced by another one."""
     first = error.__context__
     return first if program_line(error) is None and first is not None else error
 
@@ -264,8 +282,8 @@ class GlobalUpdate:
     def uses_xla(self, total: Total) -> bool:
         """Whether XLA compiles the update from such a total.
 
-        XLA fuses the optimizer's operations into one pass over the memory. So large updates are compiled,
-        also on a CPU, where Keras does not compile by default, unless there is a fused kernel.
+        XLA fuses the optimizer's operations into one pass over the memory. So large updates are compiled even
+        on a CPU, where Keras does not compile by default, unless there is a fused kernel.
         """
         size = sum(g.nbytes for g in gradients_in(total, self._update) if g is not None)
         small = size < _WORTH_COMPILING or self._update.kernel is not None
@@ -298,7 +316,7 @@ class GlobalUpdate:
 
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
-    """Return the gradients of an update in its total, None for variables without one on any replica."""
+    """Return the gradients of an update from its total, with None where no replica has a gradient."""
     return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
 
 
@@ -352,25 +370,25 @@ class TensorFlowProgram(VariableState):
         function = self._function(data, leaves, totals)
         replica = _shared_constant(share.replica, tf.int64)
         portion = _shared_constant(share.weight, tf.float64), _shared_constant(share.start, tf.int32)
-        given = [leaf for leaf in leaves if leaf is not None]
+        examples = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager or self._writes_summaries:
-            # Replica 0 writes them, once in a step.
+            # Replica 0 writes the summaries, once in a step.
             last = not earlier if self._eager else self.is_last(len(earlier))
             self._summarizes.assign(share.replica == 0 and last)
         if self._eager:
             with _computing_eagerly(seed_of_replica(share.seed, share.replica)):
-                partial, outputs = function(replica, portion, totals, *given)
+                partial, outputs = function(replica, portion, totals, *examples)
         else:
             tf_random_ops.set_seed(share.seed)
-            partial, outputs = function(replica, portion, totals, *given)
+            partial, outputs = function(replica, portion, totals, *examples)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         refuse_other_rows(partial, share.examples)
         return partial
 
     def keep_passes(self, keeps: bool) -> None:
-        """Do nothing: each round computes all again."""
+        """Do nothing: each round computes everything again."""
 
     def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
@@ -382,7 +400,7 @@ class TensorFlowProgram(VariableState):
         return f"{self._form.text(number)} {logs}"
 
     def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
-        """Return the error of the same step if it runs eagerly: that of a graph names an operation."""
+        """Return the error of the same step run eagerly, because the error of a graph names an operation."""
         if self._eager or earlier:
             return error
         eager = TensorFlowProgram(self._model, self._kind)
@@ -399,14 +417,14 @@ class TensorFlowProgram(VariableState):
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the model's variables."""
-        one = _shared_constant(1.0, tf.float32)
+        unit = _shared_constant(1.0, tf.float32)
         gathered = frozenset(name for name in totals[-1] if name.startswith(GATHERED))
         if gathered not in self._applies:
-            self._applies[gathered] = self._apply_function(one, totals)
-        return self._applies[gathered](one, totals), None
+            self._applies[gathered] = self._apply_function(unit, totals)
+        return self._applies[gathered](unit, totals), None
 
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
-        """Return why there is none."""
+        """Return the reason why workers cannot divide an update."""
         return "only the JAX backend divides it"
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -424,25 +442,27 @@ class TensorFlowProgram(VariableState):
         return [variable for update in self._form.updates(1) for variable in update.variables]
 
     def layers(self, state: Any) -> Mapping[str, Any]:
-        """Return the values of the variables."""
+        """Return the values of the layers' state that the step changes."""
         return {name: variable.read_value() for name, variable in self._layers().items()}
 
     def layer_of(self, position: int) -> str | None:
-        """Return the name of a changing variable."""
+        """Return the name of a variable that the step changes, or None."""
         wanted = self._model.non_trainable_variables[position].value
         return next((name for name, variable in self._layers().items() if variable is wanted), None)
 
     def put(
         self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
     ) -> Any:
-        """Assign the arrays."""
+        """Assign the arrays to the variables."""
         for variable, array in zip(self.trained(), weights, strict=True):
             assign(variable.value, array)
         variables = self._layers()
         for name, array in layers.items():
-            kind, _, number = name.partition("/")
-            kept = kind == VARIABLE
-            (self._model.non_trainable_variables[int(number)] if kept else variables[name]).assign(array)
+            kind, _, position = name.partition("/")
+            if kind == VARIABLE:
+                self._model.non_trainable_variables[int(position)].assign(array)
+            else:
+                variables[name].assign(array)
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
         """Add the metrics of a total."""
@@ -465,53 +485,63 @@ class TensorFlowProgram(VariableState):
     def _layers(self) -> dict[str, tf.Variable]:
         return {n: v for n, v in self._assigned.named.items() if not n.startswith("metric/")}
 
-    def _apply_function(self, one: Any, totals: Sequence[Total]) -> Callable[..., Any]:
-        """Return the function that applies totals like these: one graph, or several if XLA compiles some."""
+    def _apply_function(self, unit: Any, totals: Sequence[Total]) -> Callable[..., Any]:
+        """Return the function that applies totals like these: one graph, or several if XLA compiles some.
+
+        Args:
+            unit: a tensor whose value is 1; see `copied`.
+            totals: the totals of the rounds, perhaps packed.
+        """
         named = updating([self.parts(number, total) for number, total in enumerate(totals)])
-        xla = [update.uses_xla(total) for update, total in zip(self._made(len(totals)), named, strict=False)]
+        updates = self._updates(len(totals))
+        xla = [update.uses_xla(total) for update, total in zip(updates, named, strict=False)]
         if self._eager or not (self._jit or any(xla)):
             whole: Any = self._applied
             if not self._eager:
-                whole = executable(self._applied, False, one, [_specs(t) for t in self._tensors(totals)])
-            return lambda one, totals: whole(one, self._tensors(totals))
+                whole = executable(self._applied, False, unit, [_specs(t) for t in self._tensors(totals)])
+            return lambda unit, totals: whole(unit, self._tensors(totals))
         finish: list[Any] = []
 
-        def apply(one: Any, totals: Sequence[Total]) -> dict[str, Any] | None:
+        def apply(unit: Any, totals: Sequence[Total]) -> dict[str, Any] | None:
             # XLA takes longer to compile the slices of a packed array than to compile an update.
             tensors = self._tensors([self.parts(number, total) for number, total in enumerate(totals)])
-            scale = self._scale(one, tensors[-1])
-            for update, total, uses_xla in zip(self._made(len(totals)), updating(tensors), xla, strict=False):
+            scale = self._scale(unit, tensors[-1])
+            for update, total, uses_xla in zip(
+                self._updates(len(totals)), updating(tensors), xla, strict=False
+            ):
                 update.apply_separately(scale, total, xla=uses_xla)
             rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
             if not finish:
-                finish.append(executable(self._finished, self._jit, one, _specs(rest)))
-            logs: dict[str, Any] | None = finish[0](one, rest)
+                finish.append(executable(self._finished, self._jit, unit, _specs(rest)))
+            logs: dict[str, Any] | None = finish[0](unit, rest)
             return logs
 
         return apply
 
-    def _applied(self, one: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    def _applied(self, unit: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Apply totals, which may be packed; return the logs."""
         totals = [self._packings.unpacked(number, total, tf.reshape) for number, total in enumerate(totals)]
-        scale = self._scale(one, totals[-1])
-        for update, total in zip(self._made(len(totals)), updating(totals), strict=False):
+        scale = self._scale(unit, totals[-1])
+        for update, total in zip(self._updates(len(totals)), updating(totals), strict=False):
             update.apply(scale, total)
-        return self._finished(one, totals[-1])
+        return self._finished(unit, totals[-1])
 
-    def _made(self, rounds: int) -> list[GlobalUpdate]:
-        """Return the updates of the first `rounds` rounds; each keeps its compiled functions."""
+    def _updates(self, rounds: int) -> list[GlobalUpdate]:
+        """Return the updates of the first `rounds` rounds, each with its compiled functions."""
         updates = self._form.updates(rounds)
         if self._eager:
-            return [GlobalUpdate(one, self._jit) for one in updates]
-        return [self._global_updates.setdefault(id(one), GlobalUpdate(one, self._jit)) for one in updates]
+            return [GlobalUpdate(update, self._jit) for update in updates]
+        return [
+            self._global_updates.setdefault(id(update), GlobalUpdate(update, self._jit)) for update in updates
+        ]
 
-    def _scale(self, one: Any, total: Mapping[str, Any]) -> Any:
-        """Return the factor for values proportional to the loss: `one`, or `one` by its denominator."""
-        return tf.math.divide_no_nan(one, total["density"]) if "density" in total else one
+    def _scale(self, unit: Any, total: Mapping[str, Any]) -> Any:
+        """Return the factor for values proportional to the loss: `unit` divided by the loss's denominator."""
+        return tf.math.divide_no_nan(unit, total["density"]) if "density" in total else unit
 
     def _tensors(self, totals: Sequence[Total]) -> list[dict[str, Any]]:
-        take = tf.constant if self._eager else borrowed
-        return [{name: take(array) for name, array in total.items()} for total in totals]
+        to_tensor = tf.constant if self._eager else borrowed
+        return [{name: to_tensor(array) for name, array in total.items()} for total in totals]
 
     def _function(self, data: Any, leaves: list[Any], earlier: list[dict[str, Any]]) -> Callable[..., Any]:
         """Return the function that computes a replica with examples like `leaves`, some of which may be None.
@@ -522,9 +552,9 @@ class TensorFlowProgram(VariableState):
         key = (len(earlier), shapes, structure_of(data))
         if key not in self._functions:
 
-            def step(portion: tuple[Any, Any], earlier: Any, *given: Any) -> Any:
-                rest = iter(given)
-                packed = [None if leaf is None else next(rest) for leaf in leaves]
+            def step(portion: tuple[Any, Any], earlier: Any, *examples: Any) -> Any:
+                following = iter(examples)
+                packed = [None if leaf is None else next(following) for leaf in leaves]
                 return self._step(portion, earlier, keras.tree.pack_sequence_as(data, packed))
 
             self._functions[key] = (
@@ -540,12 +570,12 @@ class TensorFlowProgram(VariableState):
         self.traced += 1
         number = len(earlier)
         portion = tf.TensorSpec((), tf.float64), tf.TensorSpec((), tf.int32)
-        like = [_specs(total) for total in earlier]
+        total_specs = [_specs(total) for total in earlier]
         stateless = tf_random_ops.stateless(step)
 
         def trace() -> Any:
             with self._traces.trace(lambda: self.is_last(number)):
-                return traced(stateless, self._jit, portion, like, *specs)
+                return traced(stateless, self._jit, portion, total_specs, *specs)
 
         inner = trace()
         if not self._rounds.ends_early(number) and self._trace.uses_update(inner.graph):
@@ -557,11 +587,11 @@ class TensorFlowProgram(VariableState):
         if self.is_last(number):
             self._assigned = variables
 
-        def replica(replica: Any, portion: Any, earlier: Any, *given: Any) -> Any:
-            partial, outputs = self._computed(inner, variables, replica, portion, earlier, *given)
+        def compute(replica: Any, portion: Any, earlier: Any, *examples: Any) -> Any:
+            partial, outputs = self._computed(inner, variables, replica, portion, earlier, *examples)
             return self._packed(number, partial), outputs
 
-        return executable(replica, self._jit, tf.TensorSpec((), tf.int64), portion, like, *specs)
+        return executable(compute, self._jit, tf.TensorSpec((), tf.int64), portion, total_specs, *specs)
 
     def _packed(self, number: int, partial: dict[str, Any]) -> dict[str, Any]:
         """Return the partial of round `number` with its small tensors packed."""
@@ -580,24 +610,25 @@ class TensorFlowProgram(VariableState):
         model = self._model
         seeds = {id(variable) for variable in seeds_of(model)}
         others = [variable.value for variable in model.non_trainable_variables]
-        # In a graph, the assignments themselves show the variables that are not Keras's.
+        # The variables of TensorFlow that the program keeps in attributes; a graph shows those itself.
         others += graph_of(model).variables.values()
-        taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
-        watched = [variable for variable in others if all(variable is not one for one in taken)]
+        assigned_ids = {id(v) for v in others if v.dtype.is_floating or id(v) in seeds}
         trained = self._trained()
-        watched += trained
+        trained_ids = {id(variable) for variable in trained}
+        assumed = [variable for variable in others if id(variable) in assigned_ids]
+        watched = [variable for variable in others if id(variable) not in assigned_ids] + trained
 
-        def function(*given: Any) -> Any:
-            variables = self._classified(number, [*taken, *self._updated(number)])
+        def function(*arguments: Any) -> Any:
+            variables = self._classified(number, [*assumed, *self._updated(number)])
             before = [variable.read_value() for variable in watched]
-            computed = self._computed(step, variables, *given)
+            computed = self._computed(step, variables, *arguments)
             changed = [(v, old) for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
-            late = [v for v, _ in changed if not v.dtype.is_floating and all(v is not one for one in trained)]
-            if late:
+            missed = [v for v, _ in changed if not v.dtype.is_floating and id(v) not in trained_ids]
+            if missed:
                 for variable, old in changed:
                     variable.assign(old)
-                taken.extend(late)
-                return function(*given)
+                assumed.extend(missed)
+                return function(*arguments)
             self._classified(number, [variable for variable, _ in changed])
             self._assigned = variables
             return computed
@@ -607,8 +638,8 @@ class TensorFlowProgram(VariableState):
     def _trained(self) -> list[tf.Variable]:
         """Return the weights and the optimizers' variables, which only updates may change.
 
-        Weights that no update changes, such as a slow copy of others, are layer state. A graph shows them;
-        for a step that runs eagerly, they are not known in advance.
+        Weights that no update changes, such as a slow copy of others, are layer state. A graph shows them. A
+        step that runs eagerly does not show them in advance.
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]
@@ -670,15 +701,15 @@ class TensorFlowProgram(VariableState):
         self._log_template = LogTemplate(model, logs, results)
         values = {name: tf.cast(value, tf.float32) for name, value in self._log_template.values.items()}
         self._log_template.values.clear()
-        return dense, values, None if earlier else [known_here(d) for d in densities]
+        return dense, values, None if earlier else [in_this_graph(d) for d in densities]
 
     def _records_summaries(self) -> Any:
         """Return whether `tf.summary`, which is called, writes in the computation of this replica."""
         if not self._writes_summaries:
             self._writes_summaries = True
             warnings.warn(
-                f"the {self._kind} step of model {self._model.name!r} writes summaries (tf.summary): in each "
-                "step, those of replica 0, which are of its own examples; a metric is of all",
+                f"the {self._kind} step of model {self._model.name!r} writes summaries (tf.summary): only "
+                "replica 0 writes them, so they describe its examples alone; a metric describes all examples",
                 stacklevel=2,
             )
         return self._summarizes.read_value()
@@ -729,11 +760,11 @@ class TensorFlowProgram(VariableState):
         replica: Any,
         portion: tuple[Any, Any],
         earlier: Any,
-        *given: Any,
+        *examples: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Return a replica's partial and outputs; restore the variables that the step assigns."""
         with variables.as_replica(replica, sums_so_far=False) as changes:
-            gradients, values, rest = step(portion, earlier, *given)
+            gradients, values, rest = step(portion, earlier, *examples)
             weight, _ = portion
             partial = gradients | {name: v * tf.cast(weight, v.dtype) for name, v in values.items()}
             if self.is_last(len(earlier)):
@@ -743,24 +774,23 @@ class TensorFlowProgram(VariableState):
         partial = by_density(self._model, partial, rest or [], weight)
         return combinable(self._model, self._kind, len(updating(earlier)), partial, weight), None
 
-    def _finished(self, one: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Apply the rest of a total; return the logs."""
-        scale = self._scale(one, total)
+    def _finished(self, unit: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Apply the parts of a total other than gradients; return the logs."""
+        scale = self._scale(unit, total)
         for name, variable in self._assigned.named.items():
             if name.startswith(EQUAL):
                 # Where a step runs eagerly, it may have kept the value.
-                variable.assign(copied(total.get(name, variable), one))
+                variable.assign(copied(total.get(name, variable), unit))
                 continue
-            variable.assign_add(
-                copied(total[name], scale if is_proportional_to_loss(self._model, name) else one)
-            )
+            factor = scale if is_proportional_to_loss(self._model, name) else unit
+            variable.assign_add(copied(total[name], factor))
         figures: Mapping[str, Any] = {}
         if self._metric_arguments is not None:
             figures = self._metric_arguments.computed(self._model, total, tf.identity)
         if self._log_template is None:
             return None
         logs = self._log_template.assembled(
-            {name: copied(value, one) for name, value in total.items() if name.startswith("log/")}
+            {name: copied(value, unit) for name, value in total.items() if name.startswith("log/")}
         )
         return with_figures(logs, figures)
 
@@ -780,9 +810,9 @@ def try_step(model: Any, kind: StepKind, data: Any) -> None:
             step(keras.tree.pack_sequence_as(data, tensors))
         return
 
-    def traced_step(*given: Any) -> None:
-        rest = iter(given)
-        packed = [None if tensor is None else next(rest) for tensor in tensors]
+    def traced_step(*examples: Any) -> None:
+        following = iter(examples)
+        packed = [None if tensor is None else next(following) for tensor in tensors]
         step(keras.tree.pack_sequence_as(data, packed))
 
     with unchanged(model):
@@ -791,7 +821,7 @@ def try_step(model: Any, kind: StepKind, data: Any) -> None:
 
 def open_specs(tensors: Sequence[Any]) -> list[Any]:
     """Return the specs of tensors, without those that are None, with an open number of examples."""
-    return [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors if one is not None]
+    return [tf.TensorSpec([None, *t.shape[1:]], t.dtype) for t in tensors if t is not None]
 
 
 def _specs(total: Mapping[str, Any]) -> dict[str, Any]:
@@ -804,22 +834,22 @@ def _specs(total: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _of_any_length(tensor: Any) -> Any:
+def _with_open_length(tensor: Any) -> Any:
     """Return a tensor of a graph whose static shape does not tell the number of rows."""
     if tensor is None or not tensor.shape.rank:
         return tensor
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])
 
 
-def known_here(density: Any) -> Any:
-    """Return a loss's density, or None if it belongs to a graph within this one."""
+def in_this_graph(density: Any) -> Any:
+    """Return a loss's density, or None if it belongs to an inner graph."""
     if density is None or tf.executing_eagerly() or density.graph is tf.compat.v1.get_default_graph():
         return density
     return None
 
 
 def refuse_unsupported(model: Any, kind: StepKind) -> None:
-    """Raise ModelError for what this backend cannot combine over replicas."""
+    """Raise ModelError if this backend cannot combine the step over replicas."""
     if tf.distribute.has_strategy():
         raise ModelError(
             "a strategy of tf.distribute is in use: Lockstep distributes the step itself; remove it"

@@ -1,8 +1,26 @@
 """Keras on PyTorch: adapts the steps of its trainer, and eager functions of `strategy.run`.
 
-The only file that uses the private parts of Keras's PyTorch trainer. `train_step` runs once per replica on
-the model's variables, with `optimizer.apply` replaced by a recorder; afterwards the variables are restored.
-The total is applied to the same variables.
+`train_step` runs once for each replica, on the model's own variables, with `optimizer.apply` replaced by a
+recorder. Afterwards the variables are restored. The total is applied to the same variables.
+
+PyTorch runs the program's Python in each step and has no graph that shows which variables the step writes.
+Three things follow from that:
+
+* The layers' state: copying all of it in each step would cost as much memory as the state has. So the first
+  step copies everything, and later steps copy only the random seeds and the tensors that a step has changed
+  before. Keras's `assign` is observed, so that a tensor is copied before its first assignment. A write in
+  place is seen too late for a copy: the version counter of the tensor shows it after the step, which is then
+  refused if no earlier step made such a write. A write to `tensor.data` does not change the counter. The
+  first step compares values, so a tensor that it writes in this way counts as changed from then on. A tensor
+  that only a later step writes in this way is neither restored nor reported.
+* Gradients: PyTorch adds to `tensor.grad`. A replica starts without gradients, because those of the replica
+  before are not its own. A `train_step` that leaves gradients may mean to add to them in the next step, which
+  replicas cannot do. The gradients therefore stay until the next step, and a backward pass that adds to them
+  is an error. A step that sets them to zero first is fine.
+* Rounds: a step of several rounds repeats everything up to the point where the round before ended. If that is
+  the loss of Keras's own step, the forward pass can be kept instead (`ForwardPass`): outputs with their
+  graph, and every value that the pass has changed. PyTorch refuses the backward pass of a graph whose tensors
+  were written to since. Then the round is computed from its beginning, in this step and in all later ones.
 """
 
 import functools
@@ -126,7 +144,7 @@ class TorchBackend:
         try:
             return function([keras.tree.map_structure(copied, batch)]), None
         finally:
-            # A step that does not clear them would add to those of this one.
+            # A later step that does not clear the gradients would add to those of this step.
             for tensor, gradient in zip(tensors, before, strict=True):
                 tensor.grad = gradient
 
@@ -143,7 +161,7 @@ class TorchBackend:
         )[0]
 
     def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
-        """Return what makes an update in place."""
+        """Return a function that makes an update in place; see `Backend`."""
 
         def apply(gradients: Sequence[npt.NDArray[Any] | None]) -> None:
             tensors = [None if gradient is None else borrowed(gradient) for gradient in gradients]
@@ -219,15 +237,15 @@ class VariablesBefore:
     """The variables at the beginning of a replica's step.
 
     Attributes:
-        copies: of the layer state that the step may change or has assigned, by position.
-        state: the version counters of the layer state.
-        trainable: the version counters of the trainable variables, without updates.
+        copies: copies of the layer state that the step may change or has assigned, by position.
+        state_versions: the version counters of the layer state.
+        trainable_versions: the version counters of the trainable variables; writes of updates do not count.
         updated: the variables that updates of earlier rounds have changed, with copies, by their ids.
     """
 
     copies: dict[int, torch.Tensor]
-    state: Sequence[int]
-    trainable: list[int]
+    state_versions: Sequence[int]
+    trainable_versions: list[int]
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -236,8 +254,8 @@ class _Copier:
     """A `VariableObserver` that copies the layer state that a step assigns, before its first assignment.
 
     Attributes:
-        positions: of the tensors, by their ids.
-        copies: by position.
+        positions: the positions of the tensors, by the ids of the tensors.
+        copies: the copies, by position.
     """
 
     positions: Mapping[int, int]
@@ -257,14 +275,14 @@ class _Copier:
 def _is_nonzero(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided:
         return True
-    # Mostly, a few elements show it.
+    # In most cases a few elements are enough to tell.
     return bool(tensor.reshape(-1)[:16].any()) or bool(tensor.any())
 
 
 @contextmanager
 def _refused_additions(model: Any) -> Iterator[None]:
     """Within the block, raise ModelError if a backward pass adds to gradients from before it."""
-    found: list[str] = []
+    paths: list[str] = []
     handles = []
     for variable in model.trainable_variables:
         tensor = variable.value
@@ -277,7 +295,7 @@ def _refused_additions(model: Any) -> Iterator[None]:
         ) -> None:
             # Setting them to zero counts as a write, too.
             if tensor.grad is before() and versions([tensor.grad]) == [version + 1]:
-                found.append(path)
+                paths.append(path)
 
         handles.append(tensor.register_post_accumulate_grad_hook(note))
     try:
@@ -285,9 +303,9 @@ def _refused_additions(model: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-    if found:
+    if paths:
         raise ModelError(
-            f"the step adds to the gradient of {min(found)!r} that the step before has left, as PyTorch does "
+            f"the step adds to the gradient of {min(paths)!r} that the step before has left, as PyTorch does "
             "until zero_grad: replicas keep such gradients only within a step; call self.zero_grad() at the "
             "beginning of the step, or add gradients of several steps up in variables with trainable=False, "
             "or give the optimizer gradient_accumulation_steps"
@@ -296,14 +314,14 @@ def _refused_additions(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass of a replica in a round that has ended at its loss, for the next round to go on from.
+    """The forward pass of a replica in a round that ended at its loss. The next round may go on from it.
 
     Attributes:
         replica: the replica's id.
-        outputs: of the model, with the graph of PyTorch for the backward pass.
+        outputs: the model's outputs, with PyTorch's graph for the backward pass.
         state: the values of the layers' state that the pass has changed, by position.
         metrics: the values of the metrics.
-        losses: what layers have added to the loss; see `added_losses`.
+        losses: the losses that layers have added; see `added_losses`.
         random: the global random states, and those of devices.
     """
 
@@ -339,12 +357,12 @@ class TorchState(VariableState):
 def module_buffers(model: Any) -> dict[str, torch.Tensor]:
     """Return the buffers of PyTorch modules, which Keras wraps but does not track, by path."""
     # A layer also lists the buffers of its inner layers.
-    found = {
+    paths_and_tensors = {
         id(tensor): (f"{layer.path}/{name}", tensor)
         for layer in layers_of(model)
         for name, tensor in layer.named_buffers()
     }
-    return dict(found.values())
+    return dict(paths_and_tensors.values())
 
 
 class TorchProgram(TorchState):
@@ -358,11 +376,11 @@ class TorchProgram(TorchState):
         assignments.install()
         self._kind = kind
         self._state = _state_of(model)
-        self._tensors = [one.tensor for one in self._state]
-        self._seeds = {i for i, one in enumerate(self._state) if one.is_seed}
+        self._tensors = [entry.tensor for entry in self._state]
+        self._seeds = {i for i, entry in enumerate(self._state) if entry.is_seed}
         self._trainable = [variable.value for variable in model.trainable_variables]
         self._metrics = [variable.value for variable in model.metrics_variables]
-        of_layers = {
+        layer_metrics = {
             id(variable.value)
             for layer in layers_of(model)
             if layer is not model
@@ -370,15 +388,17 @@ class TorchProgram(TorchState):
         }
         # A program may list a metric twice; a total is added to it once.
         self._distinct_metrics = list({id(metric): i for i, metric in enumerate(self._metrics)}.values())
-        # Predictions update no others.
-        self._metrics_of_layers = [i for i in self._distinct_metrics if id(self._metrics[i]) in of_layers]
+        # A prediction updates only the metrics of layers.
+        self._metrics_of_layers = [i for i in self._distinct_metrics if id(self._metrics[i]) in layer_metrics]
         self._positions = {id(tensor): i for i, tensor in enumerate(self._tensors)}
-        self._known: set[int] | None = None
-        self._unseen: set[int] = set()
+        # Positions of the layers' state: those that steps have changed so far, with the seeds, or None before
+        # the first step; those whose changes version counters do not show; those that the last step changed.
+        self._changed_so_far: set[int] | None = None
+        self._uncounted: set[int] = set()
+        self._changing: list[int] = []
         self._gradients_left: list[torch.Tensor | None] = []
         self._leaves_gradients = False
-        self._changing: list[int] = []
-        # Finding them takes longer than computing a small layer.
+        # Listing the optimizers takes longer than computing a small layer.
         self._optimizers = optimizers_of(model)
         self._form = StepForm()
         self._log_template: LogTemplate | None = None
@@ -389,10 +409,10 @@ class TorchProgram(TorchState):
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial; afterwards, the model's variables have their values from before."""
-        # Forgotten here, so that a worker needs no more memory than for its replicas one after the other.
+        # The kept pass is forgotten first, so that a worker never holds the passes of two replicas.
         kept, self._pass = self._pass, None
         if len(earlier) == 1 and kept is not None and kept.replica == share.replica:
-            # PyTorch refuses the backward pass if the graph needs layer state that was written to since.
+            # PyTorch raises RuntimeError if the graph needs layer state that was written to since.
             with suppress(RuntimeError):
                 return self._computed(share, earlier, kept)
             self._can_go_on = False
@@ -461,7 +481,7 @@ class TorchProgram(TorchState):
             return mapped(log_value, with_figures(self._log_template.assembled(last), figures)), None
 
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
-        """Return why there is none."""
+        """Return the reason why workers cannot divide an update."""
         return "only the JAX backend divides it"
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -479,28 +499,27 @@ class TorchProgram(TorchState):
         return [variable for update in self._form.updates(1) for variable in update.variables]
 
     def layers(self, state: Any) -> Mapping[str, Any]:
-        """Return the values of the tensors."""
+        """Return the values of the layers' state that the step changes."""
         return {f"state/{i}": self._tensors[i] for i in self._changing}
 
     def layer_of(self, position: int) -> str | None:
-        """Return the name of a changing variable."""
+        """Return the name of a variable that the step changes, or None."""
         wanted = self._model.non_trainable_variables[position].value
         return next((f"state/{i}" for i in self._changing if self._tensors[i] is wanted), None)
 
     def put(
         self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
     ) -> Any:
-        """Copy the arrays."""
+        """Copy the arrays into the variables."""
         with torch.no_grad():
             for variable, array in zip(self.trained(), weights, strict=True):
                 variable.value.copy_(borrowed(array))
             for name, array in layers.items():
-                kind, _, number = name.partition("/")
-                kept = kind == VARIABLE
+                kind, _, position = name.partition("/")
                 tensor = (
-                    self._model.non_trainable_variables[int(number)].value
-                    if kept
-                    else self._tensors[int(number)]
+                    self._model.non_trainable_variables[int(position)].value
+                    if kind == VARIABLE
+                    else self._tensors[int(position)]
                 )
                 tensor.copy_(borrowed(array))
 
@@ -521,7 +540,7 @@ class TorchProgram(TorchState):
         before: VariablesBefore,
         kept: ForwardPass | None,
     ) -> dict[str, Any]:
-        """Run the model's step; return its partial, without the variables that it changes."""
+        """Run the model's step. Return its partial, without the changes of variables."""
         model, weight, number = self._model, share.weight, len(earlier)
         if self._kind != "train":
             self._form.show(number)
@@ -541,7 +560,7 @@ class TorchProgram(TorchState):
         if gathers.ended:
             self._form.show(number, ended=False)
             if gathers.metrics is not None:
-                # A layer has updated a metric of the whole batch, whose rows travel with the last round.
+                # A layer has updated a metric that needs the whole batch; its rows are in the last round.
                 self._pass = None
             return gathers.arrays
         self._pass = None
@@ -583,7 +602,7 @@ class TorchProgram(TorchState):
                 updates,
                 lambda index: self._repeat(updates[index], totals[index], before),
                 lambda update: stack.enter_context(hidden(update)),
-                # After its update, Keras's own step changes nothing.
+                # Keras's own step changes nothing after its update.
                 copies=has_own(self._model, "train_step"),
             )
             stack.enter_context(recorder.replacing_apply(self._model, self._optimizers, varies=True))
@@ -600,7 +619,7 @@ class TorchProgram(TorchState):
 
     @contextmanager
     def _keeping_pass(self, replica: int, before: VariablesBefore) -> Iterator[None]:
-        """Within the block, keep the forward pass of Keras's own step when it comes to the loss."""
+        """Within the block, keep the forward pass of Keras's own step when it reaches the loss."""
         model = self._model
         compute_loss = model.compute_loss
 
@@ -608,7 +627,7 @@ class TorchProgram(TorchState):
             self._pass = ForwardPass(
                 replica,
                 y_pred,
-                {i: self._tensors[i].detach().clone() for i in self._changed(before) | self._unseen},
+                {i: self._tensors[i].detach().clone() for i in self._changed(before) | self._uncounted},
                 [metric.detach().clone() for metric in self._metrics],
                 added_losses(layers_of(model)),
                 (randomness.current_states(), device_random_states()),
@@ -620,12 +639,12 @@ class TorchProgram(TorchState):
 
     @contextmanager
     def _going_on_from(self, kept: ForwardPass, before: VariablesBefore) -> Iterator[None]:
-        """Within the block, Keras's own step makes no forward pass: it goes on at the loss, after `kept`."""
+        """Within the block, Keras's own step uses the forward pass `kept`, and goes on at the loss."""
         model = self._model
         compute_loss = model.compute_loss
 
         def at_loss(*args: Any, **options: Any) -> Any:
-            # The loss may call the model.
+            # The loss may call the model, which then has to compute.
             call.close()
             with torch.no_grad():
                 for i, value in kept.state.items():
@@ -666,7 +685,7 @@ class TorchProgram(TorchState):
                 before.updated.setdefault(id(tensor), (tensor, tensor.detach().clone()))
             self._update(update, total)
         for i, (old, new) in enumerate(zip(now, versions(self._trainable), strict=True)):
-            before.trainable[i] += new - old
+            before.trainable_versions[i] += new - old
 
     def _update(self, update: Update, total: Total) -> None:
         gradients = [
@@ -680,22 +699,23 @@ class TorchProgram(TorchState):
     @contextmanager
     def _as_replica(self, share: Share) -> Iterator[VariablesBefore]:
         """Within the block, variables have a replica's values: its seeds, metrics at zero, no gradients."""
-        known = range(len(self._state)) if self._known is None else self._known
-        copies = {i: self._tensors[i].detach().clone() for i in known}
+        everything = range(len(self._state))
+        positions = everything if self._changed_so_far is None else self._changed_so_far
+        copies = {i: self._tensors[i].detach().clone() for i in positions}
         metrics = [metric.detach().clone() for metric in self._metrics]
         with torch.no_grad():
             for i in self._seeds:
                 self._tensors[i][0] ^= int32(share.replica * GOLDEN)
             for metric in self._metrics:
                 metric.zero_()
-        left, self._leaves_gradients = self._leaves_gradients, False
-        if not left:
+        has_gradients, self._leaves_gradients = self._leaves_gradients, False
+        if not has_gradients:
             self._forget_gradients()
         try:
             before = VariablesBefore(copies, versions(self._tensors), versions(self._trainable), {})
             with (
                 assignments.observed_by(_Copier(self._positions, copies)),
-                _refused_additions(self._model) if left else nullcontext(),
+                _refused_additions(self._model) if has_gradients else nullcontext(),
             ):
                 yield before
         finally:
@@ -714,7 +734,7 @@ class TorchProgram(TorchState):
             tensor.grad = None
 
     def _note_gradients(self) -> None:
-        """Keep the gradients that a step of the program leaves, to which the next one might add."""
+        """Keep the gradients that a program's own step leaves, so that adding to them can be refused."""
         self._leaves_gradients = False
         if self._kind == "train" and has_own(self._model, "train_step"):
             for tensor, gradient in zip(self._trainable, self._gradients_left, strict=False):
@@ -725,23 +745,23 @@ class TorchProgram(TorchState):
 
     def _refuse_own_updates(self, before: VariablesBefore) -> None:
         for i, version in enumerate(versions(self._trainable)):
-            if version != before.trainable[i]:
+            if version != before.trainable_versions[i]:
                 refuse_own_update(self._model.trainable_variables[i].path)
 
     def _changed(self, before: VariablesBefore) -> set[int]:
         """Return the positions of the layers' state that has changed, as far as version counters show it."""
-        return {i for i, version in enumerate(versions(self._tensors)) if version != before.state[i]}
+        return {i for i, version in enumerate(versions(self._tensors)) if version != before.state_versions[i]}
 
     def _changes(self, before: VariablesBefore, share: Share) -> dict[str, Any]:
         """Return the changes of the layers' state, in a form that can be summed."""
         changed = self._changed(before)
-        if self._known is None:
+        if self._changed_so_far is None:
             # A write to `tensor.data` does not change the version counter.
-            others = before.copies.keys() - changed - self._seeds
-            self._unseen = {i for i in others if not torch.equal(before.copies[i], self._tensors[i])}
-            self._known = set(self._seeds)
-        changed |= self._unseen
-        self._known |= changed
+            uncounted = before.copies.keys() - changed - self._seeds
+            self._uncounted = {i for i in uncounted if not torch.equal(before.copies[i], self._tensors[i])}
+            self._changed_so_far = set(self._seeds)
+        changed |= self._uncounted
+        self._changed_so_far |= changed
         self._changing = sorted(changed)
         for i in changed - before.copies.keys():
             raise ModelError(
@@ -751,13 +771,14 @@ class TorchProgram(TorchState):
         return {self._state[i].name(i): self._change(i, before.copies[i], share) for i in self._changing}
 
     def _change(self, i: int, old: torch.Tensor, share: Share) -> torch.Tensor:
-        one = self._state[i]
+        entry = self._state[i]
         new = self._tensors[i].detach()
-        if one.is_seed:
+        if entry.is_seed:
             new = new.clone()
             new[0] ^= int32(share.replica * GOLDEN)
-        if one.changes_equally:
-            # The change of replica 0, whose seeds are the model's own, counts, or that of the only replica.
+        if entry.changes_equally:
+            # Only one replica's change counts: that of replica 0, whose seeds are the model's own, or that of
+            # the only replica with examples.
             return new - old if share.replica == 0 or share.weight == 1 else torch.zeros_like(old)
         if not old.is_floating_point():
             return new.clone()
@@ -782,7 +803,7 @@ def random_numbers(seed: int) -> Iterator[None]:
 
 
 def refuse_unsupported(model: Any, kind: StepKind) -> None:
-    """Raise ModelError for what this backend does not support, or cannot combine over replicas."""
+    """Raise ModelError if this backend does not support the step, or cannot combine it over replicas."""
     if model.steps_per_execution > 1:
         raise ModelError(
             f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend, Keras runs one "
