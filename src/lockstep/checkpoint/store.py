@@ -183,7 +183,7 @@ class Store:
     def remove_after(self, step: int) -> None:
         """Remove the checkpoints of later steps than `step`.
 
-        If there are no others, they only get another name, under which no job finds them.
+        If all checkpoints are of later steps, they are renamed instead, so that no job finds them.
 
         Raises:
             CheckpointError: one cannot be removed.
