@@ -156,5 +156,5 @@ def with_code(error: Exception) -> str:
 
 
 def code_in(message: str) -> str:
-    """Return the first code in a message; empty if it has none."""
+    """Return the first code in a message, or an empty string if it has none."""
     return next((name for name in re.findall(r"\b(\w+Error): ", message) if name in globals()), "")

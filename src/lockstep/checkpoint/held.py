@@ -40,7 +40,7 @@ class HeldCheckpoint(msgspec.Struct, frozen=True):
 
 
 def choose_newest(names: Sequence[str], held: Sequence[HeldCheckpoint | None]) -> int | None:
-    """Return the position of the first host with the newest checkpoint; None if no host has one.
+    """Return the position of the first host with the newest checkpoint, or None if no host has one.
 
     Args:
         names: the names of the hosts, for messages.

@@ -288,7 +288,7 @@ def _whole_parts(store: ObjectStore, stored: StoredCheckpoint) -> Iterator[tuple
 
 
 def fault_of(store: ObjectStore, stored: StoredCheckpoint) -> str | None:
-    """Read a checkpoint of the store, and return why it is damaged; None if it is whole.
+    """Read a checkpoint of the store, and return why it is damaged, or None if it is whole.
 
     Raises:
         CheckpointError: the store cannot be read.

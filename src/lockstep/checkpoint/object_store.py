@@ -146,7 +146,7 @@ class ObjectStore:
             raise self._failed("opened", error) from None
 
     def read(self, name: str) -> tuple[bytes, str] | None:
-        """Return the content of a small object, and its tag, which changes with it; None if absent."""
+        """Return the content of a small object, and its tag, which changes with it, or None if absent."""
         try:
             result = self._obstore.get(self._store, name)
             return bytes(result.bytes()), _tag(result.meta)

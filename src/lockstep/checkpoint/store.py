@@ -146,7 +146,7 @@ class Store:
         return True
 
     def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
-        """Return the folder and the contents of the newest complete checkpoint; None if there is none.
+        """Return the folder and the contents of the newest complete checkpoint, or None if there is none.
 
         `report` is called with a message for each newer checkpoint that is damaged or incomplete.
 
@@ -227,7 +227,7 @@ class Store:
             raise CheckpointError(f"cannot write {path}: {reason(error)}; free space there") from None
 
     def finished(self) -> int | None:
-        """Return the step of the checkpoint with which the job finished; None if it has not finished.
+        """Return the step of the checkpoint with which the job finished, or None if it has not finished.
 
         If there is a checkpoint of a later step, the job has been resumed since.
         """

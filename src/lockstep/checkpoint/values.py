@@ -220,7 +220,7 @@ _DTYPES = {name: np.dtype(name) for name in _NAMES} | {"bfloat16": np.dtype(ml_d
 
 
 def named(name: str) -> "np.dtype[Any] | None":
-    """Return the dtype of this name; None if checkpoints do not support it."""
+    """Return the dtype of this name, or None if checkpoints do not support it."""
     return _DTYPES.get(name)
 
 

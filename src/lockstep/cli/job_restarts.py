@@ -26,7 +26,7 @@ _FINAL = (0, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, sign
 
 
 def folder_of_job() -> Path | None:
-    """Return the run folder of the job that this command starts again; None if it starts one."""
+    """Return the run folder of the job that this command starts again, or None if it starts one."""
     _, folder = attempt()
     return Path(folder) if folder else None
 

@@ -69,7 +69,7 @@ class JobIdentity(msgspec.Struct, frozen=True):
 
 
 def variable_with_url(option: str) -> str | None:
-    """Return the name of the variable that a value of `--notify` names; None if it names none."""
+    """Return the name of the variable that a value of `--notify` names, or None if it names none."""
     form, _, name = option.partition(":")
     return name if form.lower() == "env" and name else None
 

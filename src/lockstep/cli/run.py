@@ -593,7 +593,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
 
 def _folder_of(place: Path | str | None) -> Path | None:
-    """Return the folder of this machine for `--checkpoint`; None if the job saves no checkpoints."""
+    """Return the folder of this machine for `--checkpoint`, or None if the job saves no checkpoints."""
     return folder_of(place) if isinstance(place, str) else place
 
 

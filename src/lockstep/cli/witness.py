@@ -204,14 +204,14 @@ def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any
 
 
 def _lack_of_protection() -> str:
-    """Return why a comparison could harm files of the run; empty if it cannot."""
+    """Return why a comparison could harm files of the run, or an empty string if it cannot."""
     if can_restrict():
         return ""
     return "Landlock, which keeps the check from the files of the script, is not available"
 
 
 def _lack_of_memory(paths: RunPaths, begun: float) -> str:
-    """Return why the memory does not suffice for a comparison; empty if it does."""
+    """Return why the memory does not suffice for a comparison, or an empty string if it does."""
     import psutil
 
     from lockstep.system.memory import available_memory

@@ -62,7 +62,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, such as "worker"; None if unknown."""
+        """The job of this process, such as "worker", or None if unknown."""
         return self._task_type
 
     @task_type.setter
@@ -71,7 +71,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; None if unknown."""
+        """The index of this process in its job, or None if unknown."""
         return self._task_id
 
     @task_id.setter
@@ -80,7 +80,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol prefix of addresses that `master` returns; None for none."""
+        """The protocol prefix of addresses that `master` returns, or None for none."""
         return self._rpc_layer
 
     @rpc_layer.setter

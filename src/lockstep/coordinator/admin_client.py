@@ -167,7 +167,7 @@ def _find(job: str) -> str:
 
 
 def choose(job: str, names: Sequence[str]) -> str | None:
-    """Return the name that `job` is, or the only one that begins with it; None if there is none.
+    """Return the name that `job` is, or the only one that begins with it, or None if there is none.
 
     Raises:
         ConfigError: several names begin with it.
@@ -200,7 +200,7 @@ def _ask(name: str, patience: float) -> Reply | None:
 
 
 def call_job(name: str, request: AdminRequest, patience: float) -> Reply | None:
-    """Return the reply of a job; None if there is no such job.
+    """Return the reply of a job, or None if there is no such job.
 
     Raises:
         TimeoutError: it did not reply in time.
@@ -225,7 +225,7 @@ def call_job(name: str, request: AdminRequest, patience: float) -> Reply | None:
 
 
 def _owner(name: str) -> int | None:
-    """Return the id of the process that takes the requests to a job; None if there is no such job."""
+    """Return the id of the process that takes the requests to a job, or None if there is no such job."""
     try:
         connection = _connect(name)
     except BlockingIOError:
@@ -237,7 +237,7 @@ def _owner(name: str) -> int | None:
 
 
 def _connect(name: str) -> socket.socket | None:
-    """Return a connection to a job; None if this user has no job of this name.
+    """Return a connection to a job, or None if this user has no job of this name.
 
     Raises:
         BlockingIOError: the job exists, but too many clients are waiting for it.

@@ -147,7 +147,7 @@ def without_excess(kept: KeepRecord) -> KeepRecord:
 
 
 def newest(kept: Iterable[KeepRecord | None]) -> KeepRecord | None:
-    """Return the newest of the records that agents have kept; None if no agent has one."""
+    """Return the newest of the records that agents have kept, or None if no agent has one."""
     records = [record for record in kept if record is not None]
     return max(records, key=lambda record: (record.term, record.serial), default=None)
 

@@ -30,7 +30,7 @@ def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
 
 
 def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, compared: str = "") -> str:
-    """Return the last line of a job; empty if it trained nothing.
+    """Return the last line of a job, or an empty string if it trained nothing.
 
     Args:
         totals: the totals of the job.
@@ -66,7 +66,7 @@ def _in_parentheses(*texts: str) -> str:
 
 
 def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
-    """Return how a job goes after `seconds`, in a few words; empty if there is nothing to say."""
+    """Return how a job goes after `seconds`, in a few words, or an empty list if there is nothing to say."""
     return list(filter(None, [_time_spent(totals, seconds), _membership(totals), *troubles(totals)]))
 
 

@@ -91,7 +91,7 @@ class Narrator:
         return self._progress.due if self._progress else None
 
     def how_it_goes(self) -> str:
-        """Return how the job goes, in a few words; empty if there is nothing to say."""
+        """Return how the job goes, in a few words, or an empty string if there is nothing to say."""
         return "; ".join(how_it_goes(self.run.totals, self._clock.now() - self.begun))
 
     def serve(self) -> None:

@@ -37,7 +37,7 @@ def _installed() -> dict[str, str]:
 
 
 def _hashed(script: Script) -> dict[str, str] | None:
-    """Return the path and the SHA-256 of the file with the script's code; None if it cannot be read."""
+    """Return the path and the SHA-256 of the file with the script's code, or None if it cannot be read."""
     try:
         source = script.source()
         if source is None:

@@ -65,7 +65,7 @@ def name_or_folder(text: str, runs: Path = RUNS) -> str | Path:
 
 
 def job_in(folder: Path) -> str | None:
-    """Return the name of the running job that uses a run folder; None if there is none.
+    """Return the name of the running job that uses a run folder, or None if there is none.
 
     A job that does not reply counts if it has the name of the folder.
 
@@ -82,7 +82,7 @@ def job_in(folder: Path) -> str | None:
 
 
 def run_folders(runs: Path = RUNS) -> list[str]:
-    """Return the names of the run folders in `runs`, sorted; none if it cannot be read."""
+    """Return the names of the run folders in `runs`, sorted, or an empty list if it cannot be read."""
     try:
         return sorted(folder.name for folder in runs.iterdir() if RunPaths(folder).events.is_file())
     except OSError:

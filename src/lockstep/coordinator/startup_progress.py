@@ -31,7 +31,7 @@ def prepares(state: RunState, worker: int) -> bool:
 
 
 def preparations(state: RunState, now: float) -> str:
-    """Return how far each worker is that has not taken its first step; empty if all have.
+    """Return how far each worker is that has not taken its first step, or an empty string if all have.
 
     Args:
         state: the state of the run.

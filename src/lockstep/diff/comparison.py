@@ -227,7 +227,7 @@ def _differing(
     replicas: int,
     only_inputs: bool,
 ) -> _Fact | None:
-    """Return the first difference in a step; None if everything that both have recorded of it is equal."""
+    """Return the first difference in a step, or None if everything that both have recorded of it is equal."""
     state_differs = not only_inputs and _differ(first.before, second.before)
     if state_differs and (names := _state_names(first, second, "before")):
         return _before(first, second, previous, names)

@@ -106,7 +106,7 @@ class Recording:
         return int(self.program.get("replicas", self.job.get("replicas", 0)))
 
     def source(self, name: str) -> str | None:
-        """Return the text of a source file as the run has used it; None if the folder does not have it."""
+        """Return the text of a source file as the run has used it, or None if the folder does not have it."""
         script = (self.job.get("script") or {}).get("path")
         expected = self.program.get("sources", {}).get(name)
         if not script or not expected:

@@ -200,7 +200,7 @@ def _note_variables(recording: Recording) -> None:
 
 
 def _checkpoint(recording: Recording, after: int) -> Entry | None:
-    """Return the newest complete checkpoint of a run that is not after a step; None if there is none."""
+    """Return the newest complete checkpoint of a run that is not after a step, or None if there is none."""
     saved = recording.job.get("checkpoints")
     if not saved or not Path(saved["folder"]).is_dir():
         return None

@@ -72,7 +72,7 @@ class Shell:
     hiding: Mapping[Path, Sequence[str]]
 
     def display(self, name: str) -> str:
-        """Return the value of a variable for display; empty if it is not set."""
+        """Return the value of a variable for display, or an empty string if it is not set."""
         return plain(self.variables.get(name, ""))
 
 

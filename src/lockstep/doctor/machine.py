@@ -88,7 +88,7 @@ def judge_system(system: System) -> Finding:
 
 
 def look_at_instructions(sources: Sources) -> str:
-    """Return the largest instruction set of the processor; empty if unknown."""
+    """Return the largest instruction set of the processor, or an empty string if unknown."""
     return instruction_set(processor_features(sources.proc / "cpuinfo"))
 
 

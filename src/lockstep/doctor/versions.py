@@ -51,7 +51,7 @@ class Packages:
         )
 
     def provider(self, backend: str) -> str | None:
-        """Return the distribution that provides a backend; None if none is installed."""
+        """Return the distribution that provides a backend, or None if none is installed."""
         names = _CPU_BUILDS.get(backend, (backend,))
         return next((name for name in names if name in self.versions), None)
 
@@ -124,7 +124,7 @@ class Installation:
 
     @property
     def chosen(self) -> str | None:
-        """The name of the backend that a job would use; None if it could not use any."""
+        """The name of the backend that a job would use, or None if it could not use any."""
         return None if self.choice is None else self.choice.backend
 
 

@@ -378,7 +378,7 @@ class AgentProcess:
             return agent.status
 
     def _take_place(self, job: bytes) -> contextlib.AbstractContextManager[AgentPlace | None]:
-        """Return the place of this agent; None if an engine ensures that a host has one agent."""
+        """Return the place of this agent, or None if an engine ensures that a host has one agent."""
         if self.engine is not None:
             return contextlib.nullcontext()
         return contextlib.closing(AgentPlace(job, self.loop))

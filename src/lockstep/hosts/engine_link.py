@@ -67,7 +67,7 @@ class EngineLink:
 
     @classmethod
     def inherited(cls, kind: type[Start]) -> "EngineLink | None":
-        """Return the link of a process that an engine has started; None for other processes.
+        """Return the link of a process that an engine has started, or None for other processes.
 
         Raises:
             UnfitError: the engine does not send its first message.

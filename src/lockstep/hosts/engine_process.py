@@ -81,7 +81,7 @@ class EngineProcess:
         self._channel.send(message)
 
     def receive(self, patience: float) -> EngineReport | None:
-        """Return the next report of the process; None after `patience` seconds, or if it has ended."""
+        """Return the next report of the process, or None after `patience` seconds, or if it has ended."""
         if not wait_for([self._channel.fileno()], patience):
             return None
         report = self._channel.receive()
@@ -89,7 +89,7 @@ class EngineProcess:
 
     @property
     def status(self) -> int | None:
-        """The exit status, once all output was passed on; None before."""
+        """The exit status, once all output was passed on, or None before."""
         status = self.process.poll()
         if status is None or any(reader.is_alive() for reader in self._readers):
             return None

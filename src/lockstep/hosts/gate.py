@@ -154,7 +154,7 @@ class Gate:
         return self.roster().missing(offers, tuple(self._refused.values()))
 
     def _judge(self, agent: JoiningAgent, offer: HostOffer) -> str:
-        """Return why an agent cannot join before the job begins; empty if it can."""
+        """Return why an agent cannot join before the job begins, or an empty string if it can."""
         roster = self.roster()
         others = [(other.peer, _offer(other)) for other in self.server.agents if other is not agent]
         self._refused.pop(agent.peer, None)

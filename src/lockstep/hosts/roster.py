@@ -45,7 +45,7 @@ class Roster(Protocol):
     def here(self) -> JobHost | None: ...  # noqa: D102
 
     def objection(self, peer: str, offer: HostOffer, others: Sequence[tuple[str, HostOffer | None]]) -> str:
-        """Return why an agent cannot join; empty if it can.
+        """Return why an agent cannot join, or an empty string if it can.
 
         Args:
             peer: the IP address of its host.
@@ -57,7 +57,7 @@ class Roster(Protocol):
         """Return whether the job needs no other agent."""
 
     def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
-        """Return a text that says for what the job waits; empty if it can begin."""
+        """Return a text that says for what the job waits, or an empty string if it can begin."""
 
     def name(self, peer: str, offer: HostOffer) -> str:
         """Return the name of the host of an agent."""

@@ -198,7 +198,7 @@ class SharedCheckpoints:
     _said: float = field(default=0.0, init=False)
 
     def choose(self) -> HeldCheckpoint | None:
-        """Return the newest checkpoint of all hosts, or of the store; None if there is none.
+        """Return the newest checkpoint of all hosts, or of the store, or None if there is none.
 
         Raises:
             ConfigError: hosts have checkpoints of the same step of different jobs.

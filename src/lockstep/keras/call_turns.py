@@ -95,7 +95,7 @@ class CallTurns:
 
     @property
     def key(self) -> str:
-        """The key of the call that has its turn; empty if the main thread makes all calls."""
+        """The key of the call that has its turn, or an empty string if the main thread makes all calls."""
         return self._holder.key if self._holder is not None else ""
 
     def started(self, original: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:

@@ -56,12 +56,12 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def own_report(job: Job) -> bytes:
-    """Return the packed report of this worker; empty if the view has one host."""
+    """Return the packed report of this worker, or empty bytes if the view has one host."""
     return b"" if len(job.view.hosts) == 1 else msgspec.msgpack.encode(host_report(job))
 
 
 def report_for_joiners(job: Job) -> dict[str, Any]:
-    """Return the report of this worker as JSON data; empty if the job has one host."""
+    """Return the report of this worker as JSON data, or an empty dict if the job has one host."""
     report: dict[str, Any] = msgspec.to_builtins(host_report(job)) if job.context.over_hosts else {}
     return report
 
@@ -111,7 +111,7 @@ def compare_reports(job: Job, label: str, packed: Sequence[bytes], gather_texts:
 
 
 def hosts_of(packed: Sequence[bytes]) -> list[str]:
-    """Return the names of the hosts of all workers of a view; empty if the reports are empty."""
+    """Return the names of the hosts of all workers of a view, or an empty list if the reports are empty."""
     if not all(packed):
         return []
     return [msgspec.msgpack.decode(report, type=HostReport).host for report in packed]

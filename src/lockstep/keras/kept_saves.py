@@ -33,7 +33,7 @@ class KeptSaves:
 
     @classmethod
     def of(cls, job: Job) -> "KeptSaves | None":
-        """Return the models of a job that checks its script; None for other jobs."""
+        """Return the models of a job that checks its script, or None for other jobs."""
         folder = job.context.folder
         return cls(RunPaths(folder).saved) if job.settings.checks and folder else None
 

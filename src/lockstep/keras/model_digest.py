@@ -49,7 +49,7 @@ class LastModel:
 
     @property
     def model(self) -> Any:
-        """The model; None if no model was trained, or another one was compiled since then."""
+        """The model, or None if no model was trained, or another one was compiled since then."""
         return self._model
 
     def trains(self, model: Any) -> None:
@@ -62,7 +62,7 @@ class LastModel:
             self._summary, self._model = self.summary(), None
 
     def summary(self) -> dict[str, str]:
-        """Return the model's name and, on the chief, its digest; empty if no model was trained."""
+        """Return the model's name and, on the chief, its digest, or an empty dict if no model was trained."""
         if self._model is None:
             return self._summary
         name = str(self._model.name)

@@ -58,7 +58,7 @@ class Values(Protocol):
         """
 
     def examples(self, replica: int) -> int | None:
-        """Return the number of examples of a replica; None if the values are not examples."""
+        """Return the number of examples of a replica, or None if the values are not examples."""
 
     def check(self) -> bytes:
         """Return bytes that are equal on all workers with the same values; empty if the values differ."""

@@ -481,7 +481,7 @@ class ObjectGraph:
         return f"{path}.{key[1]}" if key[1] else path
 
     def baseline_value(self, key: Key) -> Any:
-        """Return the baseline at a place; None if it does not exist."""
+        """Return the baseline at a place, or None if it does not exist."""
         contents = self.nodes[key[0]].baseline
         return contents.get(key[1]) if key[1] else contents
 
@@ -722,7 +722,7 @@ def _is_of_values(value: Any, depth: int = 0) -> bool:
 
 
 def disturbed(value: Any) -> Any:
-    """Return another value of the same type, dtype and shape; None if this is not possible.
+    """Return another value of the same type, dtype and shape, or None if this is not possible.
 
     In a container, all values that can be changed are changed.
     """
@@ -752,7 +752,7 @@ def disturbed(value: Any) -> Any:
 
 
 def _node_class(value: Any) -> Callable[[str, Any], _Changeable] | None:
-    """Return the class of the node for an object; None for objects that are compared as a whole."""
+    """Return the class of the node for an object, or None for objects that are compared as a whole."""
     if isinstance(value, type | types.ModuleType | types.FunctionType | types.MethodType | keras.Variable):
         return None
     if isinstance(value, dict):

@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def seed_of_script() -> int | None:
-    """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one.
+    """Return the seed that the script has passed to `keras.utils.set_random_seed`, or None without one.
 
     `keras.utils.clear_session` makes Keras forget it, but the random states remain those that it has seeded.
     """

@@ -143,7 +143,7 @@ class Round(ABC):
         return True
 
     def form(self) -> str | None:
-        """Return what the last computation has done besides its arrays; None if all replicas do the same."""
+        """Return a text on the last computation, apart from its arrays, or None if replicas cannot differ."""
         return None
 
     def check(self, names: Sequence[str]) -> bytes:
@@ -406,7 +406,7 @@ def evidence(array: Array, counts: bool) -> Array:
 
 
 def equal_value(total: Array, dtype: np.dtype[Any]) -> Array | None:
-    """Return the elements of the array in the sum of results of `evidence`; None if replicas differ."""
+    """Return the elements of the array in the sum of results of `evidence`, or None if replicas differ."""
     (sums, squares), count = np.split(total[:-1].astype(np.uint64), 2), np.uint64(total[-1])
     if not count or (sums * sums != count * squares).any():
         return None

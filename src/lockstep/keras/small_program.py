@@ -46,7 +46,7 @@ def computed_bits() -> str:
 
 
 def cost_of_limit(limit: str, patience: float = _PATIENCE) -> float | None:
-    """Return the time of the program with a limit, relative to the time without it; None if unknown.
+    """Return the time of the program with a limit, relative to the time without it, or None if unknown.
 
     This takes seconds, because each of two processes imports the backend.
 

@@ -48,7 +48,7 @@ class StateBefore(NamedTuple):
     Attributes:
         owners: whose state it is.
         arrays: by name, as `TrainingState.load` takes them.
-        hashes: of the arrays.
+        hashes: the hashes of the arrays.
     """
 
     owners: Sequence[Any]
@@ -75,7 +75,7 @@ class StateVerifier:
 
     Args:
         job: of this worker.
-        backend: of the model.
+        backend: the backend of the model.
         verifications: what the job verifies.
     """
 
@@ -127,7 +127,7 @@ class StateVerifier:
         Args:
             before: as `begin` has returned it.
             program: whose step it is.
-            result: of the step.
+            result: the result of the step.
             what: names the step.
             again: makes the update again from the state before the step, which it is given; None if only the
                 script could.

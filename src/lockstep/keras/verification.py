@@ -350,8 +350,8 @@ class Verifications:
         Args:
             verdict: equal on all workers.
             what: names what workers have computed.
-            names: of the arrays that differ.
-            part: of the step: "gradient", "sum" or "update".
+            names: the names of the arrays that differ.
+            part: the part of the step: "gradient", "sum" or "update".
             replica: the number of the replica, or of the part of a total; -1 for the state.
 
         Raises:
@@ -542,8 +542,8 @@ class _Fault(NamedTuple):
     Attributes:
         verdict: who is at fault.
         what: names what is wrong.
-        names: of the arrays that are wrong.
-        part: of the step; see `follow`.
+        names: the names of the arrays that are wrong.
+        part: the part of the step; see `follow`.
         replica: the number of the replica, or of the part of the total.
         byte: the first one of the total that is wrong; -1 if it is not known.
     """
@@ -560,7 +560,7 @@ class _Total:
     """A copy of the sums of a round, which later calls of the exchange leave as it is.
 
     Attributes:
-        layout: of the sums.
+        layout: the layout of the sums.
         memory: all of them, with zeros between them.
     """
 
@@ -583,9 +583,9 @@ class TotalPart:
     """One of R parts of a total, and its sum from the summands of all replicas. Pure.
 
     Attributes:
-        layout: of the total.
+        layout: the layout of the total.
         replicas: R.
-        number: of the part, as that of a replica.
+        number: the number of the part, in place of a replica's id.
     """
 
     layout: Layout
@@ -610,7 +610,7 @@ class TotalPart:
         """Return the bytes of the part of the total.
 
         Args:
-            summands: of each replica, the bytes of its pieces, joined.
+            summands: the joined bytes of the pieces of each replica.
             adder: adds.
         """
         start, stop = self.bounds
@@ -791,7 +791,7 @@ class Verifier:
             self._exchange(round_.sum, round_.catching_up)
 
     def _fault(self, round_: Round, total: _Total, parts: Sequence[int]) -> _Fault | None:
-        """Return the first fault in the `parts` of a total, or in a verified partial; None without one."""
+        """Return the first fault in the `parts` of a total, or in a verified partial, or None without one."""
         size = max(1, _ROOM // max(1, total.layout.size))
         for start in range(0, len(parts), size):
             answers = self._sum_answers(round_, total, parts[start : start + size], again=False)
@@ -973,7 +973,7 @@ _known: list[tuple[Job, Verifications]] = []
 
 
 def verifications_of(job: Job) -> Verifications:
-    """Return what this process and its job verify."""
+    """Return the parts of a job that this process verifies."""
     if not _known or _known[0][0] is not job:
         _known[:] = [(job, Verifications(job))]
         # A loop that neither `fit` nor `strategy.steps` drives has no end that is known before.

@@ -109,7 +109,7 @@ class Channel(Protocol[Out, In]):
         """
 
     def receive(self) -> In | Unreadable | PeerGone | None:
-        """Return the next message; None if none has arrived. This never blocks.
+        """Return the next message, or None if none has arrived. This never blocks.
 
         It returns `PeerGone` after the last message of the peer, and from then on in each call.
         """

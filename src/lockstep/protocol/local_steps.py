@@ -56,7 +56,7 @@ class LocalSteps:
 
     @classmethod
     def parse(cls, text: str) -> "LocalSteps":
-        """Return what a value of `--local-steps` means.
+        """Return the meaning of a value of `--local-steps`.
 
         Raises:
             ConfigError: it does not have the form of one, or a value is wrong.

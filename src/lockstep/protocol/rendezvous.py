@@ -158,7 +158,7 @@ def decode_answer(packet: bytes) -> Answer:
 
 
 def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
-    """Return why a process cannot take part in a job; empty if it can.
+    """Return why a process cannot take part in a job, or an empty string if it can.
 
     Args:
         first: the first arrival of the job.
@@ -184,7 +184,7 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
 
 
 def cluster_difference(first: Sequence[Task], second: Sequence[Task]) -> str:
-    """Return how the tasks of two clusters differ, with the remedy; empty if they do not."""
+    """Return how the tasks of two clusters differ, with the remedy, or an empty string if they do not."""
     if len(first) != len(second):
         difference = (
             f"{count(len(first), 'task')} ({_listed(first)}), "

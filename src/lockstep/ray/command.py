@@ -204,7 +204,7 @@ class Follower:
         self._signals.append(number)
 
     def run(self, patience: float = math.inf) -> int | None:
-        """Return the exit status of the job; None if it has not ended within `patience` seconds.
+        """Return the exit status of the job, or None if it has not ended within `patience` seconds.
 
         Raises:
             UnfitError: the cluster is lost.

@@ -63,7 +63,7 @@ class ControlStore:
         self._put(self._end, str(status).encode(), overwrite=False)
 
     def status(self) -> int | None:
-        """Return the exit status of the job; None if it has not ended."""
+        """Return the exit status of the job, or None if it has not ended."""
         text = self._get(self._end)
         return None if text is None else int(text)
 

@@ -8,7 +8,7 @@ _THROTTLED = {"throttled_usec": 1e-6, "throttled_time": 1e-9}
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:
-    """Return the CPU quota of this process in cores; None if no group limits it.
+    """Return the CPU quota of this process in cores, or None if no group limits it.
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
@@ -24,7 +24,7 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
 
 def processes_left(membership: Path, mount: Path) -> int | None:
-    """Return how many processes and threads may still be started; None if no group limits that.
+    """Return how many processes and threads may still be started, or None if no group limits that.
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
@@ -54,7 +54,7 @@ def throttled_seconds(statistics: Iterable[Path]) -> float:
 
 
 def read(file: Path) -> str:
-    """Return the contents of a file; empty if it cannot be read."""
+    """Return the contents of a file, or an empty string if it cannot be read."""
     try:
         return file.read_text()
     except OSError:

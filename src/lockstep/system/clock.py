@@ -40,7 +40,7 @@ class SystemClock:
 
 
 def duration(text: str) -> float | None:
-    """Return the seconds of a time with its unit, such as 30s, 1.5m or 1h; None if it is not one."""
+    """Return the seconds of a time with its unit, such as 30s, 1.5m or 1h, or None if it is not one."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])", text)
     return float(match[1]) * _UNITS[match[2]] if match else None
 

@@ -99,7 +99,7 @@ def parent_variable(told: str) -> dict[str, str]:
 
 
 def parent_told(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the value of `parent_variable`; empty if it is not set."""
+    """Return the value of `parent_variable`, or an empty string if it is not set."""
     return environ.get(_PARENT, "")
 
 
@@ -219,7 +219,7 @@ def tf_config(slot: int, replicas: int, servers: int = 0) -> str:
 
 
 def tf_config_given() -> str | None:
-    """Return the `TF_CONFIG` that this process was started with; None if there was none."""
+    """Return the `TF_CONFIG` that this process was started with, or None if there was none."""
     return _at_start["TF_CONFIG"]
 
 
@@ -254,12 +254,12 @@ def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.envir
 
 
 def variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a variable that the user has named; None if it is not set."""
+    """Return a variable that the user has named, or None if it is not set."""
     return environ.get(name)
 
 
 def key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the path of the key of the job; None if it is not set."""
+    """Return the path of the key of the job, or None if it is not set."""
     return Path(path) if (path := environ.get(KEY_FILE)) else None
 
 
@@ -396,13 +396,13 @@ def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ)
 
 
 def ssh_address(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the IP address at which the client of `ssh` has reached this host; None without `ssh`."""
+    """Return the IP address at which the client of `ssh` has reached this host, or None without `ssh`."""
     parts = environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else None
 
 
 def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a variable that Slurm sets for the job step of this process; None if it is not set."""
+    """Return a variable that Slurm sets for the job step of this process, or None if it is not set."""
     return environ.get(f"SLURM_{name}")
 
 
@@ -420,7 +420,7 @@ def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, 
 
 
 def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the value of the variable that makes `tf.keras` Keras 2; None if it is not set."""
+    """Return the value of the variable that makes `tf.keras` Keras 2, or None if it is not set."""
     return environ.get(LEGACY_KERAS)
 
 

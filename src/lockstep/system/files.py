@@ -141,7 +141,7 @@ class AppendFile:
             self._tell(error)
 
     def read(self, count: int, start: int) -> bytes:
-        """Return up to `count` bytes from `start` on; none if they cannot be read."""
+        """Return up to `count` bytes from `start` on, or empty bytes if they cannot be read."""
         try:
             return os.pread(self.descriptor, count, start)
         except OSError:

@@ -52,7 +52,7 @@ def parse(original: Sequence[str]) -> Invocation | None:
 
 
 def current_program() -> Invocation | None:
-    """Return the program of this process; None if it cannot be run again.
+    """Return the program of this process, or None if it cannot be run again.
 
     It is None in an interactive session, in a notebook, with `python -c`, and in a forked process.
     """

@@ -83,7 +83,7 @@ class HostCounterFiles:
 
 
 def process_counters(pid: int, proc: Path) -> ProcessCounters | None:
-    """Read the counters of a process; None if it has ended, or this user may not see it."""
+    """Read the counters of a process, or None if it has ended, or this user may not see it."""
     folder = f"{proc}/{pid}"
     try:
         # The name in parentheses may contain anything.

@@ -33,7 +33,7 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
 
 
 def shortage(workers: int, threads: int, files: int | None, processes: int | None) -> str:
-    """Return which limit of a host is too low for its workers, and what to do; empty if none is.
+    """Return which limit of a host is too low for its workers, and what to do, or an empty string if none is.
 
     Args:
         workers: number of workers on the host.
@@ -58,13 +58,13 @@ def shortage(workers: int, threads: int, files: int | None, processes: int | Non
 
 
 def open_files() -> int | None:
-    """Return the limit on open files of this process; None if there is none."""
+    """Return the limit on open files of this process, or None if there is none."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
 
 def processes_of_user_left(proc: Path = Path("/proc")) -> int | None:
-    """Return how many more processes and threads this user may start; None without a limit."""
+    """Return how many more processes and threads this user may start, or None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # The kernel does not apply the limit to root.
     if limit == resource.RLIM_INFINITY or os.getuid() == 0:

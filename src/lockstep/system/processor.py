@@ -51,7 +51,7 @@ def instruction_set(features: str) -> str:
 
 
 def smallest(sets: tuple[str, ...]) -> str:
-    """Return the smallest of several results of `instruction_set`; empty if one is empty."""
+    """Return the smallest of several results of `instruction_set`, or an empty string if one is empty."""
     return "" if "" in sets else max(sets, key=_NAMES.index)
 
 

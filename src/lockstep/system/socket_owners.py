@@ -39,7 +39,7 @@ def is_of_this_user(connection: socket.socket) -> bool:
 
 
 def user_of_connection(connection: socket.socket, proc: Path = Path("/proc/net")) -> int | None:
-    """Return the id of the user at the other end of a TCP connection within this host; None if unknown."""
+    """Return the id of the user at the other end of a TCP connection within this host, or None if unknown."""
     with contextlib.suppress(OSError):
         local, remote = _listed(connection.getsockname()), _listed(connection.getpeername())
         table = proc / ("tcp" if connection.family == socket.AF_INET else "tcp6")
@@ -59,7 +59,7 @@ def _listed(address: tuple[Any, ...]) -> str:
 
 
 def user_of(name: bytes) -> int | None:
-    """Return the id of the user whose SOCK_SEQPACKET socket has `name`; None if it is unknown."""
+    """Return the id of the user whose SOCK_SEQPACKET socket has `name`, or None if it is unknown."""
     with contextlib.suppress(OSError, struct.error):
         return _users().get(name)
     return None
@@ -81,7 +81,7 @@ def describe(user: int | None, pid: int | None = None) -> str:
 
 
 def process_of(name: bytes) -> int | None:
-    """Return the id of a process that uses `name`; None if this user may not see it."""
+    """Return the id of a process that uses `name`, or None if this user may not see it."""
     # Imported only after a failure, which is rare.
     import psutil
 

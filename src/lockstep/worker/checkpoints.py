@@ -37,7 +37,7 @@ class WorkerCheckpoints:
 
     @property
     def resumed(self) -> Contents | None:
-        """The checkpoint from which training resumes; None for none."""
+        """The checkpoint from which training resumes, or None for none."""
         return self._resumed
 
     @property

@@ -91,7 +91,7 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
         return not places.are_not_the_program_s(absolute)
 
     def effect(event: str, arguments: tuple[Any, ...]) -> str:
-        """Return the effect of a call, as a predicate; empty if it is allowed."""
+        """Return the effect of a call, as a predicate, or an empty string if it is allowed."""
         match event:
             case "open" if isinstance(arguments[2], int) and arguments[2] & _WRITES:
                 return f"writes {os.fsdecode(arguments[0])}" if is_result(arguments[0]) else ""

@@ -134,7 +134,7 @@ class CompilationCache:
             raise
 
     def get(self, key: str) -> bytes | None:
-        """Return an entry; None if this process must make it."""
+        """Return an entry, or None if this process must make it."""
         self.leave()
         value = self._read(key)
         if value is None and self._take_turn(key):

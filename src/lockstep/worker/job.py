@@ -191,7 +191,7 @@ class JobContext:
 
     @property
     def tasks(self) -> Tasks | None:
-        """The tasks of the processes of a job with parameter servers; None for other jobs."""
+        """The tasks of the processes of a job with parameter servers, or None for other jobs."""
         servers = self.settings.parameter_servers
         return Tasks(self.settings.replicas, servers) if servers else None
 

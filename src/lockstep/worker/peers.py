@@ -34,7 +34,7 @@ class Peers(Protocol):
         """Let the agent pass connections from other hosts to an address of this process."""
 
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:
-        """Return a function that connects to a worker that has called `answers_at`; None on this host.
+        """Return a function that connects to a worker that has called `answers_at`, or None on this host.
 
         Raises:
             NetworkError: raised by the returned function if the other worker cannot be reached.

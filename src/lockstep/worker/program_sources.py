@@ -81,7 +81,7 @@ def is_own(path: str) -> bool:
 
 @cache
 def library_name(file: str) -> str:
-    """Return the name of the installed library of a source file; empty for other files."""
+    """Return the name of the installed library of a source file, or an empty string for other files."""
     parts = Path(file).parts
     at = max((number for number, part in enumerate(parts) if part in _INSTALLED), default=None)
     return "" if at is None or at + 1 == len(parts) else parts[at + 1].removesuffix(".py")
@@ -128,13 +128,13 @@ def _variables_in(path: Path) -> frozenset[str]:
 
 
 def script_source() -> str:
-    """Return the name of the script's file in `own_sources`; empty if it has none."""
+    """Return the name of the script's file in `own_sources`, or an empty string if it has none."""
     script = _file(sys.modules["__main__"])
     return script.name if script is not None and is_own(str(script)) else ""
 
 
 def file_hash(path: Path) -> str | None:
-    """Return the hash of a file's contents; None if there is no file."""
+    """Return the hash of a file's contents, or None if there is no file."""
     try:
         return _hash(path.read_bytes())
     except OSError:
@@ -228,7 +228,7 @@ def _file(module: ModuleType) -> Path | None:
 
 @cache
 def _own_file(name: str) -> Path | None:
-    """Return the path of one of the program's own files; None for others. Cached: modules are many."""
+    """Return the path of one of the program's own files, or None for others. Cached: modules are many."""
     path = Path(name).absolute() if name.endswith(".py") else None
     return path if path is not None and is_own(str(path)) else None
 

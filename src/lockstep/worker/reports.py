@@ -29,6 +29,6 @@ def count() -> int:
 
 
 def latest() -> dict[str, float]:
-    """Return the metrics that were reported last; empty without any."""
+    """Return the metrics that were reported last, or an empty dict without any."""
     last = max(_reporters, key=lambda reporter: reporter.report, default=None)
     return last.metrics if last is not None else {}

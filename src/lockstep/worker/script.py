@@ -93,7 +93,7 @@ class Script:
         return Path.cwd() if self.module else Path(os.path.realpath(self.target)).parent
 
     def source(self) -> Path | None:
-        """Return the file with its Python code; None if there is none."""
+        """Return the file with its Python code, or None if there is none."""
         if not self.module:
             return Path(self.target)
         origin = find_module(self.target, [str(self.folder), *sys.path]).origin
@@ -174,7 +174,7 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the script's first frame on; None if all frames are Lockstep's own."""
+    """Return `trace` from the script's first frame on, or None if all frames are Lockstep's own."""
     lockstep_files = (
         str(Path(__file__)),
         f"{_PACKAGE}launcher/worker_main.py",
@@ -186,7 +186,7 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def program_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` with the program's own frames only; None if it has none."""
+    """Return `trace` with the program's own frames only, or None if it has none."""
     return _linked([each for each in _steps(trace) if is_program(each.tb_frame.f_code.co_filename)])
 
 

@@ -28,7 +28,7 @@ def forget_script_seed() -> None:
 
 
 def noted_script_seed() -> int | None:
-    """Return the last seed that the script has set; None without one."""
+    """Return the last seed that the script has set, or None without one."""
     return _noted[-1] if _noted else None
 
 

@@ -116,7 +116,7 @@ class Program(TrainingState, Protocol):
     varies: bool
 
     def present(self) -> Any:
-        """Return the state with the values of the variables; None if the state is in the variables."""
+        """Return the state with the values of the variables, or None if the state is in the variables."""
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return the partial of one replica that has examples, without changing `state`.
@@ -197,7 +197,7 @@ class ServedProgram(Program, Protocol):
         """Return the present values of the layers' state that the step changes, by the names in a partial."""
 
     def layer_of(self, position: int) -> str | None:
-        """Return the name in `layers` of a non-trainable variable of the model; None if the step keeps it.
+        """Return the name in `layers` of a non-trainable variable of the model, or None if the step keeps it.
 
         Args:
             position: the variable's index in `model.non_trainable_variables`.

@@ -243,7 +243,7 @@ def _scaled_additions(layer: Any, growth: int, weight: Any) -> Iterator[None]:
 def measured_growth(
     whole: Array, parts: Sequence[Array], weights: Sequence[float], tolerance: float
 ) -> int | None:
-    """Return the growth of a value; None if it is neither a sum nor a mean over examples.
+    """Return the growth of a value, or None if it is neither a sum nor a mean over examples.
 
     Args:
         whole: the value for some examples.

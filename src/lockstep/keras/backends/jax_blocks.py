@@ -94,7 +94,7 @@ class JaxBlockUpdate:
     """One update of a step, by blocks; a `lockstep.keras.backends.contract.BlockUpdate`.
 
     Args:
-        functions: of the update.
+        functions: the functions of the update.
         state: before it, as Keras's trainer has it.
         gradients: of all replicas, in the memory of the total, which does not change before it ends.
         density: by which the gradients are divided; None for no division.

@@ -49,7 +49,7 @@ class VariableGroup:
     Attributes:
         optimizer: the stand-in, which updates a block.
         variable: the one that it was built for.
-        elements: of a block.
+        elements: the number of elements of a block.
         dtype: of all.
         kinds: the names of the slots.
         offsets: for each variable, by its position, the element at which it begins.
@@ -112,7 +112,7 @@ class OptimizerBlocks:
     """The division of an optimizer's update into blocks.
 
     Attributes:
-        elements: of a block.
+        elements: the number of elements of a block.
         groups: the variables, by group.
         slots: for each variable of the optimizer that is a slot, by its position: the group, the number of
             its kind, and the position of its weight.
@@ -131,7 +131,7 @@ class OptimizerBlocks:
 
 
 def hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
-    """Return why the update of these variables cannot be cut into blocks; empty if it can."""
+    """Return why the update of these variables cannot be cut into blocks, or an empty string if it can."""
     kind = type(optimizer)
     if kind.__name__ not in _ELEMENTWISE or not kind.__module__.startswith("keras."):
         return f"blocks of {kind.__name__} do not have its bits"

@@ -26,7 +26,7 @@ StateKind = Literal["metric", "seed", "first", "equal", "layer"]
 
 
 def declared_kind(aggregation: str, is_seed: bool) -> StateKind | None:
-    """Return the kind that a variable's properties determine; None if they do not determine it.
+    """Return the kind that a variable's properties determine, or None if they do not determine it.
 
     Args:
         aggregation: the aggregation of the variable, in Keras's spelling.

@@ -15,7 +15,7 @@ from lockstep.system.environment import cublas_is_deterministic
 
 
 def copied(leaf: Any) -> Any:
-    """Return a copy of an array as a tensor with Keras's device and dtypes; None for None.
+    """Return a copy of an array as a tensor with Keras's device and dtypes, or None for None.
 
     The bits of a matrix product may depend on the alignment of memory. PyTorch aligns its memory, but the
     memory of NumPy's arrays and of slices may be unaligned.
@@ -58,7 +58,7 @@ def int32(value: int) -> int:
 
 
 def log_value(value: Any) -> Any:
-    """Return a value of the logs as a float, or as a copied tensor if it has a shape; None for None."""
+    """Return a value of the logs as a float, or as a copied tensor if it has a shape, or None for None."""
     if value is None:
         return None
     if isinstance(value, np.ndarray):
@@ -115,7 +115,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def device_random_states() -> list[torch.Tensor]:
-    """Return the random states of the GPUs; empty before PyTorch uses one."""
+    """Return the random states of the GPUs, or an empty list before PyTorch uses one."""
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
 

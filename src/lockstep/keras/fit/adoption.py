@@ -92,11 +92,11 @@ class AdoptedModels:
         return self._subjects[model]
 
     def options(self, model: Any) -> Any:
-        """Return the options of the strategy in whose scope a model was compiled; None if it has none."""
+        """Return the options of the strategy in whose scope a model was compiled, or None if it has none."""
         return self._options.get(model)
 
     def strategy(self, model: Any) -> Any:
-        """Return the strategy in whose scope a model was compiled, or is now; None if there is none."""
+        """Return the strategy in whose scope a model was compiled, or is now, or None if there is none."""
         active: Entered = self._scopes[-1][0] if self._scopes else nullcontext
         with self._entered.get(model, active)() as strategy:
             return strategy

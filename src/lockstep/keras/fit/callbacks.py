@@ -377,6 +377,6 @@ def _writing_once(callback: Any, resumes: bool) -> Any:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a file, with their ends; empty if the file does not exist."""
+    """Return the complete lines of a file, with their ends, or an empty list if the file does not exist."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [line for line in lines if line.endswith(b"\n")]

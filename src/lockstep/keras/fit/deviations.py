@@ -54,7 +54,7 @@ class Deviation:
 def deviation(
     reference: Array, value: Array, others: Sequence[Array], epsilon: float, scale: float = 0.0
 ) -> Deviation | None:
-    """Return how a value deviates from a reference; None for rounding.
+    """Return how a value deviates from a reference, or None for rounding.
 
     Args:
         reference: the value that one process computes.

@@ -68,7 +68,7 @@ class DividedUpdate:
     @staticmethod
     @lru_cache(1)
     def of(job: Job) -> "DividedUpdate | None":
-        """Return the one instance of a job; None if its workers do not divide updates."""
+        """Return the one instance of a job, or None if its workers do not divide updates."""
         pool = job.context.state_pool
         return None if pool is None else DividedUpdate(job, pool)
 

@@ -380,11 +380,11 @@ class StepRound(Round):
     replica 0 to learn the layout of a partial: in the first step, and where steps vary, in each.
 
     Args:
-        step: of the program.
+        step: the program's step.
         state: at the beginning of the step.
-        batch: of the step.
+        batch: the batch of the step.
         earlier: the totals of the earlier rounds.
-        record: of the step.
+        record: the record of the step.
         examples: gets those of a replica, by its id, if the step takes another round.
 
     Attributes:
@@ -476,7 +476,7 @@ class StepRound(Round):
         return partial
 
     def form(self) -> str | None:
-        """Return what the last computation has done, if steps of the program vary."""
+        """Return the form of the last computation, if steps of the program vary."""
         step, program = self._step, self._step.program
         if not program.varies:
             return None

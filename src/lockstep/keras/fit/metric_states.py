@@ -52,7 +52,7 @@ def _constant(leaf: Any) -> Any:
 
 
 def why_not_summed(metric: Any) -> str | None:
-    """Return why the state of a metric cannot be summed over replicas, for users; None if it can be."""
+    """Return why the state of a metric cannot be summed over replicas, for users, or None if it can be."""
     for variable in metric.variables:
         if variable.dtype == "bool":
             return f"the metric variable {variable.path!r} is a bool, which cannot be summed: use an int32"
@@ -60,7 +60,7 @@ def why_not_summed(metric: Any) -> str | None:
 
 
 def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]) -> str | None:
-    """Return why the state of a metric is not a sum over examples, for users; None if it may be one.
+    """Return why the state of a metric is not a sum over examples, for users, or None if it may be one.
 
     Args:
         metric: with its variables.

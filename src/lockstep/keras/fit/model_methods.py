@@ -137,7 +137,7 @@ class ModelMethods:
         return self._models.scope(entered, options)
 
     def strategy_of(self, model: Any) -> Any:
-        """Return the strategy in whose scope a model was compiled, or is now; None if there is none."""
+        """Return the strategy in whose scope a model was compiled, or is now, or None if there is none."""
         return self._models.strategy(model)
 
     def adopt_all(self) -> None:

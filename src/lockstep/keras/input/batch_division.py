@@ -687,7 +687,7 @@ def encoded(batches: Mapping[int, HeldRows]) -> list[Bytes]:
 
 
 def decoded(sent: Bytes, state: Mapping[str, Any]) -> dict[int, HeldRows]:
-    """Return what `encoded` was given, in the memory of `sent`; nothing for no bytes."""
+    """Return what `encoded` was given, in the memory of `sent`, or an empty dict for no bytes."""
     if not sent.size:
         return {}
     size = int.from_bytes(sent[:8].tobytes(), "little")

@@ -120,7 +120,7 @@ class ValueContext:
 
 
 def values_from_function(job: Job, runner: Runner, value_fn: Callable[[ValueContext], Any]) -> Any:
-    """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
+    """Return the results of `value_fn(context)` for all replicas, with a `PerReplica` for each leaf.
 
     Every worker computes the values of all replicas. With one replica this returns its value.
 

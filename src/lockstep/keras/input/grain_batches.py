@@ -25,7 +25,7 @@ class GrainBatches(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """The length of the dataset; None if it repeats without end."""
+        """The length of the dataset, or None if it repeats without end."""
         count = len(self._dataset)
         return None if count == sys.maxsize else count
 

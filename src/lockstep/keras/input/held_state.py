@@ -1,4 +1,4 @@
-"""Finds what makes items of a dataset depend on earlier reads: generators and numbers that its code holds."""
+"""Finds the generators and numbers in the code of a dataset that make its items depend on earlier reads."""
 
 import copy
 import dis
@@ -151,7 +151,7 @@ class ChangedNumbers:
 
 
 def states_held(*roots: tuple[str, Any]) -> dict[str, Any]:
-    """Return what earlier reads of the objects change: by path, what has a state for `generator_state`.
+    """Return the states that earlier reads of the objects change, by path, for `generator_state`.
 
     These are the generators of random numbers that the objects hold, and `ChangedNumbers`.
     """

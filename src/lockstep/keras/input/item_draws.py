@@ -61,7 +61,7 @@ class ItemDraws:
         items: list[Item],
         fetch: Callable[[list[Item]], Sequence[Result]],
     ) -> list[Result]:
-        """Return what `fetch` returns for the items, in their order.
+        """Return the results of `fetch` for the items, in their order.
 
         Args:
             number: the number of the pass, from 0.

@@ -168,7 +168,7 @@ class _ReplicaSource:
         return self._draws.drawn
 
     def __getitems__(self, request: "_ReplicaItems | _TwiceRead") -> Any:
-        """Return what is asked for; PyTorch's worker processes call this."""
+        """Return the requested rows. PyTorch's worker processes call this."""
         return self[request] if isinstance(request, _ReplicaItems) else request.read(self)
 
     def __getitem__(self, request: _ReplicaItems) -> dict[int, Any]:
@@ -195,7 +195,7 @@ class _ReplicaSource:
         return self._draws.read(number, items.positions, items.indices, self._fetch)
 
     def collated(self, number: int, items: _Items, samples: list[Any]) -> Any:
-        """Return what the collate function makes of the samples of some items.
+        """Return the result of the collate function for the samples of some items.
 
         Raises:
             DataError: it draws random numbers.
@@ -386,7 +386,7 @@ class _ReadAhead:
 def _in_processes(
     loader: Any, source: "_ReplicaSource", requests: Iterable[Any], processes: int | None = None
 ) -> Iterator[Any]:
-    """Return what the worker processes of a loader read, in the order of the requests.
+    """Return an iterator over the results of a loader's worker processes, in the order of the requests.
 
     If a loader has worker processes, no other process reads its dataset: a file that an item opens would be
     shared by those that are forked later.
@@ -410,7 +410,7 @@ def _in_processes(
 
 
 def _requests(current: _LoaderPass, batch: _SampledBatch | None) -> Iterator[_ReplicaItems]:
-    """Yield what to read of `batch` and of those after it, in the view in which PyTorch asks for it."""
+    """Yield the items to read of `batch` and of later ones, in the view in which PyTorch asks for them."""
     while batch is not None:
         examples, replicas = len(batch.indices), current.reader.job.view.replicas
         rows = {

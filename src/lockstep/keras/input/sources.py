@@ -167,7 +167,7 @@ class GlobalBatchSource:
 
     @property
     def in_tensors(self) -> Any:
-        """The `tf.data.Dataset` that yields the batches; None if there is none."""
+        """The `tf.data.Dataset` that yields the batches, or None if there is none."""
         return self.stream.dataset if self.is_joint and self.stream.is_tensorflow else None
 
     def begin(self) -> "GlobalBatchPass":

@@ -67,7 +67,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
 
     @property
     def in_tensors(self) -> Any:
-        """The `tf.data.Dataset` whose elements are split; None if they do not come from one."""
+        """The `tf.data.Dataset` whose elements are split, or None if they do not come from one."""
         return self.source.in_tensors if isinstance(self.source, GlobalBatchSource) else None
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:

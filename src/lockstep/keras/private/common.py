@@ -439,7 +439,7 @@ def weighted_metrics(model: Any) -> list[Any]:
 
 
 def loss_tracker(model: Any) -> Any:
-    """Return the metric that gets the loss of each step; None if the model was not compiled."""
+    """Return the metric that gets the loss of each step, or None if the model was not compiled."""
     return getattr(model, "_loss_tracker", None)
 
 
@@ -447,7 +447,7 @@ def track_loss(model: Any, added: Any, rows: Any, *arguments: Any) -> None:
     """Compute the loss and pass it to the metric of losses, as Keras's `test_step` does.
 
     Args:
-        model: of the step.
+        model: the model of the step.
         added: the sum of the losses that layers have added and those of weights; None if there are none.
         rows: the number of examples.
         arguments: the first four of `compute_loss`.
@@ -535,12 +535,12 @@ def adam_moments(optimizer: Any, variables: Iterable[Any]) -> tuple[list[Any], l
 
 
 def variables_without_decay(optimizer: Any) -> Any:
-    """Return what `exclude_from_weight_decay(var_list=...)` has set, if it was called."""
+    """Return the value that `exclude_from_weight_decay(var_list=...)` has set, if it was called."""
     return getattr(optimizer, "_exclude_from_weight_decay", None)
 
 
 def names_without_decay(optimizer: Any) -> Any:
-    """Return what `exclude_from_weight_decay(var_names=...)` has set, if it was called."""
+    """Return the value that `exclude_from_weight_decay(var_names=...)` has set, if it was called."""
     return getattr(optimizer, "_exclude_from_weight_decay_pattern", None)
 
 

@@ -192,7 +192,7 @@ class EagerRunner:
         return packed(execution.nest, self.per_replica(values, self._store))
 
     def _recomputation(self, execution: EagerExecution) -> Callable[[int], Sequence[Any]]:
-        """Return what computes replicas of a `strategy.run` again, until any variable is assigned."""
+        """Return a function that repeats replicas of a `strategy.run`, until a variable is assigned."""
         count, python = assignments.count(), execution.profile.python
         changes = python.has_changed
 
@@ -249,7 +249,7 @@ class EagerRound(FunctionRound):
         return {name: array for name, array in partial.items() if not name.startswith(_RESULT)}
 
     def form(self) -> str:
-        """Return what the last computation has changed in Python, if it is the function's last round."""
+        """Return a text on the last computation's changes in Python, if it is the function's last round."""
         profile = self._execution.profile
         return profile.python.form() if profile.rounds.is_last(len(self._earlier)) else ""
 

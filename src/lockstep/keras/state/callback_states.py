@@ -134,7 +134,7 @@ def _state(callback: Any, before: Sequence[AttributeHashes]) -> tuple[dict[str, 
 
 
 def _packed(value: Any) -> bytes | None:
-    """Return a hash of a value; None if a checkpoint cannot hold it."""
+    """Return a hash of a value, or None if a checkpoint cannot hold it."""
     try:
         packed, arrays = pack(value, "")
     except TypeError:

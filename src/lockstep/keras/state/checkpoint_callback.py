@@ -384,7 +384,7 @@ class ScriptCheckpoints:
                     note(f"{writer.decode()} writes the checkpoint, {now - begun:.0f} s")
 
     def _from_any(self, label: str, blob: bytes) -> bytes:
-        """Return the blob of the first worker that has one; empty if none has."""
+        """Return the blob of the first worker that has one, or empty bytes if none has."""
 
         def receive(_: View, communicator: Communicator) -> bytes:
             return next(filter(None, communicator.gather(blob, what=label)), b"")

@@ -112,7 +112,7 @@ class Journal:
             methods: the number of calls of each method at its end.
             taken: the number of training steps at its end.
             failure: the error that ended it, if any.
-            key: of its turn.
+            key: the key of its turn.
             held: what reading changes in its inputs.
         """
         number = len(self._codes)
@@ -143,7 +143,7 @@ class Journal:
         and large ones, such as the order of all examples, after the last call that has them.
 
         Args:
-            number: of the call; None if its states are those of an earlier one.
+            number: the number of the call, or None if its states are those of an earlier one.
             held: what reading changes in its inputs.
         """
         last = max(self._states, default=0)

@@ -89,7 +89,7 @@ def settings_of_parts(parts: Mapping[str, Any]) -> Settings:
 
 
 def differences(before: Settings, now: Settings) -> str:
-    """Return a text on the settings that differ; empty if none does."""
+    """Return a text on the settings that differ, or an empty string if none does."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     names = [name for name in names if not _is_incomparable(name, before, now)]
     texts = [f"{name} was {before.get(name, 'absent')}, and is {now.get(name, 'absent')}" for name in names]
