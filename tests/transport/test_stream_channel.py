@@ -1,6 +1,7 @@
 """Streams between hosts, beyond the contract of channels: frames, limits, encryption, the end of a peer."""
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -22,6 +23,7 @@ from lockstep.protocol.worker import StateGiven
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport import stream_channel
 from lockstep.transport.keys import JobKey
+from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import MAX_PACKET, encode
 from lockstep.transport.stream_channel import MAX_QUEUED, StreamChannel
 from lockstep.transport.tls import job_context
@@ -542,6 +544,24 @@ def test_a_closed_channel_has_no_descriptors(ends: tuple[Stream, Stream]) -> Non
         assert end.fileno() == -1
         assert end.receive() == PeerGone()
         assert not end.send(Number(1))
+
+
+@pytest.mark.usefixtures("closes_descriptors")
+def test_channels_that_find_no_descriptors_leave_none_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    one, other = connected()
+    with monkeypatch.context() as patched, other:
+        patched.setattr(select, "epoll", refuse)
+        with pytest.raises(OSError, match="Too many open files"):
+            StreamChannel.over(one, MESSAGES, None, accepted=True)
+        assert other.recv(1) == b""
+    events = iter([os.eventfd(0)])
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "eventfd", lambda *_: next(events, None) or refuse())
+        with pytest.raises(OSError, match="Too many open files"):
+            LocalChannel.pair()
 
 
 def test_limits_are_those_of_packets() -> None:

@@ -27,7 +27,11 @@ class LocalChannel(Generic[Out, In]):
             OSError: this process has too many descriptors.
         """
         first: LocalChannel[Any, Any] = cls()
-        second: LocalChannel[Any, Any] = cls()
+        try:
+            second: LocalChannel[Any, Any] = cls()
+        except OSError:
+            first.close()
+            raise
         first._peer, second._peer = second, first
         return first, second
 

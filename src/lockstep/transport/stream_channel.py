@@ -82,6 +82,9 @@ class StreamChannel(Generic[Out, In]):
 
     Attributes:
         received: number of bytes that have arrived.
+
+    Raises:
+        OSError: this process has too many descriptors. Those of the stream are closed.
     """
 
     def __init__(
@@ -99,8 +102,6 @@ class StreamChannel(Generic[Out, In]):
         self.received = 0
         self._decoder: PacketDecoder[In] = PacketDecoder(incoming)
         self._reading, self._writing = reading, writing
-        for descriptor in {reading, writing}:
-            os.set_blocking(descriptor, False)
         self._lock = threading.Lock()
         self._arrived = bytearray()
         self._ended = False
@@ -111,14 +112,20 @@ class StreamChannel(Generic[Out, In]):
         self._output = bytearray()
         self._deaf = False
         self._tls = _Tls(tls, accepted) if tls is not None else None
-        # Its count is nonzero while `receive` has something to return although nothing arrives.
-        self._more = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._has_more = False
         self._writes = False
         self._closed = False
-        self._events = select.epoll()
-        self._events.register(self._more, select.EPOLLIN)
-        self._events.register(reading, select.EPOLLIN)
+        with contextlib.ExitStack() as opened:
+            for descriptor in {reading, writing}:
+                opened.callback(os.close, descriptor)
+                os.set_blocking(descriptor, False)
+            # Its count is nonzero while `receive` has something to return although nothing arrives.
+            self._more = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            opened.callback(os.close, self._more)
+            self._events = opened.enter_context(select.epoll())
+            self._events.register(self._more, select.EPOLLIN)
+            self._events.register(reading, select.EPOLLIN)
+            opened.pop_all()
         with self._lock:
             self._step()
 
