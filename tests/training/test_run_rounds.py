@@ -9,7 +9,9 @@ import pytest
 
 from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.plan import ReducePlan
-from lockstep.errors import DisagreementError, ModelError
+from lockstep.data.batch import GlobalBatch
+from lockstep.errors import DataError, DisagreementError, ModelError
+from lockstep.keras.input.sources import BatchValues
 from lockstep.keras.per_replica import ReturnedValues, Spec
 from lockstep.keras.replica_run.results import ResultCombiner
 from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
@@ -68,6 +70,9 @@ class Examples:
 
     def of(self, replica: int) -> Sequence[Any]:
         return ()
+
+    def is_here(self, replica: int) -> bool:
+        return True
 
     def leaf(self, position: int, replica: int) -> Any:
         return None
@@ -155,6 +160,19 @@ def test_several_leaves_share_a_reduce_and_empty_ones_have_no_weight() -> None:
         return [float(mean) for mean in means], results.gather(values, 0, 0).tolist()
 
     assert together(act) == [([2.0, 2.0], [1.0, 2.0, 3.0])] * 2
+
+
+def test_rows_that_cannot_be_read_end_a_gather_with_their_own_error() -> None:
+    def read(rows: slice) -> Any:
+        raise DataError("a map of a tf.data pipeline failed")
+
+    def act(worker: int, rounds: RunRounds) -> Any:
+        batch = GlobalBatch(REPLICAS, REPLICAS, read, lambda: b"")
+        values = BatchValues(batch, 0, (Spec("float64", (None,)),), {0: [np.zeros(1)]})
+        with pytest.raises(DataError, match=r"a map of a tf\.data pipeline failed"):
+            ResultCombiner(rounds, np.asarray, REPLICAS).gather(values, 0, 0)
+
+    assert together(act) == [None, None]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool"])

@@ -50,6 +50,9 @@ class Values(Protocol):
             DataError: they are not available on this worker.
         """
 
+    def is_here(self, replica: int) -> bool:
+        """Whether this worker has the values of a replica, or can read them."""
+
     def leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica.
 
@@ -95,6 +98,10 @@ class KnownValues:
             DataError: they are on another worker.
         """
         return [self.leaf(position, replica) for position in range(len(self.columns))]
+
+    def is_here(self, replica: int) -> bool:
+        """Whether this worker has computed the values of a replica."""
+        return all(replica in column for column in self.columns)
 
     def leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica.

@@ -113,13 +113,17 @@ class BatchValues:
             self._leaves[replica] = leaves
         return leaves
 
+    def is_here(self, replica: int) -> bool:
+        """Whether this worker has the share of a replica, or can read it."""
+        return self._batch.is_here(replica)
+
     def leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica.
 
         Raises:
             DataError: another worker has it.
         """
-        if not self._batch.is_here(replica):
+        if not self.is_here(replica):
             raise DataError(
                 f"the examples of replica {replica} are on another worker: get them with strategy.gather"
             )

@@ -51,7 +51,7 @@ class ResultCombiner:
 
     def reduce_all(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: Axis) -> list[Array]:
         """Reduce several leaves like `reduce`, with one round at most."""
-        arrays = [self._known(source, leaf) for source, leaf in leaves]
+        arrays = [self._here(source, leaf) for source, leaf in leaves]
         unknown = [
             origin
             for origin, by_replica in zip(leaves, arrays, strict=True)
@@ -80,7 +80,7 @@ class ResultCombiner:
         """
         if not source.specs[leaf].shape:
             raise DataError("strategy.gather joins values along an axis; single numbers have none")
-        by_replica = self._known(source, leaf)
+        by_replica = self._here(source, leaf)
         if len(by_replica) == self._replicas:
             return np.concatenate([by_replica[replica] for replica in sorted(by_replica)], axis=axis)
         (joined,) = self._rounds.merged(GatherRound(self._rounds, self, source, leaf, axis)).values()
@@ -98,18 +98,17 @@ class ResultCombiner:
         if isinstance(source, ReturnedValues):
             array: Array = self._to_numpy(source.owned_leaf(leaf, replica))
             return array
-        if replica not in (by_replica := self._known(source, leaf)):
+        if replica not in (by_replica := self._here(source, leaf)):
             refuse_lost_value(replica)
         return by_replica[replica]
 
-    def _known(self, source: Values, leaf: int) -> Mapping[int, Array]:
-        by_replica = {}
-        for replica in range(self._replicas):
-            try:
-                by_replica[replica] = self._to_numpy(source.leaf(leaf, replica))
-            except DataError:
-                continue
-        return by_replica
+    def _here(self, source: Values, leaf: int) -> Mapping[int, Array]:
+        """Return one leaf of the replicas whose values this worker has."""
+        return {
+            replica: self._to_numpy(source.leaf(leaf, replica))
+            for replica in range(self._replicas)
+            if source.is_here(replica)
+        }
 
 
 class ReduceRound(FunctionRound):
