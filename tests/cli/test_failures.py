@@ -1,15 +1,18 @@
 """Workers that fail, exit early or hang: the job ends and names the worker and the reason."""
 
+import errno
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep import __version__
+from lockstep.cli import main
 
 FAIL = """
 def deep():
@@ -198,6 +201,49 @@ def test_the_worker_module_cannot_be_started_by_hand() -> None:
         "not by hand\n"
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device"),
+            "stdout cannot be written: No space left on device",
+        ),
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            "the system refuses an operation: Too many open files",
+        ),
+        (PermissionError(errno.EACCES, "Permission denied", "bin/python"), "bin/python: Permission denied"),
+    ],
+)
+def test_an_error_of_the_system_is_one_line_with_its_subject(
+    error: OSError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(main, "cli", fail)
+    monkeypatch.setattr(main, "discard_stdout", lambda: None)
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    assert capsys.readouterr().err == f"lockstep: {line}\n"
+
+
+def test_a_job_whose_interpreter_cannot_be_executed_says_so_without_an_error_number(tmp_path: Path) -> None:
+    (tmp_path / "main.py").touch()
+    code = (
+        "import sys\n"
+        "from lockstep.cli.main import main\n"
+        "sys.executable, sys.argv = '/dev/null', ['lockstep', 'run', '-n', '1', 'main.py']\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == "lockstep: /dev/null: Permission denied"
+    assert not (tmp_path / "runs").exists()
 
 
 def test_version() -> None:

@@ -105,6 +105,7 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.memory import memory_kills
 from lockstep.system.notes import note
+from lockstep.system.prose import os_error
 
 _LOOK_EVERY = 0.02
 """Seconds between two looks at a stack that a worker writes."""
@@ -286,7 +287,7 @@ class Agent:
                 self._start(start)
             except OSError as error:
                 self._pending_starts.pop(start.worker, None)
-                self._tell(StartFailed(start.worker, start.joins, str(error)))
+                self._tell(StartFailed(start.worker, start.joins, os_error(error)))
 
     def _start(self, start: StartWorker) -> None:
         taken = frozenset(

@@ -1,6 +1,7 @@
 """The command `lockstep`, with its subcommands except `run`."""
 
 import contextlib
+import errno
 import sys
 import time
 from pathlib import Path
@@ -14,8 +15,11 @@ from lockstep.cli.parameter_types import PARTS, FolderOrUrl
 from lockstep.errors import LockstepError, with_code
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
-from lockstep.system.prose import count, printable
-from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
+from lockstep.system.prose import count, os_error, printable
+from lockstep.system.standard_streams import (
+    discard_stdout,
+    fill_standard_descriptors,
+)
 from lockstep.transport.addresses import split_address, with_port
 from lockstep.version import __version__
 
@@ -36,6 +40,9 @@ _ELSEWHERE = {
 }
 """For each command that is not in this file its module, and the first sentence of its help."""
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""The errors of a write. Without the name of a file, they are those of stdout."""
+
 
 def main() -> None:
     """Run the command line of this process, and exit."""
@@ -51,8 +58,9 @@ def main() -> None:
         discard_stdout()
         # A reader such as head closes the pipe once it has enough.
         if not isinstance(error, BrokenPipeError):
-            subject = f"{error.filename}:" if error.filename else "stdout cannot be written:"
-            _refuse(f"{subject} {error.strerror or error}")
+            of_stdout = error.errno in _WRITE_ERRORS
+            failed = "stdout cannot be written" if of_stdout else "the system refuses an operation"
+            _refuse(os_error(error) if error.filename else f"{failed}: {os_error(error)}")
 
 
 def _refuse(message: str) -> None:

@@ -29,6 +29,7 @@ from lockstep.system.event_loop import wait_for
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
 from lockstep.system.notes import note
 from lockstep.system.prctl import adopt_orphans, die_with, keep_priority
+from lockstep.system.prose import os_error
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.packet_channel import PacketChannel
 
@@ -88,8 +89,11 @@ def _become_job_process(command: StopChannel, serve: Serve) -> None:
             signal.signal(number, _no_op)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         status = serve(command)
-    except (LockstepError, OSError) as error:
+    except LockstepError as error:
         note(with_code(error))
+        status = 2
+    except OSError as error:
+        note(os_error(error))
         status = 2
     except BaseException:
         sys.excepthook(*sys.exc_info())

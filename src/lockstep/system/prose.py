@@ -59,6 +59,12 @@ def short_duration(seconds: float) -> str:
     return " ".join(parts[:2])
 
 
+def os_error(error: OSError) -> str:
+    """Return the reason of an error of the system, after the file if it is about one."""
+    reason = error.strerror or str(error)
+    return f"{error.filename}: {reason}" if error.filename else reason
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table of texts, whose columns are as wide as their longest text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
