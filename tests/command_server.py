@@ -32,7 +32,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -177,7 +177,8 @@ class CommandServer:
     def connected(cls, path: Path) -> "CommandServer":
         """Connect to the server of a path."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(str(path))
+        with short(path) as address:
+            connection.connect(address)
         return cls(connection)
 
     def start(
@@ -213,12 +214,23 @@ class CommandServer:
                 return number
 
 
+@contextlib.contextmanager
+def short(path: Path) -> Iterator[str]:
+    """Another path of the same file, for sockets: their paths have at most 107 bytes."""
+    folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
 def start_server(path: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
     """Start a server that listens at a path, and ends with the main process of the test run."""
     in_process_of_xdist = "PYTEST_XDIST_WORKER" in os.environ
     owner = os.pidfd_open(os.getppid() if in_process_of_xdist else os.getpid())
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
+        with short(path) as address:
+            listener.bind(address)
         listener.listen(_BACKLOG)
         numbers = [listener.fileno(), owner]
         for number in numbers:
