@@ -15,7 +15,7 @@ import lockstep
 from lockstep.data import batch as batches
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.jax import JaxProgram
-from lockstep.keras.fit import global_step, outputs
+from lockstep.keras.fit import global_step, mirrored, outputs
 from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.random_rows import equal_draws
@@ -585,7 +585,7 @@ def test_what_an_earlier_call_has_learned_is_seen(
 def test_only_the_first_batches_of_a_check_train(
     published: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(global_step, "_MOST_UNTAKEN", 2)
+    monkeypatch.setattr(mirrored, "_MOST_UNTAKEN", 2)
     model = eager(hidden())
     losses = [model.train_on_batch(X, Y) for _ in range(5)]
     assert losses[0] > losses[1] > losses[2] == losses[3] == losses[4]

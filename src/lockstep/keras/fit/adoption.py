@@ -24,11 +24,14 @@ class Compilation:
     Attributes:
         compared: the kinds of steps for which workers have compared the model, in calls for single batches.
         witnessed: the kinds of steps that were compared with plain Keras.
+        batches: where the job only checks the script: the results of the calls for single batches that have
+            taken steps, and None for each later call; by the method and by whether it returns a dict.
         trained: the variables that its training function updates; None before the function is made.
     """
 
     compared: set[StepKind] = field(default_factory=set)
     witnessed: set[StepKind] = field(default_factory=set)
+    batches: dict[tuple[str, bool], list[Any]] = field(default_factory=dict)
     trained: list[Any] | None = None
 
 

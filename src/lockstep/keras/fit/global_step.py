@@ -52,12 +52,8 @@ _ADVICE = (
     "(add_weight), or return it from train_step as a log"
 )
 
-_CHECKED_STEPS = 3
-"""The steps that a call takes where the job only checks the script; also all calls for single batches."""
-
-_MOST_UNTAKEN = 10_000
-"""The calls for single batches that take no step in a check before it ends the script: a loop may wait for a
-loss that it never reaches."""
+CHECKED_STEPS = 3
+"""The steps that a call takes where the job only checks the script."""
 
 _decoder = msgspec.msgpack.Decoder(list[ReplicaOutputs])
 
@@ -112,7 +108,6 @@ class GlobalStep:
         self.timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
         self._divided = DividedUpdate.of(job)
-        self._batches, self._logs_of_batch = 0, None
 
     def _make_program(self, model: Any) -> None:
         """Make a program that knows the growths of the model, as of its first step."""
@@ -160,8 +155,6 @@ class GlobalStep:
                 return {}, state
             return self._snapshots.restore(self.model, self.program, state)
         label, number = call.name, call.steps + 1
-        if call.at_end and self.job.settings.checks and self._is_checked(call):
-            return self._logs_of_batch, state
         if call.at_end:
             # The time between two calls of one step belongs to the script.
             self.timer.stop()
@@ -338,22 +331,14 @@ class GlobalStep:
         self.program = self._programs[structure]
         return self.program
 
-    def _is_checked(self, call: NumberedCall) -> bool:
-        """Whether the calls for single batches have taken all steps of a check; count a call."""
-        self._batches += 1
-        if self._batches > _CHECKED_STEPS + _MOST_UNTAKEN:
-            method = call.name.partition(" ")[0]
-            self.job.end_check(f"the script calls {method} more than {_MOST_UNTAKEN:,} times")
-        return self._batches > _CHECKED_STEPS
-
     def _next_step(self, logs: Any, state: Any) -> Any:
         """Count a step, and do what is due after it; return the state."""
         self.job.note_step()
         call = self.calls.current
         call.steps += 1
-        call.logs = self._logs_of_batch = logs
+        call.logs = logs
         trains = self.kind == "train"
-        if self.job.settings.checks and call.steps >= _CHECKED_STEPS:
+        if self.job.settings.checks and call.steps >= CHECKED_STEPS:
             setattr(self.model, "stop_training" if trains else "stop_evaluating", True)
         if trains:
             self.calls.taken += 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from typing import Any
 
 import keras
@@ -23,7 +24,7 @@ from lockstep.keras.fit.callbacks import (
     writes,
     writing_once,
 )
-from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.global_step import CHECKED_STEPS, GlobalStep
 from lockstep.keras.fit.introductions import Introductions
 from lockstep.keras.fit.local_steps import OuterBatches
 from lockstep.keras.fit.trainer import FUNCTIONS, KINDS, Original, TrainerParts, bind, method_of
@@ -37,6 +38,10 @@ from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.worker_exchange import Facts
 from lockstep.observability.events import ChiefWrites
+
+_MOST_UNTAKEN = 10_000
+"""The calls for single batches that take no step in a check before it ends the script: a loop may wait for a
+loss that it never reaches."""
 
 
 class Mirrored:
@@ -190,7 +195,17 @@ class Mirrored:
             elif kind != "predict" and growths_of(model).unweighted:
                 batch = _batch_of(original, model, args, kwargs)
                 self._introduce(call, model, kind, lambda: batch, weighs=batch[2] is not None)
+            results: list[Any] = []
+            if self._job.settings.checks and kind != "predict":
+                returns_dict = bool(bind(original, model, args, kwargs).arguments["return_dict"])
+                results = parts.models.compilation(model).batches.setdefault((method, returns_dict), results)
+                if len(results) >= CHECKED_STEPS + _MOST_UNTAKEN:
+                    self._job.end_check(f"the script calls {method} more than {_MOST_UNTAKEN:,} times")
+                if len(results) >= CHECKED_STEPS:
+                    results.append(None)
+                    return copy(results[CHECKED_STEPS - 1])
             result = parts.record.finish(original(model, *args, **kwargs))
+            results.append(result)
             if kind == "train":
                 parts.record.note_batch(model)
                 if self.keeps_state:
