@@ -51,20 +51,19 @@ class TriedBatch:
 
     Args:
         read: reads the batch. It is called once, when rows are first needed.
+
+    Attributes:
+        was_read: whether rows were needed so far.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self._read = read
+        self.was_read = False
 
     @property
     def count(self) -> int:
         """The number of rows to try."""
         return _examples(self._rows)
-
-    @property
-    def was_read(self) -> bool:
-        """Whether rows were needed so far."""
-        return "_batch" in vars(self)
 
     @property
     def whole(self) -> TriedRows:
@@ -96,6 +95,7 @@ class TriedBatch:
 
     @cached_property
     def _batch(self) -> Nest:
+        self.was_read = True
         return self._read()
 
     @cached_property
