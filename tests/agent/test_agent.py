@@ -487,7 +487,7 @@ def test_a_note_explains_silence_before_the_first_step(
 
 
 def test_a_kill_for_lack_of_memory_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    kills = iter([3, 4])
+    kills = iter([3, *[4] * 99])
     monkeypatch.setattr("lockstep.agent.agent.memory_kills", lambda: next(kills))
 
     def killed(worker: FakeHandle) -> None:
@@ -498,8 +498,28 @@ def test_a_kill_for_lack_of_memory_is_named(stage: Stage, monkeypatch: pytest.Mo
     assert outcome.status == 137
     assert outcome.events_of("no memory") == [{"worker": 0, "kills": 1}]
     assert outcome.stderr.startswith(
-        "lockstep: the kernel killed a process because memory ran out, probably worker 0: use fewer workers"
+        "lockstep: memory ran out, so the kernel killed worker 0: use fewer workers"
     )
+    assert "worker 0 was killed by SIGKILL, by the kernel, because memory ran out\n" in outcome.stderr
+
+
+def test_workers_that_the_agent_kills_have_not_run_out_of_memory(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([3, *[4] * 99])
+    monkeypatch.setattr("lockstep.agent.agent.memory_kills", lambda: next(kills))
+
+    def ignores(worker: FakeHandle, number: int) -> None:
+        if number == signal.SIGKILL:
+            worker.end(-signal.SIGKILL)
+
+    def stop(event: run_events.Event) -> None:
+        if isinstance(event, run_events.WorkerReady):
+            stage.command.send(StopRequest(signal.SIGTERM))
+
+    outcome = stage.run(waits, react=ignores, on_event=stop)
+    assert outcome.events_of("no memory") == []
+    assert "memory" not in outcome.stderr
 
 
 def test_a_note_reports_a_run_without_a_strategy(stage: Stage) -> None:

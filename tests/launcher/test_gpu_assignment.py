@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.launcher.gpu_assignment import assign, describe_sharing, parse_devices, spread, visible
+from lockstep.launcher.gpu_assignment import assign, choose, describe_sharing, parse_devices, spread, visible
 from lockstep.protocol.job_spec import Devices
 from lockstep.system.nvml import Gpu
 
@@ -59,7 +59,7 @@ def test_assign_refuses_another_number() -> None:
     ("gpus", "workers", "visible"),
     [
         ((), 2, []),
-        (("4", "5"), 1, [("4", 1)]),
+        (("4", "5"), 1, [("4", 1), ("5", 1)]),
         (("4", "5"), 2, [("4", 1), ("5", 1)]),
         (("4", "5"), 3, [("4", 2), ("4", 2), ("5", 1)]),
         (("4",), 2, [("4", 2), ("4", 2)]),
@@ -80,7 +80,7 @@ LISTS = "nvidia-smi -L lists their names"
 @pytest.mark.parametrize(
     ("gpus", "listed", "workers", "each"),
     [
-        (WHOLE, None, 1, ["0:1"]),
+        (WHOLE, None, 1, ["0:1", "1:1"]),
         (WHOLE, None, 2, ["0:1", "1:1"]),
         (WHOLE, None, 3, ["0:2", "0:2", "1:1"]),
         (WHOLE, "1", 2, ["1:2", "1:2"]),
@@ -172,3 +172,28 @@ def test_what_each_worker_gets_from_the_option(
 )
 def test_a_note_names_the_gpus_that_workers_share(each: list[str], said: str) -> None:
     assert describe_sharing(assign(tuple((name,) for name in each), len(each))) == said
+
+
+ALONE = tuple(Devices(name) for name in "012")
+PAIRS = (Devices("0", 2), Devices("0", 2), Devices("1", 2), Devices("1", 2))
+
+
+@pytest.mark.parametrize(
+    ("entries", "slot", "used", "faults", "chosen"),
+    [
+        (ALONE, 1, "0", "", "1"),
+        (ALONE, 1, "0", "1", "2"),
+        (ALONE, 1, "02", "1", None),
+        (ALONE, 1, "0", "12", None),
+        (ALONE, 2, "012", "", None),
+        (PAIRS, 1, "01", "", "0"),
+        (PAIRS, 1, "1", "0", "1"),
+        (PAIRS, 1, "1", "01", None),
+        ((Devices("0,1"), Devices("2,3")), 0, "23", "1", None),
+    ],
+)
+def test_the_gpus_of_a_replacement(
+    entries: tuple[Devices, ...], slot: int, used: str, faults: str, chosen: str | None
+) -> None:
+    mine = choose(entries[slot], entries, used, faults)
+    assert (mine and mine.visible) == chosen

@@ -531,6 +531,22 @@ def test_a_worker_that_cannot_start_counts_as_one_that_exited() -> None:
     assert decide(ELASTIC, failed, 5.0) == decide(ELASTIC, exited, 5.0)
 
 
+def test_a_host_without_a_gpu_gets_no_other_worker() -> None:
+    """It costs no restart. Another host gets the worker if it has room; otherwise the job wants one less."""
+    lost = decide(ELASTIC, WorkerExited(1, -6, "GPU 1: it has fallen off the bus"), 5.0)
+    text = "worker 1 was killed by SIGABRT, GPU 1: it has fallen off the bus; worker 0 continues"
+    assert ShowMessage(text) in lost.actions
+    assert lost.actions[-1] == StartWorker(2, joins=True)
+    failed = StartFailed(2, True, "no other GPU is free", recurs=True)
+    alone = decide(lost.state, failed, 5.1)
+    assert alone.actions == ()
+    assert (alone.state.size.wanted, alone.state.slots) == (1, (1,))
+    assert alone.state.size.restarts_left == lost.state.size.restarts_left
+    assert decide(alone.state, DeadlinePassed(), 500.0).actions == ()
+    roomy = decide(lost.state, HostJoined("node2", 1, 2), 5.05).state
+    assert decide(roomy, failed, 5.1).actions == (StartWorker(3, joins=True),)
+
+
 def test_a_job_that_cannot_start_all_workers_ends_at_once() -> None:
     decision = decide(TWO, StartFailed(0, False, "no processes"), 0.0)
     assert decision.actions == (FinishJob(JobOutcome(1, "cannot start worker 0: no processes")),)

@@ -35,12 +35,13 @@ from functools import partial
 from lockstep.agent.held_states import HeldStates
 from lockstep.agent.host_load import LoadMeter
 from lockstep.agent.lane_connections import HostNetwork
-from lockstep.agent.starter import Arrivals, Starter
+from lockstep.agent.starter import Arrivals, NoGpuLeft, Starter
 from lockstep.agent.worker_handle import StackDump, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.errors import LockstepError
 from lockstep.observability.events import (
+    GpuLost,
     MessageMisunderstood,
     ScriptEnded,
     WorkerConnectedLate,
@@ -167,10 +168,12 @@ class Agent:
     _permitted: float = field(init=False)
     _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
     _states: HeldStates = field(init=False)
-    _memory_kills: int = field(default_factory=lambda: memory_kills())
+    _memory_kills: tuple[int, int] = field(init=False)
+    _lost_gpus: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         # With a hold, calls wait for the first answer too.
+        self._memory_kills = (memory_kills(),) * 2
         self._permitted = math.inf if self.spec.hold is None else 0.0
         self._states = HeldStates(self.host, self.network, self.loop, self._tell_of_moving)
         if self.network is not None:
@@ -287,15 +290,18 @@ class Agent:
                 self._start(start)
             except OSError as error:
                 self._pending_starts.pop(start.worker, None)
-                self._tell(StartFailed(start.worker, start.joins, os_error(error)))
+                recurs = isinstance(error, NoGpuLeft)
+                self._tell(StartFailed(start.worker, start.joins, os_error(error), recurs))
 
     def _start(self, start: StartWorker) -> None:
-        taken = frozenset(
-            worker.slot
+        others = [
+            worker
             for worker in self._workers.values()
             if not worker.exited and worker.worker not in start.yielding
-        )
-        worker = self.starter.start(start.worker, taken, joins=start.joins)
+        ]
+        if start.joins:
+            self._look_at_gpus()
+        worker = self.starter.start(start.worker, others, joins=start.joins)
         self._workers[start.worker] = worker
         network, settings = self.network, self.spec.settings
         worker.channel.send(
@@ -309,10 +315,19 @@ class Agent:
         self.loop.watch(worker.handle.exited, partial(self._see_exit, worker))
         self._tell(EventReport(WorkerStarted(start.worker, worker.handle.pid)))
 
+    def _look_at_gpus(self) -> dict[str, str]:
+        """Report GPUs that cannot be used any more; return why, by name."""
+        faults = self.starter.faults()
+        for gpu in faults.keys() - self._lost_gpus:
+            self._tell(EventReport(GpuLost(self.name, gpu, faults[gpu])))
+        self._lost_gpus |= faults.keys()
+        return faults
+
     def _signal(self, worker: int, number: int) -> None:
         if self._pending_starts.pop(worker, None) is not None:
             self._tell(StartCancelled(worker, number))
         elif worker in self._workers:
+            self._workers[worker].killed |= number == signal.SIGKILL
             self._workers[worker].handle.send_signal(number)
 
     # Views.
@@ -478,14 +493,22 @@ class Agent:
             stream.drain()
         if status == UNKNOWN_STATUS:
             status = worker.said
-        kills = self._new_memory_kills() if status in (-signal.SIGKILL, UNKNOWN_STATUS) else 0
+        kills, cause = 0, ""
+        if status in (-signal.SIGKILL, UNKNOWN_STATUS) and not worker.killed:
+            kills = self._recent_memory_kills()
+            cause = "by the kernel, because memory ran out" if kills and status != UNKNOWN_STATUS else ""
+        elif status and worker.gpus and not worker.killed:
+            faults = self._look_at_gpus()
+            cause = " and ".join(faults[gpu] for gpu in worker.gpus if gpu in faults)
         stack = worker.described_stack()
         worker.log_only(stack)
-        self._tell(ExitReport(WorkerExited(worker.worker, status), kills, stack))
+        self._tell(ExitReport(WorkerExited(worker.worker, status, cause), kills, stack))
 
-    def _new_memory_kills(self) -> int:
-        before, self._memory_kills = self._memory_kills, memory_kills()
-        return self._memory_kills - before
+    def _recent_memory_kills(self) -> int:
+        """Return how many processes the kernel has killed for lack of memory in the last seconds."""
+        now = memory_kills()
+        kills, self._memory_kills = now - self._memory_kills[0], (now, now)
+        return kills
 
     def _watch_output(self) -> None:
         for worker in self._workers.values():
@@ -524,6 +547,8 @@ class Agent:
             return None
         living = {worker.worker: worker.handle.pid for worker in self._workers.values() if not worker.exited}
         if (load := self.meter.measure(living)) is not None:
+            # The kernel may have killed a worker whose end is not seen yet.
+            self._memory_kills = self._memory_kills[1], memory_kills()
             self._tell(LoadReport(load))
         return self.meter.left()
 

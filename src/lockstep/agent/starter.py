@@ -1,17 +1,22 @@
 """The contracts by which an agent gets workers, and the starter of workers on this host."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 from lockstep.agent.worker_handle import OutputPipe, WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
+from lockstep.launcher.gpu_assignment import choose
 from lockstep.launcher.launcher import Launch, Launcher
-from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.job_spec import Devices, JobSpec
+from lockstep.system.cuda import Machine, faults_of, read_within
 from lockstep.system.environment import WorkerIdentity, job_environment, tf_config, worker_environment
 from lockstep.system.paths import RunPaths
+
+_DRIVER_PATIENCE = 1.0
+"""Seconds for which a loss or a start waits for the driver of GPUs, which may hang."""
 
 
 class Starter(Protocol):
@@ -31,17 +36,25 @@ class Starter(Protocol):
     def close(self) -> None:
         """Start no more workers, and release everything that starting them needs."""
 
-    def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
+    def faults(self) -> dict[str, str]:
+        """Return why GPUs of its workers cannot be used, by name; takes at most a second."""
+
+    def start(self, worker: int, others: Sequence[WorkerHandle], *, joins: bool) -> WorkerHandle:
         """Start a worker, or use a process that waits to become one.
 
         Args:
             worker: its id.
-            taken: the slots of other workers.
+            others: the other workers that run.
             joins: whether it joins a running job.
 
         Raises:
+            NoGpuLeft: none of the GPUs that the worker could get can be used.
             OSError: the worker cannot be started.
         """
+
+
+class NoGpuLeft(OSError):
+    """No worker can be started on this host any more, because a GPU cannot be used and no other is free."""
 
 
 class Arrivals(Protocol):
@@ -72,6 +85,7 @@ class LocalStarter:
         output: takes their output.
         first_slot: the slot of the first worker of this host.
         host: the name of this host, as the user wrote it; empty if the job has one host.
+        read_gpus: returns the GPUs of this machine; None if the driver does not answer.
     """
 
     spec: JobSpec
@@ -81,6 +95,8 @@ class LocalStarter:
     output: WorkerOutput
     first_slot: int = 0
     host: str = ""
+    read_gpus: Callable[[], Machine | None] = lambda: read_within(_DRIVER_PATIENCE)
+    _faults: dict[str, str] = field(default_factory=dict)
 
     def prepare(self) -> int | None:
         """Prepare to start workers; see `Starter`.
@@ -94,26 +110,45 @@ class LocalStarter:
         """Start no more workers."""
         self.launcher.close()
 
-    def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
+    def faults(self) -> dict[str, str]:
+        """Ask the driver which GPUs cannot be used; see `Starter`."""
+        names = tuple(dict.fromkeys(name for devices in self.spec.devices for name in devices.names))
+        machine = self.read_gpus() if names else None
+        if machine is not None and machine.gpus is not None:
+            self._faults = faults_of(names, machine.gpus)
+        return self._faults
+
+    def start(self, worker: int, others: Sequence[WorkerHandle], *, joins: bool) -> WorkerHandle:
         """Start a worker at the first free slot.
 
         Raises:
+            NoGpuLeft: none of the GPUs that the worker could get can be used.
             OSError: the worker cannot be started.
         """
+        taken = {other.slot for other in others}
         slot = next(slot for slot in itertools.count(self.first_slot) if slot not in taken)
+        devices = self.spec.devices_of(slot - self.first_slot)
+        if joins and devices is not None:
+            used = {name for other in others for name in other.gpus}
+            chosen = choose(devices, self.spec.devices, used, self._faults)
+            if chosen is None:
+                raise NoGpuLeft(f"{'; '.join(self._faults.values())}; no other GPU is free")
+            devices = chosen
         log, stdout, stderr = self.output.open(worker)
-        environment = partial(self._environment, worker, slot, joins)
+        environment = partial(self._environment, worker, slot, devices, joins)
         handle = self.launcher.start(Launch(worker, environment))
         streams = OutputPipe(handle.stdout, log, stdout), OutputPipe(handle.stderr, log, stderr)
-        return WorkerHandle(worker, slot, handle, log, streams, self.paths.stack(worker))
+        gpus = devices.names if devices else ()
+        return WorkerHandle(worker, slot, handle, log, streams, self.paths.stack(worker), gpus)
 
-    def _environment(self, worker: int, slot: int, joins: bool, control: int) -> dict[str, str]:
+    def _environment(
+        self, worker: int, slot: int, devices: Devices | None, joins: bool, control: int
+    ) -> dict[str, str]:
         spec = self.spec
         shared = job_environment(spec.seed, spec.threads, backend=spec.backend)
         if spec.in_one_process and spec.backend in (None, "tensorflow"):
             # Threads of TensorFlow wait in functions while others run.
             shared["TF_NUM_INTEROP_THREADS"] = str(spec.replicas)
-        devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(
             WorkerIdentity(
                 worker,

@@ -63,7 +63,9 @@ class WorkerHandle:
         stack: the file to which it writes its stack on request.
         ready: whether it has reached its script.
         exited: whether its process has ended.
+        killed: whether the agent has killed it.
         said: the exit status that it has announced; `UNKNOWN_STATUS` if none.
+        gpus: the names of its GPUs; empty if the job does not choose them.
         entrance: the address at which it answers workers of other hosts; empty if it takes no connections.
     """
 
@@ -73,8 +75,10 @@ class WorkerHandle:
     log: WorkerLog | None
     streams: tuple[OutputPipe, ...]
     stack: Path
+    gpus: tuple[str, ...] = ()
     ready: bool = False
     exited: bool = False
+    killed: bool = False
     said: int = UNKNOWN_STATUS
     entrance: bytes = b""
     _stack_start: int | None = None

@@ -99,6 +99,7 @@ def troubles(totals: JobTotals) -> list[str]:
             newest = f"the newest whole one has step {totals.saved}"
             newest += f" of {totals.steps}" if totals.steps and totals.saved < totals.steps else ""
         texts.append(f"{count(totals.failed_checkpoints, 'checkpoint')} failed, {newest}{why}")
+    texts += map(printable, totals.lost_gpus)
     if totals.lost_outputs:
         texts.append(f"{count(totals.lost_outputs, 'output')} could not be written")
     if totals.failed_verifications:

@@ -142,9 +142,12 @@ class Narrator:
             self._errors[published.event.worker] = published.event.summary
         if isinstance(published.event, run_events.MemoryExhausted):
             self._console.say(
-                "the kernel killed a process because memory ran out, probably worker "
-                f"{published.event.worker}: use fewer workers or smaller batches, or give the container or "
-                "the machine more memory"
+                f"memory ran out, so the kernel killed worker {published.event.worker}: use fewer workers or "
+                "smaller batches, or give the container or the machine more memory"
+            )
+        if isinstance(published.event, run_events.GpuLost):
+            self._console.say(
+                f"{published.event.fault}; no other worker gets it (sudo dmesg | grep -i xid shows the cause)"
             )
         if published.worker is not None:
             self._hear_worker(published.worker, published.event)

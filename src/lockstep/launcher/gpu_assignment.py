@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lockstep.errors import ConfigError
 from lockstep.protocol.job_spec import Devices
@@ -95,13 +95,34 @@ def spread(names: Sequence[str], workers: int, gpus: Sequence[Gpu] | None = None
         gpus: all GPUs of this machine; None if unknown.
 
     Returns:
-        One entry per worker; empty if there is no GPU.
+        One entry per worker, and one for each GPU beyond, for workers that start later; empty if there is no
+        GPU.
     """
     if not names:
         return ()
     if workers <= len(names):
-        return _with_users(tuple((name,) for name in names[:workers]), gpus)
+        return _with_users(tuple((name,) for name in names), gpus)
     return _with_users(tuple((names[worker * len(names) // workers],) for worker in range(workers)), gpus)
+
+
+def choose(
+    own: Devices, others: Sequence[Devices], used: Collection[str], faults: Collection[str]
+) -> Devices | None:
+    """Return the GPUs of a worker that starts while others run; None if it would get one with a fault.
+
+    It gets its own ones, or unused ones, or some that workers share anyway. It shares the GPUs of a worker
+    that has them for itself only if it has no own ones, because that worker may have reserved all memory.
+
+    Args:
+        own: those of its slot.
+        others: those of all slots.
+        used: the names of GPUs that workers use now.
+        faults: the names of GPUs that cannot be used.
+    """
+    fine = [each for each in (own, *others) if not set(each.names) & set(faults)]
+    unused = [each for each in fine if not set(each.names) & set(used)]
+    shared = [each for each in fine if each.users > 1]
+    return next(iter((*unused, *shared)), None)
 
 
 def describe_sharing(devices: tuple[Devices, ...]) -> str:
@@ -110,7 +131,7 @@ def describe_sharing(devices: tuple[Devices, ...]) -> str:
     Args:
         devices: the GPUs of each worker.
     """
-    users = Counter(name for mine in devices for name in mine.visible.split(","))
+    users = Counter(name for mine in devices for name in mine.names)
     shared = [f"GPU {name}" for name, workers in users.items() if workers > 1]
     most = max(users.values(), default=0)
     if len(shared) < 2:

@@ -26,7 +26,18 @@ _ENDED = 3
 _SHOWN = 8
 _TOLD = frozenset(
     {
-        *("joined", "left", "lost", "failed", "view", "paused", "stop", "no memory", "coordinator"),
+        *(
+            "joined",
+            "left",
+            "lost",
+            "failed",
+            "view",
+            "paused",
+            "stop",
+            "no memory",
+            "gpu lost",
+            "coordinator",
+        ),
         *("checkpoint", "checkpoint failed", "resumed", "warning", "finished"),
     }
 )
@@ -428,6 +439,8 @@ def tell(happening: Happening) -> str:
             text = f"training paused for {fields.get('seconds', 0):.2f} s"
         case "checkpoint":
             text = f"checkpoint {Path(str(fields.get('path', ''))).name}"
+        case "gpu lost":
+            text = str(fields.get("fault", ""))
         case "checkpoint failed" | "no memory" | "stop" | "coordinator":
             text = {
                 "checkpoint failed": f"no checkpoint: {fields.get('reason', '')}",

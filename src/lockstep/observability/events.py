@@ -118,10 +118,14 @@ class ScriptEnded(_Event, frozen=True, tag="done"):
 
 
 class WorkerExited(_Event, frozen=True, tag="exited"):
-    """The process of a worker has ended; its status is negative for a signal."""
+    """The process of a worker has ended; its status is negative for a signal.
+
+    `cause` continues the text of the status with what the agent knows beyond it; it is mostly empty.
+    """
 
     worker: int
     status: int
+    cause: str = ""
 
 
 class HostJoined(_Event, frozen=True, tag="host joined"):
@@ -166,6 +170,14 @@ class MemoryExhausted(_Event, frozen=True, tag="no memory"):
 
     worker: int
     kills: int
+
+
+class GpuLost(_Event, frozen=True, tag="gpu lost"):
+    """A GPU of workers cannot be used any more: `fault`. `host` is empty if the job has one host."""
+
+    host: str
+    gpu: str
+    fault: str
 
 
 class OutputLost(_Event, frozen=True, tag="output lost"):
@@ -248,6 +260,7 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
         metrics: its metrics by name, or the newest ones before its end; None if a value was not finite.
         not_finite: for each metric with a value that was not finite, the training steps before the first.
         strained: the load of hosts that were often overloaded or throttled, by name.
+        lost_gpus: why GPUs of workers cannot be used any more.
         lost_outputs: number of files of the run folder and of streams that could not be written.
         warnings: number of warnings that the command has shown.
         before: training steps in the checkpoint from which the job resumed.
@@ -275,6 +288,7 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
     metrics: Mapping[str, float | None] = {}
     not_finite: Mapping[str, int] = {}
     strained: Mapping[str, HostStrain] = {}
+    lost_gpus: tuple[str, ...] = ()
     lost_outputs: int = 0
     warnings: int = 0
     before: int = 0
@@ -917,6 +931,7 @@ CoordinatorEvent = (
     | StopRequested
     | DecisionMade
     | MemoryExhausted
+    | GpuLost
     | OutputLost
     | ConflictingWrite
     | MessageMisunderstood
@@ -964,8 +979,8 @@ Measurement = WorkerMeasurement | LoadMeasured
 WorkerDigest = ProgramRecorded | SettingsRecorded | NamesRecorded | DigestsRecorded
 """What a worker records of the bits of a training; the coordinator publishes it again."""
 
-HostFact = WorkerStarted | MessageMisunderstood | WorkerConnectedLate
-"""What an agent reports of the workers on its host; the coordinator publishes it."""
+HostFact = WorkerStarted | MessageMisunderstood | WorkerConnectedLate | GpuLost
+"""What an agent reports of its host and the workers there; the coordinator publishes it."""
 
 WorkerFact = WorkerReady | JoinRequested | WaitReported | ScriptEnded
 """What a worker reports of itself; the coordinator publishes it."""

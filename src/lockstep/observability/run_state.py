@@ -547,6 +547,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         state = self._with_worker(replace(info, phase="lost", reason=reason, ended=ended))
         return replace(state._with_more(happening, "lost"), waits=_without(self.waits, info.worker))
 
+    def _gpu_lost(self, happening: Happening) -> "RunState":
+        host, fault = (str(happening.fields.get(name, "")) for name in ("host", "fault"))
+        return self._with_totals(lost_gpus=(*self.totals.lost_gpus, f"{host}: {fault}" if host else fault))
+
     def _exited(self, happening: Happening) -> "RunState":
         info, status = self._worker(happening), happening.fields.get("status")
         phase = info.phase
@@ -719,6 +723,7 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "joined": _one_more("joined"),
     "host joined": _one_more("joined_hosts"),
     "host lost": _one_more("lost_hosts"),
+    "gpu lost": RunState._gpu_lost,
     "output lost": _one_more("lost_outputs"),
     "warning": _one_more("warnings"),
     "lost": RunState._lost,

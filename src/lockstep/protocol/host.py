@@ -401,11 +401,13 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
         worker: its id.
         joins: whether it was to join a running job.
         reason: why it cannot be started.
+        recurs: whether its host cannot start another worker instead, either.
     """
 
     worker: int
     joins: bool
     reason: str
+    recurs: bool = False
 
     @property
     def message(self) -> str:

@@ -34,6 +34,11 @@ class Devices:
     visible: str
     users: int = 1
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the GPUs."""
+        return tuple(self.visible.split(","))
+
 
 class JobHost(NamedTuple):
     """A host of a job: its name, as the user wrote it, and the number of workers with which it begins."""
@@ -168,7 +173,7 @@ class JobSpec(JobSettings):
         tee: the workers whose output the terminal shows.
         backend: the Keras backend; None to leave it unchanged.
         chosen: the backend and the reason for it, for messages.
-        devices: the GPUs of each worker; empty to leave them unchanged.
+        devices: the GPUs of each worker, then those of workers that join; empty to leave them unchanged.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
         job_restarts: how often the command has started the job before (`--restart-job`).
         tags: words of the user, by which `lockstep runs` finds the run.

@@ -4,7 +4,7 @@ import contextlib
 import os
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -273,8 +273,12 @@ class RendezvousStarter:
     def close(self) -> None:
         """Do nothing: starting workers needs nothing that must be released."""
 
-    def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
-        """Admit a process that waits. Its slot is that of its task, whichever slots are taken.
+    def faults(self) -> dict[str, str]:
+        """Return nothing: the user chooses the GPUs."""
+        return {}
+
+    def start(self, worker: int, others: Sequence[WorkerHandle], *, joins: bool) -> WorkerHandle:
+        """Admit a process that waits. Its slot is that of its task, whichever slots the others have.
 
         Raises:
             OSError: no process waits.

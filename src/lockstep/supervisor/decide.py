@@ -198,6 +198,7 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
     """A joiner is replaced, the members continue without a lost member, or the job ends."""
     worker, phase = event.worker, state.workers[event.worker].phase
     how, saving = f"worker {worker} {describe_exit(event.status)}", state.shutdown.saving
+    how += f", {event.cause}" if event.cause else ""
     if phase is Phase.LEAVING:
         left = state.with_phase(Phase.LEFT, worker)
         decision = Decision(left, reason=f"{how}; it was no longer needed")
@@ -212,11 +213,25 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
 
 
 def _start_failed(state: State, event: StartFailed, now: float) -> Decision:
-    """A joiner is replaced; a job that cannot begin with all workers ends at once."""
+    """A joiner is replaced, on another host if need be; a job that cannot begin with all workers ends."""
+    if event.joins and event.recurs:
+        return _host_full(state, event, now)
     if event.joins:
         return _worker_exited(state, WorkerExited(event.worker, 1), now)
     outcome = JobOutcome(1, event.message)
     return Decision(_with_outcome(state, outcome), (FinishJob(outcome),), event.message)
+
+
+def _host_full(state: State, event: StartFailed, now: float) -> Decision:
+    """Start a joiner on a host that has room; without one, the job wants one worker less."""
+    host = state.workers[event.worker].host
+    slots = tuple(wanted - (at == host) for at, wanted in enumerate(state.slots))
+    state = replace(state.with_phase(Phase.LOST, event.worker), slots=slots)
+    if state.roomiest_host() is None:
+        state = replace(state, size=replace(state.size, wanted=max(state.size.wanted - 1, 1)))
+    if state.active and state.admission.given:
+        return _admit(state, now, event.message)
+    return Decision(state, reason=event.message)
 
 
 def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:

@@ -1,7 +1,8 @@
 """What CUDA shows of the GPUs of a machine, and which builds for CUDA a driver supports."""
 
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,6 +84,15 @@ def shown_gpus(listed: str | None, gpus: Sequence[Gpu] | None) -> Visibility:
         return visibility(gpus or (), listed)
     names = names_in(listed)
     return Visibility((), "", False, names, names)
+
+
+def read_within(seconds: float, read: Callable[[], Machine] = read_machine) -> Machine | None:
+    """Return what `read` does; None if it takes longer, because a driver that has lost a GPU may hang."""
+    readings: list[Machine] = []
+    reading = threading.Thread(target=lambda: readings.append(read()), daemon=True)
+    reading.start()
+    reading.join(seconds)
+    return readings[0] if readings else None
 
 
 def visibility(gpus: Sequence[Gpu], listed: str | None) -> Visibility:

@@ -25,12 +25,25 @@ def available_memory() -> int:
     return max(0, min([machine, *cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
 
 
-def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has killed for lack of memory since the machine started.
+def memory_kills(
+    membership: Path = Path("/proc/self/cgroup"),
+    mount: Path = Path("/sys/fs/cgroup"),
+    statistics: Path = Path("/proc/vmstat"),
+) -> int:
+    """Return how many processes the kernel has killed for lack of memory so far.
 
-    This includes those that exceeded only the limit of a cgroup. 0 if the kernel does not report it.
+    Those of this process's cgroup count, whichever limit they exceeded. If it has no such number, as the root
+    has none, those of the machine count. 0 if the kernel reports neither.
+
+    Args:
+        membership: the file that names the cgroups.
+        mount: where the cgroup file systems are mounted.
+        statistics: the numbers of the machine.
     """
-    return read_numbers(statistics).get("oom_kill", 0)
+    own = next(groups(membership, mount, "memory"), None)
+    files = [] if own is None else [own / "memory.events", own / "memory.oom_control"]
+    counted = (read_numbers(file).get("oom_kill") for file in (*files, statistics))
+    return next((number for number in counted if number is not None), 0)
 
 
 def memory_in_use(meminfo: Path, limited: Iterable[Path]) -> tuple[int, int]:

@@ -8,7 +8,6 @@ import importlib.util
 import os
 import re
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from lockstep.errors import (
     SupersededError,
     with_code,
 )
-from lockstep.system.cuda import Machine, cuda_of, faults_of, too_old
+from lockstep.system.cuda import Machine, cuda_of, faults_of, read_within, too_old
 from lockstep.worker.program_sources import is_program, library_name
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -284,13 +283,9 @@ def gpu_hint(error: BaseException, gpus: Sequence[str], read: Callable[[], Machi
     of_backend = type(error).__module__.partition(".")[0] in _BACKENDS
     if not gpus or not (of_backend or _OF_GPU.search(str(error))):
         return ""
-    readings: list[Machine] = []
-    reading = threading.Thread(target=lambda: readings.append(read()), daemon=True)
-    reading.start()
-    reading.join(_DRIVER_PATIENCE)
-    if not readings:
+    machine = read_within(_DRIVER_PATIENCE, read)
+    if machine is None:
         return f"; NVIDIA's driver has not answered within {_DRIVER_PATIENCE:g} s"
-    machine = readings[0]
     if faults := faults_of(gpus, machine.gpus or ()):
         return f"; {' and '.join(faults.values())} (sudo dmesg | grep -i xid shows why)"
     loaded = sorted(name for name in ("jax", "tensorflow", "torch") if name in sys.modules)
