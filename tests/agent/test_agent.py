@@ -547,5 +547,5 @@ def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
 
     outcome = stage.run(waits, refuse)
     assert outcome.status == 1
-    assert outcome.stderr == "lockstep: cannot start worker 1: [Errno 11] too many processes\n"
+    assert outcome.stderr == "lockstep: cannot start worker 1: too many processes\n"
     assert outcome.graces == [0, 0]
