@@ -25,7 +25,7 @@ WITH_TENSORFLOW := cluster/test_tensorflow_equivalence.py parameter_server/test_
 # Pytest keeps its rewritten modules, which take seconds to make, also where PYTHONDONTWRITEBYTECODE is set.
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SHARED) --ignore tests/checks
 
-.PHONY: demo docs gallery test test-core test-ci test-all mutants gpu matrix check style types rules bench soak dist clean
+.PHONY: demo docs gallery test test-core test-ci test-all mutants gpu bench-gpu matrix check style types rules bench soak dist clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -64,6 +64,11 @@ mutants: .venv/dev .venv/bench
 gpu:
 	$(PYTHON) -m lockstep doctor
 	$(PYTHON) -m pytest tests/training/test_gpus.py
+
+# What Lockstep and equal bits cost on this machine's GPU, with PYTHON's environment. It ends after 9 minutes; the next
+# call continues with the rows that are missing in bench-gpu.jsonl.
+bench-gpu:
+	$(PYTHON) bench/gpu.py --results bench-gpu.jsonl
 
 # The core tests with other versions of Python and the libraries, each corner in an environment of its own: all, or
 # CORNERS="oldest newest". Pins are a corner too: CORNERS=python==3.13,keras==3.16.0. All of them take an hour or more.

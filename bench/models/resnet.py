@@ -11,7 +11,7 @@ def examples(count: int) -> tuple[Array, Array]:
     return images(count, 16, 16, 3)
 
 
-def layers(keras: Any) -> Any:
+def layers(keras: Any, widths: tuple[int, ...] = WIDTHS) -> Any:
     made = keras.layers
 
     def convolution(x: Any, name: str, width: int, size: int, stride: int) -> Any:
@@ -26,8 +26,8 @@ def layers(keras: Any) -> Any:
         return made.ReLU()(made.Add()([inner, past]))
 
     inputs = made.Input((16, 16, 3))
-    x = made.ReLU()(convolution(inputs, "stem", WIDTHS[0], 3, 2))
-    for number, width in enumerate(WIDTHS):
+    x = made.ReLU()(convolution(inputs, "stem", widths[0], 3, 2))
+    for number, width in enumerate(widths):
         x = block(x, f"block{number}", width, 1 if number == 0 else 2)
     x = made.GlobalAveragePooling2D()(x)
     return keras.Model(inputs, made.Dense(CLASSES, name="logits")(x))
