@@ -470,19 +470,19 @@ class Trial:
         attempts = self._tried(names or ["compute_metrics"], self._metric_states)
         if not attempts:
             return
-        found: dict[str, Any] = {}
+        growths_by_name: dict[str, Any] = {}
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
         for name in {name for attempt in attempts for name in attempt}:
             growths = {attempt[name] for attempt in attempts if name in attempt} - {_NOTHING}
             if len(growths) == 1 and None not in growths:
-                found[name] = growths.pop()
+                growths_by_name[name] = growths.pop()
             elif growths:
                 self._name_array(name, owners, "compute_metrics")
             else:
-                found[name] = _NOTHING
+                growths_by_name[name] = _NOTHING
                 if any(self._owner(name, owners) is metric for metric in functions):
                     self._name(f"the metric {self._owner(name, owners).name}", tried=False)
-        measured = {(0, name): growth for name, growth in self._to_set(found, owners).items()}
+        measured = {(0, name): growth for name, growth in self._to_set(growths_by_name, owners).items()}
         steps = {kind: measured for kind in kinds if measured}
         self.growths = replace(self.growths, steps={**self.growths.steps, **steps})
 
@@ -568,7 +568,7 @@ class Trial:
         figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
         for number, arrays in enumerate(rounds):
-            found: dict[str, Any] = {}
+            growths_by_name: dict[str, Any] = {}
             for group in _groups(arrays[0]):
                 if group[0] in figures:
                     continue
@@ -594,24 +594,27 @@ class Trial:
                     value = nearest_growth(values[0], values[1:], _HALVES)
                 if value is _NOTHING and methods and not self._gathers and self._shows_loss(group[0], owners):
                     self._name(f"{methods[-1]} of {type(model).__name__}", tried=False)
-                found |= dict.fromkeys(group, value)
-            measured |= {(number, name): growth for name, growth in self._to_set(found, owners).items()}
+                growths_by_name |= dict.fromkeys(group, value)
+            measured |= {
+                (number, name): growth for name, growth in self._to_set(growths_by_name, owners).items()
+            }
         self.growths = replace(
             self.growths,
             steps={**self.growths.steps, kind: measured},
             divisor=self._job.view.replicas if summed else self.growths.divisor,
         )
 
-    def _to_set(self, found: Mapping[str, Any], owners: Mapping[int, Any]) -> dict[str, int]:
+    def _to_set(self, growths_by_name: Mapping[str, Any], owners: Mapping[int, Any]) -> dict[str, int]:
         """Return the growths other than `MEAN`, by the names of the arrays of a partial.
 
         A sum of a metric that is zero in the trial, as its number of right answers may be, has the growth of
         the metric's other sums.
         """
-        growths = dict(found)
-        for name, growth in found.items():
+        growths = dict(growths_by_name)
+        for name, growth in growths_by_name.items():
             if growth is _NOTHING and (owner := self._owner(name, owners)) is not None:
-                others = {g for n, g in found.items() if self._owner(n, owners) is owner} - {_NOTHING}
+                of_metric = {g for n, g in growths_by_name.items() if self._owner(n, owners) is owner}
+                others = of_metric - {_NOTHING}
                 growths[name] = others.pop() if len(others) == 1 else _NOTHING
         return {n: g for n, g in growths.items() if g is not _NOTHING and g != MEAN}
 
