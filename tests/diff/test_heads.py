@@ -210,3 +210,10 @@ def test_a_source_that_was_not_kept_or_has_changed_since_only_differs(tmp_path: 
 def test_environment_variables_have_their_names(envs: Any, marks: Any, texts: list[str]) -> None:
     made = [recording(job={"env": env}, variables=own) for env, own in zip(envs, marks, strict=True)]
     assert [described(head) for head in head_differences(*made)] == texts
+
+
+def test_the_versions_of_packages_that_both_runs_import_are_compared() -> None:
+    made = [recording(versions={"sklearn": sklearn, name: "1"}) for sklearn, name in (("1", "a"), ("2", "b"))]
+    (head,) = head_differences(*made)
+    assert described(head) == "version of sklearn is 1 in the first run and 2 in the second"
+    assert head.cause == "versions"

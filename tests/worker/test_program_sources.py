@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy
 import pytest
 
+import lockstep
 from lockstep.worker.program_sources import is_own
 
 JOIN = """
@@ -115,14 +117,15 @@ def test_sources_of_libraries_do_not_belong_to_the_program() -> None:
     assert is_own(__file__)
 
 
-def test_the_environment_variables_that_sources_name_are_found(tmp_path: Path) -> None:
+def test_the_variables_and_packages_that_sources_name_are_found(tmp_path: Path) -> None:
     (tmp_path / "options.py").write_text(
         "import os\nfrom os import environ, getenv\n"
         "VALUES = [os.environ['A'], os.environ.get(\"B\"), getenv('C', 1), environ.setdefault( 'D', '1')]\n"
     )
     (tmp_path / "train.py").write_text(
-        "import os, options\nfrom lockstep.worker.program_sources import own_variables\n"
-        "print(sorted(own_variables()), 'E' in os.environ)\n"
+        "import os, options\nimport numpy.linalg as la\n  # import msgspec, from a import b\n"
+        "from lockstep.worker.program_sources import own_variables, package_versions\n"
+        "print(sorted(own_variables()), 'E' in os.environ, package_versions())\n"
     )
     (tmp_path / "kept").mkdir()
     joined = JOIN.replace("import sys\n", "import os, sys\nos.environ['A'] = 'a'\n", 1)
@@ -133,4 +136,5 @@ def test_the_environment_variables_that_sources_name_are_found(tmp_path: Path) -
         text=True,
         check=True,
     )
-    assert done.stdout == "['A', 'B', 'C', 'D'] False\n"
+    versions = {"lockstep": lockstep.__version__, "numpy": numpy.__version__}
+    assert done.stdout == f"['A', 'B', 'C', 'D'] False {versions}\n"

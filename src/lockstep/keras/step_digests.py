@@ -39,7 +39,7 @@ from lockstep.observability.events import (
 from lockstep.system.environment import numeric_flags, variable_marks
 from lockstep.system.processor import processor_features, processor_model
 from lockstep.worker.job import Job
-from lockstep.worker.program_sources import own_sources, own_variables, script_source
+from lockstep.worker.program_sources import own_sources, own_variables, package_versions, script_source
 
 ALL_UNTIL = 128
 """The last step up to which every step is recorded."""
@@ -167,7 +167,7 @@ class DigestRecorder:
             threads=job.settings.threads,
             input="joint" if job.settings.joint_input else "divided",
             backend=keras.backend.backend(),
-            versions={"python": platform.python_version(), **libraries()},
+            versions={"python": platform.python_version(), **package_versions(), **libraries()},
             flags=numeric_flags(),
             processor=processor_model(),
             features=processor_features(),

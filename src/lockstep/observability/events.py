@@ -740,7 +740,8 @@ class ProgramRecorded(_Event, frozen=True, kw_only=True, tag="program"):
         threads: number of threads that compute one replica.
         input: how the workers read datasets: `divided` or `joint`.
         backend: the Keras backend.
-        versions: the versions of Python and of the imported libraries, by name.
+        versions: the versions of Python, of Keras and its libraries, and of packages that the program's own
+            source files import, by name.
         flags: environment variables that can change the results of a script, by name.
         processor: the kind of the processor.
         features: the instruction sets of the processor, separated by spaces.

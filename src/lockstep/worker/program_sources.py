@@ -33,6 +33,8 @@ _NOTEBOOK = "<ipython-input"
 
 _VARIABLE = re.compile(r"""environ(?:\.\w+)?\s*[\[(]\s*["'](\w+)["']|getenv\(\s*["'](\w+)["']""")
 """An environment variable that a source file names, such as `os.environ["DATA"]` or `os.getenv("DATA")`."""
+_IMPORT = re.compile(r"^\s*(?:import|from)\s+(\w+)", re.MULTILINE)
+"""The package of an import, such as `sklearn` in `from sklearn.datasets import load_digits`."""
 
 _read: dict[str, str] = {}
 """Hashes of the source files that this process has read, by path."""
@@ -114,16 +116,31 @@ def own_sources() -> dict[str, str]:
 
 def own_variables() -> set[str]:
     """Return the names of environment variables that the program's own source files name."""
+    return {name for path in _own_files() for name in _named_in(path, _VARIABLE)}
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that the program's own source files import, by the import's name.
+
+    Packages without `__version__` are left out.
+    """
+    names = {name for path in _own_files() for name in _named_in(path, _IMPORT)}
+    versions = {
+        name: getattr(sys.modules.get(name), "__dict__", {}).get("__version__") for name in sorted(names)
+    }
+    return {name: str(version) for name, version in versions.items() if isinstance(version, str)}
+
+
+def _own_files() -> set[Path]:
     files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    paths = {path for file in files if isinstance(file, str) and (path := _own_file(file)) is not None}
-    return {name for path in paths for name in _variables_in(path)}
+    return {path for file in files if isinstance(file, str) and (path := _own_file(file)) is not None}
 
 
 @cache
-def _variables_in(path: Path) -> frozenset[str]:
+def _named_in(path: Path, pattern: re.Pattern[str]) -> frozenset[str]:
     with contextlib.suppress(OSError):
-        names = _VARIABLE.findall(path.read_text(errors="replace"))
-        return frozenset(name for pair in names for name in pair if name)
+        text = path.read_text(errors="replace")
+        return frozenset(next(filter(None, found.groups())) for found in pattern.finditer(text))
     return frozenset()
 
 
