@@ -24,44 +24,43 @@ class FoundRun(NamedTuple):
     job: str | None
 
 
-def find_run(text: str, runs: Path = RUNS) -> FoundRun:
+def find_run(text: str) -> FoundRun:
     """Return the run that the user means.
 
     Args:
-        text: the name of a running job, else a run folder, else a folder in `runs`, else the beginning of a
-            job's name, else that of a folder in `runs`.
-        runs: where runs are by default.
+        text: the name of a running job, else a run folder, else a folder in `RUNS`, else the beginning of a
+            job's name, else that of a folder in `RUNS`.
 
     Raises:
         ConfigError: there is no such run, the name is ambiguous, or the job does not reply.
         UnfitError: the system does not list its sockets.
     """
-    job_or_folder = name_or_folder(text, runs)
+    job_or_folder = name_or_folder(text)
     if isinstance(job_or_folder, Path):
         return FoundRun(job_or_folder, None)
     status = accepted(send(job_or_folder, StatusRequest()))
     return FoundRun(Path(status.run_dir), status.job)
 
 
-def name_or_folder(text: str, runs: Path = RUNS) -> str | Path:
+def name_or_folder(text: str) -> str | Path:
     """Return the name of the running job, or else the run folder, that the user means; asks no job.
 
     Arguments and errors are those of `find_run`.
     """
     names = job_names()
     if text not in names:
-        for folder in (Path(text), runs / text) if text else ():
+        for folder in (Path(text), RUNS / text) if text else ():
             if RunPaths(folder).events.is_file():
                 return folder
     name = choose(text, names)
     if name is not None:
         return name
-    folder_name = choose(text, run_folders(runs))
+    folder_name = choose(text, run_folders())
     if folder_name is None:
         raise ConfigError(
-            f"'{text}' is neither a running job nor the folder of a run, here or in {runs}; {listed(names)}"
+            f"'{text}' is neither a running job nor the folder of a run, here or in {RUNS}; {listed(names)}"
         )
-    return runs / folder_name
+    return RUNS / folder_name
 
 
 def job_in(folder: Path) -> str | None:
@@ -81,10 +80,10 @@ def job_in(folder: Path) -> str | None:
     return name if name in silent else None
 
 
-def run_folders(runs: Path = RUNS) -> list[str]:
-    """Return the names of the run folders in `runs`, sorted, or an empty list if it cannot be read."""
+def run_folders() -> list[str]:
+    """Return the names of the run folders in `RUNS`, sorted, or an empty list if it cannot be read."""
     try:
-        return sorted(folder.name for folder in runs.iterdir() if RunPaths(folder).events.is_file())
+        return sorted(folder.name for folder in RUNS.iterdir() if RunPaths(folder).events.is_file())
     except OSError:
         return []
 

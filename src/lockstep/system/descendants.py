@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     import psutil
 
 _LOOK_EVERY = 0.01
+_PATIENCE = 5.0
+"""Seconds of killing after which a process counts as one that does not end."""
 
 
 class Descendants(Protocol):
@@ -33,12 +35,10 @@ class LinuxDescendants:
     Args:
         spare: process ids of children to ignore, together with their descendants; their owner reaps them,
             and may change the set.
-        patience: seconds of killing after which `end` gives up.
     """
 
-    def __init__(self, spare: Set[int] = frozenset(), patience: float = 5.0) -> None:
+    def __init__(self, spare: Set[int] = frozenset()) -> None:
         self._spare = spare
-        self._patience = patience
 
     def reap(self, owned: frozenset[int]) -> None:
         """Reap ended children up to the first one that has an owner, such as an ignored one."""
@@ -51,7 +51,7 @@ class LinuxDescendants:
         start = time.monotonic()
         while left := self._living():
             waited = time.monotonic() - start
-            if waited > grace + self._patience:
+            if waited > grace + _PATIENCE:
                 return tuple(sorted(process.pid for process in left if _lives(process)))
             if waited >= grace:
                 _kill(left)
@@ -86,14 +86,14 @@ def children_now() -> frozenset[int]:
     return frozenset(child.pid for child in psutil.Process().children())
 
 
-def kill_family(pid: int, patience: float = 5.0) -> None:
-    """Kill a child of this process and its descendants, and wait until they have ended, up to `patience`."""
+def kill_family(pid: int) -> None:
+    """Kill a child of this process and its descendants, and wait for a limited time until they have ended."""
     import psutil
 
     family = _family(pid)
     _kill(family)
     os.waitpid(pid, 0)
-    psutil.wait_procs([process for process in family if process.pid != pid], patience)
+    psutil.wait_procs([process for process in family if process.pid != pid], _PATIENCE)
 
 
 def _has_children() -> bool:

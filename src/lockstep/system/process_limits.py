@@ -17,18 +17,17 @@ _UID = re.compile(r"^Uid:\s*(\d+)", re.MULTILINE)
 _THREADS = re.compile(r"^Threads:\s*(\d+)", re.MULTILINE)
 
 
-def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None:
+def check_limits(workers: int, threads: int) -> None:
     """Check that a job can get the descriptors and processes that it needs.
 
     Args:
         workers: number of workers at the start of the job.
         threads: number of threads that compute one replica.
-        proc: the mount point of procfs.
 
     Raises:
         UnfitError: a limit is too low; the message names it and the required number.
     """
-    if why := shortage(workers, threads, open_files(), processes_of_user_left(proc)):
+    if why := shortage(workers, threads, open_files(), processes_of_user_left(Path("/proc"))):
         raise UnfitError(why)
 
 

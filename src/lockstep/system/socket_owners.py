@@ -38,12 +38,12 @@ def is_of_this_user(connection: socket.socket) -> bool:
     return peer(connection)[1] == os.geteuid()
 
 
-def user_of_connection(connection: socket.socket, proc: Path = Path("/proc/net")) -> int | None:
+def user_of_connection(connection: socket.socket) -> int | None:
     """Return the id of the user at the other end of a TCP connection within this host, or None if unknown."""
     with contextlib.suppress(OSError):
         local, remote = _listed(connection.getsockname()), _listed(connection.getpeername())
-        table = proc / ("tcp" if connection.family == socket.AF_INET else "tcp6")
-        with table.open() as sockets:
+        table = "tcp" if connection.family == socket.AF_INET else "tcp6"
+        with Path(f"/proc/net/{table}").open() as sockets:
             for line in sockets:
                 fields = line.split()
                 if fields[1:3] == [remote, local]:

@@ -57,7 +57,7 @@ class WithinServed(OneReplica):
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Raise ModelError."""
-        _refuse_unserved(self._parts, model, "fit")
+        _refuse_unserved(self._parts, model)
         raise ModelError("fit within a callback is not supported with parameter servers")
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ class Served(Mirrored):
         bound = bind(original, model, args, kwargs)
         self._refuse_within_function("fit")
         self.end_functions()
-        _refuse_unserved(self._parts, model, "fit")
+        _refuse_unserved(self._parts, model)
         refuse_within_epoch(bound.arguments["callbacks"])
         refuse_stateful_layers(model)
         refuse_synchronized_normalization(model)
@@ -272,11 +272,11 @@ class Served(Mirrored):
             )
 
 
-def _refuse_unserved(parts: TrainerParts, model: Any, method: str) -> None:
+def _refuse_unserved(parts: TrainerParts, model: Any) -> None:
     """Raise ScopeError for a model outside of a strategy with parameter servers."""
     if parts.models.options(model) is None:
         raise ScopeError(
-            f"{method} of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
+            f"fit of model {model.name!r} in a job with parameter servers (--ps): compile it in the "
             "scope of a lockstep.ParameterServerStrategy, or start the job without --ps"
         )
 
