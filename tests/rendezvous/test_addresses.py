@@ -145,7 +145,7 @@ def test_the_holder_of_a_name_is_found_without_socket_diagnostics(monkeypatch: p
         first.close()
 
 
-ADMITTED = Admitted(0, False, 0, 1, "/r", 7, False)
+ADMITTED = Admitted(0, False, 0, 1, "/r", 7, 1)
 
 
 @pytest.mark.parametrize("packet", [b"x" * 100_000, b"{}", b"[" * 50_000], ids=["x", "empty", "deep"])

@@ -22,7 +22,7 @@ def test_a_process_that_is_started_again_takes_the_place_of_the_one_that_has_end
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also if the connection of that one ends later, for example because a child has inherited it."""
-    admitted = [Admitted(worker, False, 0, 1, "/r", 7, False) for worker in range(2)]
+    admitted = [Admitted(worker, False, 0, 1, "/r", 7, 1) for worker in range(2)]
     with contextlib.ExitStack() as ends:
 
         def start() -> "subprocess.Popen[bytes]":
