@@ -44,7 +44,7 @@ def take(browser: Browser, address: str, name: str) -> None:
     """Write a picture of the top of a page."""
     browser.size(1280, 1150)
     browser.open(address)
-    browser.wait(f"charts.size > 6 && {DRAWN}")
+    browser.wait(f"charts.get('metric:loss')?.loaded && charts.size > 6 && {DRAWN}")
     browser.run("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     browser.picture(HERE / name)
 
