@@ -139,7 +139,7 @@ class LocalStarter:
         handle = self.launcher.start(Launch(worker, environment))
         streams = OutputPipe(handle.stdout, log, stdout), OutputPipe(handle.stderr, log, stderr)
         gpus = devices.names if devices else ()
-        return WorkerHandle(worker, slot, handle, log, streams, self.paths.stack(worker), gpus)
+        return WorkerHandle(worker, slot, handle, log, streams, stack=self.paths.stack(worker), gpus=gpus)
 
     def _environment(
         self, worker: int, slot: int, devices: Devices | None, joins: bool, control: int
