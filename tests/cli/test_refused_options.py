@@ -238,6 +238,7 @@ def _nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(environment._at_start, "TF_CONFIG", json.dumps(TASK))
     for name, value in STEP.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(command, "read_machine", lambda: (None, None))
     monkeypatch.setattr(command, "_exports", begin)
     monkeypatch.setattr(ray, "run_on_ray", begin)
 

@@ -156,7 +156,7 @@ def test_what_each_worker_gets_from_the_option(
 ) -> None:
     if isinstance(each, str):
         with pytest.raises(ConfigError, match=f"^{re.escape(f'--devices {text}: {each}')}$"):
-            parse_devices(text, gpus)
+            assign(parse_devices(text, gpus), workers, gpus)
         return
     devices = assign(parse_devices(text, gpus), workers, gpus)
     assert [f"{mine.visible}:{mine.users}" for mine in devices] == each

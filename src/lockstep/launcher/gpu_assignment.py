@@ -30,8 +30,6 @@ def parse_devices(text: str, gpus: Sequence[Gpu] | None = None) -> tuple[tuple[s
                 f"--devices {text}: {name!r} is not a GPU; give numbers or UUIDs such as 0,1 (one "
                 "per worker) or 0+1,2+3 (two per worker)"
             )
-    if gpus == ():
-        raise ConfigError(f"--devices {text}: this machine has no GPU (see lockstep doctor)")
     for entry in entries:
         shown = visibility(gpus, ",".join(entry)) if gpus else None
         if len(set(entry)) < len(entry) or (shown is not None and "twice" in shown.problem):
@@ -76,13 +74,16 @@ def assign(
         gpus: all GPUs of this machine; None if unknown.
 
     Raises:
-        ConfigError: the number of entries is neither one nor that of the workers.
+        ConfigError: the number of entries is neither one nor that of the workers, or the machine has no GPU.
     """
     if len(entries) not in (1, workers):
         raise ConfigError(
             f"--devices has {len(entries)} entries for {workers} workers: give one entry per worker, or a "
             "single one for all"
         )
+    if gpus == ():
+        text = ",".join("+".join(entry) for entry in entries)
+        raise ConfigError(f"--devices {text}: this machine has no GPU (see lockstep doctor)")
     return _with_users(entries * workers if len(entries) == 1 else entries, gpus)
 
 
