@@ -12,7 +12,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from lockstep.data.batch import PendingBatch
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
-from lockstep.keras.input.readings import ReadingWorker, whole_batch
+from lockstep.keras.input.readings import ReadingWorker, read_batch, whole_batch
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.private.common import is_grain_dataset
 from lockstep.observability.bus import Bus
@@ -73,14 +73,30 @@ def test_a_share_reads_its_own_rows_only(shuffle: Any) -> None:
     assert [len(read) for read in rows.reads] == [1]
 
 
-def test_a_process_that_is_apart_trains_on_the_whole_batches_of_the_input() -> None:
-    """In a `fit` with parameter servers, the input is made before the process leaves its view."""
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("kind", ["arrays", "generator", "dataset"])
+def test_a_process_that_is_apart_trains_on_the_whole_batches_of_the_input(kind: str, looks: bool) -> None:
+    """In a `fit` with parameter servers, the input is made, and looked at, before the process is apart."""
+    rows = np.arange(12.0).reshape(12, 1)
+    if kind == "generator":
+        made: Any = ((rows[start : start + 6], rows[start : start + 6]) for start in (0, 6))
+    elif kind == "dataset":
+        tf = pytest.importorskip("tensorflow")
+        made = tf.data.Dataset.from_tensor_slices((rows, rows)).batch(6)
+    else:
+        made = rows
     view = place(3, (0,))
     own = Job(JobContext(0, Bus(SystemClock(), 0)), (view, by_itself(view)))
-    data = input_of(np.arange(6.0), batch_size=6, reader=ReadingWorker(own, 0, joint=True))
-    assert next(iter(data.batches())).share(0).examples == 2
+    options = {"batch_size": 6} if kind == "arrays" else {}
+    data = input_of(made, **options, reader=ReadingWorker(own, 0, joint=True))
+    if looks:
+        assert len(keras.tree.flatten(data.batch_to_try())[0]) == 6
     with own.apart():
-        assert next(iter(data.batches())).share(0).examples == 6
+        batches = [read_batch(element) for element in data.batches()]
+    shares = [batch.share(0) for batch in batches]
+    assert [(share.examples, share.weight) for share in shares] == [(6, 1), (6, 1)]
+    read = [keras.tree.flatten(share.data())[0] for share in shares]
+    assert np.concatenate(read).tolist() == rows.tolist()
 
 
 def test_a_calls_facts_read_a_bounded_sample() -> None:

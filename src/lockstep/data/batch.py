@@ -120,6 +120,12 @@ class GlobalBatch(Batch):
         """Read all rows."""
         return self.read(slice(0, self.examples))
 
+    def among(self, replicas: int) -> "GlobalBatch":
+        """Return the same rows, divided among a number of replicas."""
+        if replicas == self.replicas:
+            return self
+        return GlobalBatch(self.examples, replicas, self.read, self.check)
+
 
 class LocalBatches(Batch):
     """The batches of an outer step, whose replicas take one step by themselves on their share of each.

@@ -258,6 +258,9 @@ def read_batch(
     """
     if isinstance(element, PendingBatch):
         return element.read(catching_up)
+    if isinstance(element, GlobalBatch):
+        # A `fit` with parameter servers looks at its first batch, and then each process leaves the view.
+        return element.among(replicas)
     return element if isinstance(element, Batch) else whole_batch(element, replicas)
 
 
