@@ -304,7 +304,8 @@ def _serve(listener: socket.socket, owner: int) -> tuple[dict[str, Any], list[in
             for descriptor in descriptors:
                 os.close(descriptor)
             running[os.pidfd_open(pid)] = pid, connection
-            connection.send(json.dumps({"pid": pid}).encode())
+            with contextlib.suppress(OSError):
+                connection.send(json.dumps({"pid": pid}).encode())
 
 
 def _run(command: Sequence[str]) -> None:

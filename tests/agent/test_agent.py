@@ -503,6 +503,20 @@ def test_a_kill_for_lack_of_memory_is_named(stage: Stage, monkeypatch: pytest.Mo
     assert "worker 0 was killed by SIGKILL, by the kernel, because memory ran out\n" in outcome.stderr
 
 
+def test_each_of_several_workers_that_the_kernel_kills_is_named(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kills = iter([3, *[5] * 99])
+    monkeypatch.setattr("lockstep.agent.agent.memory_kills", lambda: next(kills))
+
+    def killed(worker: FakeHandle) -> None:
+        worker.end(-signal.SIGKILL)
+
+    outcome = stage.run(killed, killed, killed)
+    ends = [event["cause"] for event in outcome.events_of("exited")]
+    assert ends == ["by the kernel, because memory ran out"] * 2 + [""]
+
+
 def test_workers_that_the_agent_kills_have_not_run_out_of_memory(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,14 @@ def view(number: int) -> StartView:
     return StartView(number, (HostMembers(0, (0, 1), "node1", "10.0.0.1", 4000, 5),))
 
 
+def test_before_the_first_view_no_worker_is_lost(loop: EventLoop) -> None:
+    host = Host(loop, None)
+    with closing(host.agent):
+        assert not host.agent.lacks_workers
+        host.hear(view(1))
+        assert not host.agent.lacks_workers
+
+
 def test_the_time_counts_from_what_the_coordinator_has_answered(loop: EventLoop) -> None:
     """Not from the answer: neither a view that begins nor one that comes late makes it longer."""
     host = Host(loop, 6.0)

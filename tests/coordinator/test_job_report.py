@@ -128,10 +128,11 @@ def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> No
         ),
         (
             None,
-            JobTotals(failed_verifications=1, not_finite={"loss": 3}),
+            JobTotals(failed_verifications=1, not_finite={"loss": 3}, lost_gpus=("GPU 1: it is lost",)),
             "no end is recorded: it was killed, its host was lost, or the disk was full",
             [
                 "mend the script; the same command begins again, because no checkpoint was written",
+                "look for the Xid of the GPU in the kernel's log ",
                 "run lockstep doctor on the hosts that the events 'verification failed' name",
                 "look for the cause in the program: -n 1 with the same --replicas ",
             ],

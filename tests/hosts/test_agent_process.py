@@ -21,7 +21,7 @@ from lockstep.checkpoint.hand_over import held_of, parts_of_checkpoint
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hosts import agent_process, shared_checkpoints
-from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone
+from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, LeftBehind
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.local_job.composition import LocalHost
@@ -187,13 +187,14 @@ class Listening:
 class Agent:
     """An agent in a thread, and the coordinator's end of its channel."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         ours, theirs = socket.socketpair()
         self.channel: StreamChannel[RemoteInstruction, RemoteReport] = StreamChannel(
             RemoteReport, ours.fileno(), ours.detach()
         )
         self.command, command = LocalChannel.pair()
         self.outcome: Future[int] = Future()
+        self.options = options
         self._thread = threading.Thread(target=self._run, args=(theirs, command, folder), daemon=True)
         self._thread.start()
 
@@ -206,7 +207,9 @@ class Agent:
             listening: Any = Listening()
             workers: Any = Workers()
             clock = SystemClock()
-            agent = AgentProcess(channel, command, loop, clock, lambda _: listening, workers, folder)
+            agent = AgentProcess(
+                channel, command, loop, clock, lambda _: listening, workers, folder, **self.options
+            )
             try:
                 self.outcome.set_result(agent.run())
             except BaseException as error:
@@ -248,6 +251,36 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prepare(folder: Path) -> Prepare:
     return Prepare(bytes(16), "", False, "train.py", False, (), "jax", "", {}, str(folder))
+
+
+@pytest.mark.usefixtures("often")
+def test_a_host_that_joins_again_waits_for_a_coordinator_that_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_process, "SILENCE", 0.05)
+    said, place = list[str](), SimpleNamespace(address="10.0.0.1:7000")
+    first = Agent(tmp_path, address=place)
+    assert "another program listens there" in str(first.end())
+    agent = Agent(tmp_path, address=place, again=True, say=said.append)
+    while not said:
+        agent.lives()
+    assert said == ["the coordinator has been silent for 0.05 s; this host waits for up to 600 s"]
+    agent.send(prepare(tmp_path / "own"))
+    assert isinstance(agent.answer(), HostFacts)
+    agent.send(Rejected("no more"))
+    assert str(agent.end()) == "no more"
+
+
+@pytest.mark.usefixtures("often")
+def test_before_the_job_begins_an_agent_leaves_a_coordinator_that_its_engine_has_replaced(
+    tmp_path: Path,
+) -> None:
+    engine = SimpleNamespace(coordinator="10.0.0.1:7000")
+    agent = Agent(tmp_path, address=SimpleNamespace(address="10.0.0.1:7000"), engine=engine)
+    agent.send(prepare(tmp_path / "own"))
+    assert isinstance(agent.answer(), HostFacts)
+    engine.coordinator = "10.0.0.2:7000"
+    assert isinstance(agent.end(), LeftBehind)
 
 
 @pytest.mark.usefixtures("often")

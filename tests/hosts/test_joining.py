@@ -132,6 +132,7 @@ def test_hosts_that_stand_still_while_the_job_gathers_join_again(
     agent.wait_until(lambda: waits in agent.err)
     nodes[0].signal_all(signal.SIGSTOP)
     agent.wait_until(lambda: "silent for 5 s, and this host joins it again" in agent.err)
+    agent.wait_until(lambda: "silent for 5 s; this host waits for up to 600 s" in agent.err)
     nodes[0].signal_all(signal.SIGCONT)
     agent.wait_until(lambda: agent.err.count(waits) == 2)
     left = job.err.count("the agent of 10.119.0.2 has left")

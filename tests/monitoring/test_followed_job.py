@@ -167,10 +167,12 @@ def test_the_folder_of_a_run_that_has_ended(tmp_path: Path, clock: VirtualClock)
     assert (
         view.end == "no end of train-7 is recorded: its processes were killed, or it runs on another machine"
     )
+    assert view.remedies == ("the same command begins again, because no checkpoint was written",)
     lock = try_lock(folder / "lock")
     assert lock is not None
     view = one.look()
     os.close(lock)
+    assert view.remedies == ()
     assert view.end == "train-7 runs in another container: the figures are averages of the whole run so far"
 
 

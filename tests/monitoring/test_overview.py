@@ -413,7 +413,7 @@ def test_json_and_csv_have_the_values_of_the_table(tmp_path: Path) -> None:
 
 
 def test_a_run_without_anything(tmp_path: Path) -> None:
-    view = seen(tmp_path, end="x ended")
+    view = seen(tmp_path, end="x ended", active=False)
     assert view.workers == ()
     assert as_text(view).splitlines()[1:] == [
         "x ended",

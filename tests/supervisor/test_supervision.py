@@ -545,6 +545,12 @@ def test_a_host_without_a_gpu_gets_no_other_worker() -> None:
     assert decide(alone.state, DeadlinePassed(), 500.0).actions == ()
     roomy = decide(lost.state, HostJoined("node2", 1, 2), 5.05).state
     assert decide(roomy, failed, 5.1).actions == (StartWorker(3, joins=True),)
+    # A joiner that is not needed any more changes nothing, and an end does not wait for it.
+    dropped = decide(lost.state, ScaleRequest(1), 5.05).state
+    assert decide(dropped, failed, 5.1).state.slots == dropped.slots
+    stopped = decide(lost.state, StopRequested(15), 5.05).state
+    ended = decide(stopped, WorkerExited(0, -15), 5.06).state
+    assert decide(ended, failed, 5.1).state.stage is Stage.FINISHED
 
 
 def test_a_job_that_cannot_start_all_workers_ends_at_once() -> None:

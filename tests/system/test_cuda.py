@@ -1,12 +1,13 @@
 """The GPUs of a machine, their faults, and which builds for CUDA a driver supports."""
 
+import threading
 from pathlib import Path
 
 import pytest
 from tests.system.fake_nvml import LOST, NO_PERMISSION, FakeNvml, h100
 
 from lockstep.system import cuda
-from lockstep.system.cuda import Machine, cuda_of, faults_of, read_machine, too_old
+from lockstep.system.cuda import LimitedReader, Machine, cuda_of, faults_of, read_machine, too_old
 from lockstep.system.nvml import Driver, Gpu, read
 
 DRIVER = Driver("535.104.05", (12, 2))
@@ -33,6 +34,24 @@ def test_without_its_library_the_folder_of_the_driver_counts(
     # A driver that lists nothing, as that of another maker.
     monkeypatch.setattr(cuda, "_DRIVERS", (tmp_path,))
     assert read_machine(tmp_path / "nix") == Machine(None)
+
+
+def test_a_driver_that_hangs_is_awaited_once() -> None:
+    answers, readings = threading.Event(), list[int]()
+
+    def read() -> Machine:
+        readings.append(1)
+        answers.wait()
+        return Machine(())
+
+    reader = LimitedReader(read)
+    assert reader.within(0.01) is None
+    assert reader.within(1e6) is None
+    assert len(readings) == 1
+    answers.set()
+    while (machine := reader.within(60.0)) is None:
+        pass
+    assert machine == Machine(())
 
 
 def test_faults_are_found_by_all_names() -> None:

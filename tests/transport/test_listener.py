@@ -380,6 +380,21 @@ def test_without_descriptors_the_listener_pauses(gate: Gate) -> None:
     ]
 
 
+def test_a_connection_for_which_no_descriptors_are_left_is_refused(gate: Gate) -> None:
+    admit = gate.listener._admit
+
+    def fails(*arguments: Any) -> None:
+        gate.listener._admit = admit
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    gate.listener._admit = fails
+    refused = gate.greet(LANE)
+    gate.turn_until(lambda: gate.refused(refused))
+    assert gate.lines[0].endswith(": this process cannot open more connections (Too many open files)")
+    gate.greet(CONTROL)
+    gate.turn_until(lambda: bool(gate.admitted))
+
+
 def test_without_descriptors_a_silent_connection_makes_room(gate: Gate) -> None:
     silent = gate.open()
     gate.turn_until(lambda: bool(gate.listener._pending))

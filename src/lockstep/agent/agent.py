@@ -205,7 +205,7 @@ class Agent:
     @property
     def lacks_workers(self) -> bool:
         """Whether this host knows that a worker of the view is lost, for which the others wait."""
-        return self._broken_view == self._view.number or any(
+        return 0 < self._broken_view == self._view.number or any(
             worker.exited and worker.said != 0 and worker.worker in self._view.workers
             for worker in self._workers.values()
         )
@@ -507,7 +507,9 @@ class Agent:
     def _recent_memory_kills(self) -> int:
         """Return how many processes the kernel has killed for lack of memory in the last seconds."""
         now = memory_kills()
-        kills, self._memory_kills = now - self._memory_kills[0], (now, now)
+        kills = now - self._memory_kills[0]
+        # One of them is the worker whose end was seen; the ends of others may follow.
+        self._memory_kills = now - max(kills - 1, 0), now
         return kills
 
     def _watch_output(self) -> None:

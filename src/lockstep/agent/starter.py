@@ -11,7 +11,7 @@ from lockstep.agent.worker_output import WorkerOutput
 from lockstep.launcher.gpu_assignment import choose
 from lockstep.launcher.launcher import Launch, Launcher
 from lockstep.protocol.job_spec import Devices, JobSpec
-from lockstep.system.cuda import Machine, faults_of, read_within
+from lockstep.system.cuda import LimitedReader, faults_of
 from lockstep.system.environment import WorkerIdentity, job_environment, tf_config, worker_environment
 from lockstep.system.paths import RunPaths
 
@@ -85,7 +85,7 @@ class LocalStarter:
         output: takes their output.
         first_slot: the slot of the first worker of this host.
         host: the name of this host, as the user wrote it; empty if the job has one host.
-        read_gpus: returns the GPUs of this machine; None if the driver does not answer.
+        gpus: reads the GPUs of this machine.
     """
 
     spec: JobSpec
@@ -95,7 +95,7 @@ class LocalStarter:
     output: WorkerOutput
     first_slot: int = 0
     host: str = ""
-    read_gpus: Callable[[], Machine | None] = lambda: read_within(_DRIVER_PATIENCE)
+    gpus: LimitedReader = field(default_factory=LimitedReader)
     _faults: dict[str, str] = field(default_factory=dict)
 
     def prepare(self) -> int | None:
@@ -113,7 +113,7 @@ class LocalStarter:
     def faults(self) -> dict[str, str]:
         """Ask the driver which GPUs cannot be used; see `Starter`."""
         names = tuple(dict.fromkeys(name for devices in self.spec.devices for name in devices.names))
-        machine = self.read_gpus() if names else None
+        machine = self.gpus.within(_DRIVER_PATIENCE) if names else None
         if machine is not None and machine.gpus is not None:
             self._faults = faults_of(names, machine.gpus)
         return self._faults

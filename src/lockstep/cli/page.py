@@ -146,4 +146,4 @@ def report(run: str, output: Path) -> None:
     built = build_report(folder)
     size = write_report(output, built.html)
     name = click.format_filename(output)
-    click.echo(printable(f"{folder.name} {built.headline}; {name} shows it ({size / 1e6:,.1f} MB)"))
+    click.echo(printable(f"{folder.name}: {built.headline}; {name} shows it ({size / 1e6:,.1f} MB)"))

@@ -161,6 +161,10 @@ def remedies(run: RunState, state: str) -> list[str]:
         is_full = "No space left" in totals.checkpoint_failure
         what = "free space on the disk of the checkpoints" if is_full else "mend what prevents checkpoints"
         texts.append(what + ("; until then, only older steps are safe" if state == "running" else ""))
+    if totals.lost_gpus:
+        texts.append(
+            "look for the Xid of the GPU in the kernel's log (sudo dmesg | grep -i xid), and reboot its host"
+        )
     if totals.lost_outputs:
         texts.append("free space on the disk of the run folder: a part of its logs or figures is missing")
     if totals.failed_verifications:

@@ -150,11 +150,14 @@ def join_and_run(options: AgentOptions) -> int:
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: StopChannel, folder: Path) -> int:
+        again = False
         while True:
             try:
-                status = _join(options, credentials, command, folder, say)
+                status = _join(options, credentials, command, folder, say, again=again)
             except LeftBehind as left:
                 note(f"{left}, and this host joins it again")
+                # An engine may start another coordinator elsewhere.
+                again = options.engine is None
                 continue
             if status not in (0, LEFT_OUT):
                 say(
@@ -176,6 +179,8 @@ def _join(
     command: StopChannel,
     folder: Path,
     say: Callable[[str], None],
+    *,
+    again: bool,
 ) -> int:
     """Take part in a job once; return its exit status."""
     clock = SystemClock()
@@ -212,6 +217,7 @@ def _join(
             address=address,
             engine=engine,
             patience=options.patience,
+            again=again,
         )
         try:
             return process.run()

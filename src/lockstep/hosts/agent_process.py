@@ -80,6 +80,7 @@ _REFUSED = (
     "the coordinator closed the connection after the greeting: it has another key or another version of "
     "Lockstep, only one side has --plain, or it has just ended; its terminal says which"
 )
+_MOVED = "the engine has started another coordinator"
 _PLAIN = "; use one version of Lockstep on all hosts, and --plain for all commands of the job or for none"
 
 Message = TypeVar("Message", Prepare, BeginJob)
@@ -237,6 +238,8 @@ class AgentProcess:
         engine: the engine that has started this process, and says where the coordinator is; None if that is
             fixed.
         patience: seconds that this host waits for a silent coordinator before the job begins.
+        again: whether this host has joined the coordinator before. If nothing arrives from its address, it is
+            stopped: another program does not listen there.
         begun: whether the job has begun.
     """
 
@@ -256,6 +259,7 @@ class AgentProcess:
     first: Arrival | None = None
     engine: EngineLink | None = None
     patience: float = 600.0
+    again: bool = False
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -312,10 +316,13 @@ class AgentProcess:
                     case message if isinstance(message, kind):
                         return message
                 heed_stop(self.command)
+                if self.address is not None and self.coordinator_moved_from(self.address):
+                    raise LeftBehind(_MOVED)
                 if (now := self.clock.now()) >= due:
                     due = now + ALIVE_EVERY
                     self.channel.send(KeepAlive())
-                    silence.check(SILENCE if connects else self.patience, error)
+                    leaves = connects and (self.channel.received or not self.again)
+                    silence.check(SILENCE if leaves else self.patience, error)
                     if silence.seconds() > SILENCE and not noted and self.address is not None:
                         noted = True
                         self.say(
@@ -327,6 +334,10 @@ class AgentProcess:
         finally:
             self.loop.unwatch(self.channel.fileno())
             self.loop.unwatch(self.command.fileno())
+
+    def coordinator_moved_from(self, address: CoordinatorAddress) -> bool:
+        """Return whether the engine has started another coordinator than the one at an address."""
+        return self.engine is not None and self.engine.coordinator != address.address
 
     def _serve(self, begin: BeginJob, prepare: Prepare, listener: HostListener) -> int:
         loop, channel = self.loop, self.channel
@@ -428,10 +439,10 @@ class _Contact:
             CoordinatorGone: there is no coordinator, and none is expected.
         """
         address, engine = self.process.address, self.process.engine
-        if address is not None and engine is not None and address.address != engine.coordinator:
+        if address is not None and engine is not None and self.process.coordinator_moved_from(address):
             # The previous one, if it lives, is not the coordinator any more.
             address.address = engine.coordinator
-            self.session.leave("the engine has started another coordinator")
+            self.session.leave(_MOVED)
         if self.session.lost:
             self._seek()
         if (now := self.process.clock.now()) >= self._due:

@@ -100,8 +100,10 @@ class _ListeningJob:
                 self.console.say(f"{self.where.task} coordinates the job at {self.where.address}")
             try:
                 gate.gather(self.narrator(gate))
-            except Stopped:
-                gate.server.turn_away("the job was stopped before it began", again=True)
+            except Stopped as stopped:
+                # A killed command may run again, and an engine may start another coordinator.
+                if stopped.signal and engine is None:
+                    gate.server.turn_away("the job was stopped before it began", again=True)
                 raise
             # An engine can start another coordinator elsewhere while this host is cut off.
             spec = replace(self.spec, hold=HOLD if engine is not None else None)

@@ -47,7 +47,6 @@ from lockstep.system.environment import (
     home_folder,
     read_worker,
     variable,
-    visible_gpus,
 )
 from lockstep.system.exit_status import WRONG_STATE
 from lockstep.system.landlock import write_only_below
@@ -67,6 +66,7 @@ from lockstep.worker.script import (
     Script,
     device_memory_hint,
     gpu_hint,
+    gpus_within_patience,
     hide_internals,
     is_of_machine,
     original_of,
@@ -311,9 +311,9 @@ def _hint(error: BaseException, device_users: int) -> str:
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"
         )
-    # Names only: a driver that has lost a GPU may hang.
+    # Without the driver if possible: it may hang when it has lost a GPU.
     listed = variable(LISTED)
-    gpus = visible_gpus() if listed is None else names_in(listed)
+    gpus = gpus_within_patience() if listed is None else names_in(listed)
     return device_memory_hint(error, gpus, device_users) or gpu_hint(error, gpus, read_machine)
 
 

@@ -141,10 +141,10 @@ class FollowedJob:
                 raise
         run, now = self.folder.state, self.clock.wall()
         status = contact.status if contact is not None else None
-        end = ""
+        end, elsewhere = "", False
         if run.finished is not None and (gone or status is None or run.began >= status.since - _SAME):
             end = end_of(self.name, run)
-        elif contact is None and is_active(self.folder.paths.root):
+        elif contact is None and (elsewhere := is_active(self.folder.paths.root)):
             end = f"{self.name} runs in another container: the figures are averages of the whole run so far"
         elif contact is None:
             end = (
@@ -160,6 +160,7 @@ class FollowedJob:
             status=status,
             silent_since=silent,
             end=end,
+            active=not end or elsewhere,
             averages=contact is None,
         )
 

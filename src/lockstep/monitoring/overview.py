@@ -189,6 +189,7 @@ def overview(
     status: Status | None = None,
     silent_since: float | None = None,
     end: str = "",
+    active: bool = True,
     averages: bool = False,
 ) -> Overview:
     """Return the overview of a run.
@@ -199,7 +200,8 @@ def overview(
         now: the time, in seconds since 1970.
         status: the last reply of its coordinator.
         silent_since: since when the coordinator has not answered; None if it does.
-        end: how the run ended; empty while it runs.
+        end: how the run ended, or why no more is known of it; empty while it runs.
+        active: whether it runs.
         averages: whether to average over the whole run instead of the last seconds.
     """
     infos = _shown_workers(run)
@@ -248,7 +250,7 @@ def overview(
         wanted=status.wanted if status else None,
         hosts=hosts,
         advice=advice(run, judged),
-        remedies=tuple(remedies(run, state_of(run.finished, active=not end))),
+        remedies=tuple(remedies(run, state_of(run.finished, active=active))),
         went=tuple(how_it_goes(run.totals, run.seconds if run.finished else now - run.began)),
         events=tuple(_told(run)),
         silent_since=silent_since,

@@ -480,8 +480,8 @@ class ExitReport(msgspec.Struct, frozen=True, tag="exited"):
 
     Attributes:
         event: the event that the coordinator publishes. Its status may be `UNKNOWN_STATUS`.
-        memory_kills: how many processes the kernel has killed for lack of memory since a worker was last
-            killed; 0 if this one was not killed.
+        memory_kills: how many processes the kernel has killed for lack of memory in the last seconds; 0 if
+            this one was not killed.
         stack: lines for its log with its stack, if that was requested; otherwise empty.
     """
 

@@ -214,7 +214,7 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
 
 def _start_failed(state: State, event: StartFailed, now: float) -> Decision:
     """A joiner is replaced, on another host if need be; a job that cannot begin with all workers ends."""
-    if event.joins and event.recurs:
+    if event.joins and event.recurs and state.active and state.workers[event.worker].phase in JOINERS:
         return _host_full(state, event, now)
     if event.joins:
         return _worker_exited(state, WorkerExited(event.worker, 1), now)

@@ -86,13 +86,28 @@ def shown_gpus(listed: str | None, gpus: Sequence[Gpu] | None) -> Visibility:
     return Visibility((), "", False, names, names)
 
 
-def read_within(seconds: float, read: Callable[[], Machine] = read_machine) -> Machine | None:
-    """Return what `read` does; None if it takes longer, because a driver that has lost a GPU may hang."""
-    readings: list[Machine] = []
-    reading = threading.Thread(target=lambda: readings.append(read()), daemon=True)
-    reading.start()
-    reading.join(seconds)
-    return readings[0] if readings else None
+class LimitedReader:
+    """Reads GPUs for a limited time, because a driver that has lost a GPU may hang.
+
+    While a reading hangs, there is neither another one nor another wait.
+
+    Args:
+        read: returns the GPUs of this machine.
+    """
+
+    def __init__(self, read: Callable[[], Machine] = read_machine) -> None:
+        self._read = read
+        self._reading: threading.Thread | None = None
+
+    def within(self, seconds: float) -> Machine | None:
+        """Return the GPUs, or None if that takes longer."""
+        if self._reading is not None and self._reading.is_alive():
+            return None
+        readings: list[Machine] = []
+        self._reading = threading.Thread(target=lambda: readings.append(self._read()), daemon=True)
+        self._reading.start()
+        self._reading.join(seconds)
+        return readings[0] if readings else None
 
 
 def visibility(gpus: Sequence[Gpu], listed: str | None) -> Visibility:

@@ -32,16 +32,17 @@ def memory_kills(
 ) -> int:
     """Return how many processes the kernel has killed for lack of memory so far.
 
-    Those of this process's cgroup count, whichever limit they exceeded. If it has no such number, as the root
-    has none, those of the machine count. 0 if the kernel reports neither.
+    Those of this process's cgroup count, whichever limit they exceeded; in a container, those of the first
+    ancestor that is visible there. If none has such a number, as the root has none, those of the machine
+    count. 0 if the kernel reports neither.
 
     Args:
         membership: the file that names the cgroups.
         mount: where the cgroup file systems are mounted.
         statistics: the numbers of the machine.
     """
-    own = next(groups(membership, mount, "memory"), None)
-    files = [] if own is None else [own / "memory.events", own / "memory.oom_control"]
+    names = "memory.events", "memory.oom_control"
+    files = [group / name for group in groups(membership, mount, "memory") for name in names]
     counted = (read_numbers(file).get("oom_kill") for file in (*files, statistics))
     return next((number for number in counted if number is not None), 0)
 

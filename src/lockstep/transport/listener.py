@@ -45,7 +45,8 @@ from lockstep.transport.keys import key_needed
 
 Admit = Callable[[Greeting, socket.socket, str], str | None]
 """Called with a greeting, its connection and the address of its sender. It takes the connection, which is
-non-blocking, and returns None; or it returns why the sender is refused."""
+non-blocking, and returns None; or it returns why the sender is refused. It may raise OSError if this process
+has too many descriptors; then the sender is refused, too."""
 
 LateConnection = Callable[[str, int], None]
 """Called with the address of a worker of this job that connects for a view that has ended, and the view."""
@@ -222,7 +223,7 @@ class Listener:
 
     def _make_room(self, error: OSError) -> None:
         """Pause after running out of descriptors; otherwise the loop would try again at once, forever."""
-        reason = f"this process cannot open more connections ({error.strerror})"
+        reason = _no_room(error)
         now = self._clock.now()
         if self._pending:
             self._evict(reason)
@@ -262,7 +263,11 @@ class Listener:
                 self._refuse(pending, str(error))
                 return
             self._drop(pending)
-            if refusal := self._admit(greeting, pending.connection, pending.peer):
+            try:
+                refusal = self._admit(greeting, pending.connection, pending.peer)
+            except OSError as error:
+                refusal = _no_room(error)
+            if refusal:
                 self._close(pending, refusal)
 
     def _checked(self, pending: "_Pending") -> Greeting:
@@ -381,6 +386,10 @@ class _Refusals:
         self._report(f"refused {total}: {', '.join(hosts)}")
         self._counts.clear()
         self._reasons.clear()
+
+
+def _no_room(error: OSError) -> str:
+    return f"this process cannot open more connections ({error.strerror})"
 
 
 def _cannot_listen(address: str, error: OSError) -> Exception:

@@ -24,7 +24,7 @@ from lockstep.errors import (
     SupersededError,
     with_code,
 )
-from lockstep.system.cuda import Machine, cuda_of, faults_of, read_within, too_old
+from lockstep.system.cuda import LimitedReader, Machine, cuda_of, faults_of, shown_gpus, too_old
 from lockstep.worker.program_sources import is_program, library_name
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -270,6 +270,12 @@ def device_memory_hint(error: BaseException, gpus: Sequence[str], users: int = 1
     return f"; {device} has too little free memory for this worker: use smaller batches, or {fewer}"
 
 
+def gpus_within_patience() -> tuple[str, ...]:
+    """Return the names of the GPUs of this machine; empty if its driver hangs."""
+    machine = LimitedReader().within(_DRIVER_PATIENCE)
+    return shown_gpus(None, machine.gpus).names if machine is not None else ()
+
+
 def gpu_hint(error: BaseException, gpus: Sequence[str], read: Callable[[], Machine]) -> str:
     """Return a hint on the GPUs or their driver to show after an error of a backend; otherwise empty.
 
@@ -283,7 +289,7 @@ def gpu_hint(error: BaseException, gpus: Sequence[str], read: Callable[[], Machi
     of_backend = type(error).__module__.partition(".")[0] in _BACKENDS
     if not gpus or not (of_backend or _OF_GPU.search(str(error))):
         return ""
-    machine = read_within(_DRIVER_PATIENCE, read)
+    machine = LimitedReader(read).within(_DRIVER_PATIENCE)
     if machine is None:
         return f"; NVIDIA's driver has not answered within {_DRIVER_PATIENCE:g} s"
     if faults := faults_of(gpus, machine.gpus or ()):
