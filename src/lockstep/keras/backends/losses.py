@@ -205,11 +205,11 @@ def weighted_means(weight: Any) -> Iterator[None]:
 def weighted_gradients(model: Any, weight: Any) -> Iterator[bool]:
     """Within the block, Keras's `train_step` computes gradients times `weight`; yield False if it does not.
 
-    Multiplying the loss before the backward pass costs less than multiplying all gradients. A custom step may
-    compute gradients of other values.
+    Multiplying the loss before the backward pass costs less than multiplying all gradients, and gradients in
+    half precision overflow no earlier than those of one process. A custom step may compute other gradients.
     """
     optimizer = model.optimizer
-    if has_own(model, "train_step") or hasattr(optimizer, "inner_optimizer"):
+    if has_own(model, "train_step"):
         yield False
         return
     scale = optimizer.scale_loss
