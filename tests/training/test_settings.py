@@ -157,6 +157,20 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_the_exchange_of_large_rows_is_a_setting() -> None:
+    """What trials have shown with another one, which a job that resumes takes over, would be wrong."""
+    view = place(3, (0,))
+    own = Job(JobContext(0, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
+    snapshots = Snapshots(own, None, NumberedCalls())  # type: ignore[arg-type]
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    facts = {"settings": snapshots._settings(model, None)}
+    snapshots.compare_settings(9, facts, model, None)
+    own.exact_batch = True
+    with pytest.raises(ChangedError, match=r"of step 9: exact batch was absent, and is true\. Undo"):
+        snapshots.compare_settings(9, facts, model, None)
+
+
 def test_comparing_settings_does_not_import_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder:
         def find_spec(self, name: str, *details: Any) -> None:

@@ -59,6 +59,12 @@ class CompiledModels:
         }
 
     @property
+    def tried(self) -> list[Any]:
+        """The models that this process has tried, or of which it has taken over what trials have shown."""
+        models = (reference() for reference in self._models)
+        return [model for model in models if model is not None and growths_of(model).tried]
+
+    @property
     def growths(self) -> dict[int, tuple[int, dict[str, Any]]]:
         """The growths of the models that were tried, by number, with the number of the last compilation."""
         models = ((index, reference()) for index, reference in enumerate(self._models))

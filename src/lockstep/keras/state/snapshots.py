@@ -15,7 +15,7 @@ from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
-from lockstep.keras.backends.growth import Growths
+from lockstep.keras.backends.growth import Growths, set_growths
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.host_report import libraries, report_for_joiners
 from lockstep.keras.numbered_calls import NumberedCalls
@@ -273,6 +273,10 @@ class Snapshots:
             self.compare_settings(contents.step, training, model, program)
         self.models.load(contents.arrays)
         self.models.were_built(training.get("built", {}))
+        for tried in self.models.tried:
+            # Since this process took over what trials have shown, members may have tried the model again.
+            if (growths := self.growths(tried)) is not None:
+                set_growths(tried, growths)
         current = below("current/", contents.arrays)
         if model is not None:
             # Some steps build optimizers when they apply them.
@@ -337,8 +341,10 @@ class Snapshots:
         if model not in self._described:
             self._described[model] = settings_of_model(model)
         local = self._job.local_steps
-        local_settings = {} if local is None else {"local steps": local.text}
-        return {**call_settings, **self._described[model], **local_settings}
+        of_job = {} if local is None else {"local steps": local.text}
+        if self._job.exact_batch:
+            of_job["exact batch"] = "true"
+        return {**call_settings, **self._described[model], **of_job}
 
     def compare_settings(
         self, step: int, training: Mapping[str, Any], model: Any, program: TrainingState | None
