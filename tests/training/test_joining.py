@@ -96,13 +96,15 @@ def test_a_worker_is_replaced_at_any_place(join: Callable[..., str], backend: st
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("kills", ["1", "0 1"])
+@pytest.mark.parametrize(
+    ("how", "kills"), [("fit", "1"), ("fit", "0 1"), ("batches", "1"), ("batches", "0 1")]
+)
 def test_a_model_is_not_tried_again_with_other_rows(
-    launch: Callable[..., Any], quicker_backend: str, tmp_path: Path, kills: str
+    launch: Callable[..., Any], quicker_backend: str, tmp_path: Path, how: str, kills: str
 ) -> None:
     """The second `fit` would show what the first one hides: the result would be another one after a loss."""
-    program = ("tried_again.py", *kills.split())
-    undisturbed = launch("-n 1 --replicas 2", "tried_again.py", backend=quicker_backend)
+    program = ("tried_again.py", how, *kills.split())
+    undisturbed = launch("-n 1 --replicas 2", "tried_again.py", how, backend=quicker_backend)
     words = f"-n 2 --min-workers 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
     run = launch(words if kills == "0 1" else "-n 2 --min-workers 2", *program, backend=quicker_backend)
     if kills == "0 1":
@@ -113,4 +115,18 @@ def test_a_model_is_not_tried_again_with_other_rows(
         assert "worker 2 joined (2 workers)" in run.stderr
     assert run.status == 0, run.stderr
     for worker in (0, 2) if kills == "1" else (0, 1):
+        assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")
+
+
+@pytest.mark.ci
+def test_a_joining_worker_takes_over_what_later_trials_have_shown(
+    launch: Launch, quicker_backend: str, tmp_path: Path
+) -> None:
+    """It has skipped the call in which the others have tried the model again."""
+    program = ("tried_later.py", str(tmp_path))
+    undisturbed = launch("-n 1 --replicas 2", *program, "undisturbed", backend=quicker_backend)
+    run = launch("-n 2", *program, "overtaken", "fit", "1", "step", "3", backend=quicker_backend)
+    assert run.status == 0, run.stderr
+    assert "worker 2 joined (2 workers)" in run.stderr
+    for worker in (0, 2):
         assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")

@@ -123,6 +123,18 @@ def test_workers_try_the_same_example(job_of_one_worker: Job) -> None:
     for rows, texts, weights in [*examples, alone]:
         assert same([rows, texts], [ROWS[:4], [b"text"] * 4])
         assert weights is None
+        assert rows.flags.writeable
+
+
+def test_an_example_that_cannot_be_read_is_an_error_of_the_data(job_of_one_worker: Job) -> None:
+    """A trial, which goes on after other errors, would leave the other workers waiting."""
+
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            raise ValueError("no such file")
+
+    with pytest.raises(DataError, match=r"dataset of replica 0: ValueError\('no such file'\)"):
+        Pipelines(job_of_one_worker, lambda context: Failing(), 1).shared_example()
 
 
 def test_an_empty_dataset_has_no_form(job_of_one_worker: Job) -> None:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import keras
@@ -459,6 +459,67 @@ def test_weights_may_come_and_go(name: str) -> None:
         np.testing.assert_allclose(value, other, rtol=2e-5, atol=2e-6)
 
 
+class Weighted(keras.utils.PyDataset):
+    def __init__(self, *arrays: Any) -> None:
+        super().__init__()
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(array[9 * index : 9 * index + 9] for array in self._arrays)
+
+
+@pytest.mark.parametrize("given", ["a dataset", "weights by class", "weights of one batch"])
+def test_the_first_weights_may_come_later(given: str) -> None:
+    """Keras multiplies a loss of one number by the mean of the weights."""
+    labels = 1.0 * (X[:, :1] > 0)
+
+    def trained(scope: Any, fit: Any, train_on_batch: Any) -> list[Any]:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model, _ = one_output(mean_error, y=Y, units=1)()
+        options = {"batch_size": 9, "shuffle": False, "verbose": 0}
+        if given == "a dataset":
+            fit(model, Weighted(X, labels), shuffle=False, verbose=0)
+            fit(model, Weighted(X, labels, WEIGHTS), shuffle=False, verbose=0)
+            return list(map(np.ravel, model.get_weights()))
+        fit(model, X, labels, **options)
+        by_class = {} if given == "weights of one batch" else {"class_weight": {0: 0.3, 1: 2.0}}
+        of_rows = () if by_class else (WEIGHTS[:9],)
+        for _ in range(2):
+            train_on_batch(model, X[:9], labels[:9], *of_rows, **by_class)
+        return list(map(np.ravel, model.get_weights()))
+
+    # It replaces the methods.
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    methods = keras.Model.fit, keras.Model.train_on_batch
+    plain = trained(nullcontext(), *map(inspect.unwrap, methods))
+    found = trained(strategy.scope(), *methods)
+    for value, other in zip(found, plain, strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", contrast])
+def test_a_loss_scale_falls_no_lower_than_in_one_process(loss: Any) -> None:
+    """Gradients of rows are as large as in one process, and their sums, over fewer rows, are not larger."""
+
+    def scale(scope: Any, fit: Any) -> float:
+        keras.utils.set_random_seed(5)
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01), initial_scale=2.0**30)
+        with scope:
+            last = keras.layers.Dense(2, dtype="mixed_float16")
+            model = keras.Sequential([keras.Input((4,)), hidden(dtype="mixed_float16"), last])
+            model.compile(optimizer, loss)
+        fit(model, X, LABELS, batch_size=9, epochs=8, shuffle=False, verbose=0)
+        return float(optimizer.dynamic_scale)
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    plain = scale(nullcontext(), inspect.unwrap(keras.Model.fit))
+    assert scale(strategy.scope(), keras.Model.fit) >= plain
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("wanted", [None, "job", "strategy"])
 def test_large_rows_are_exchanged_only_if_the_job_or_a_strategy_says_so(
@@ -653,3 +714,21 @@ def test_the_rows_of_a_trial_have_several_labels(labels: Any, tried: Any) -> Non
     np.testing.assert_array_equal(y["y"], tried)
     assert len(x) == len(tried) == sum(part.count for part in batch.parts)
     assert (batch.examples, batch.weighs) == (len(labels), False)
+
+
+class Triplet(NamedTuple):
+    anchor: Any
+    labels: Any
+    positive: Any
+    negative: Any
+
+
+@pytest.mark.parametrize("form", [tuple, Triplet])
+def test_the_rows_of_a_trial_have_the_form_of_the_batch(form: Any) -> None:
+    """A step of the program's own may get any number of parts."""
+    parts = X[:4], np.zeros(4, int), X[4:8], X[8:12]
+    given = form(*parts) if form is Triplet else parts
+    batch = TriedBatch(lambda: given)
+    assert not batch.weighs
+    assert type(batch.whole.batch) is form
+    assert len(batch.whole.batch) == 4

@@ -1,8 +1,9 @@
 """The rows of a first `fit` hide that a loss compares examples; those of the second one show it.
 
-    tried_again.py [WORKER ...]
+    tried_again.py fit|batches [WORKER ...]
 
-In the second `fit`, these workers are killed, unless the job resumes. Prints the digest at the end.
+With "batches", `train_on_batch` trains. In the second `fit`, these workers are killed, unless the job
+resumes. Prints the digest at the end.
 """
 
 import os
@@ -17,6 +18,7 @@ import lockstep
 from lockstep.worker import job
 
 X = np.random.default_rng(0).normal(size=(16, 3)).astype("float32")
+HOW, *KILLED = sys.argv[1:]
 
 
 class Largest(keras.Sequential):  # type: ignore[misc]
@@ -25,13 +27,18 @@ class Largest(keras.Sequential):  # type: ignore[misc]
         return keras.ops.mean(errors) + keras.ops.max(keras.ops.square(x[:, :1]) * errors)
 
 
+def may_die() -> None:
+    checkpoints = job.current().checkpoints
+    if str(job.current().worker) in KILLED and checkpoints.resumed is None:
+        # The checkpoints that the chief has taken are on disk.
+        assert checkpoints.scheduler is None or checkpoints.scheduler.close(30)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 class Kill(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        checkpoints = job.current().checkpoints
-        if batch == 1 and str(job.current().worker) in sys.argv[1:] and checkpoints.resumed is None:
-            # The checkpoints that the chief has taken are on disk.
-            assert checkpoints.scheduler is None or checkpoints.scheduler.close(30)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if batch == 1:
+            may_die()
 
 
 def main() -> None:
@@ -39,9 +46,15 @@ def main() -> None:
     model = Largest([keras.Input((3,)), keras.layers.Dense(1)])
     model.compile("sgd")
     options = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    model.fit(X * np.float32([0, 1, 1]), X[:, 1:2], **options)
-    # So many steps that the others ask for a replacement before the last one.
-    model.fit(X, X[:, 1:2], epochs=25, callbacks=[Kill()], **options)
+    # The second call has so many steps that the others ask for a replacement before the last one.
+    for x, epochs, callbacks in ((X * np.float32([0, 1, 1]), 1, []), (X, 25, [Kill()])):
+        if HOW == "fit":
+            model.fit(x, X[:, 1:2], epochs=epochs, callbacks=callbacks, **options)
+            continue
+        for start in [*range(0, 16, 4)] * epochs:
+            model.train_on_batch(x[start : start + 4], X[start : start + 4, 1:2])
+            if callbacks and start == 4:
+                may_die()
     print("digest", lockstep.digest(model))
 
 

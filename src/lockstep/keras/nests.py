@@ -35,6 +35,12 @@ def leaves_of(nest: Nest) -> list[Any]:
     return [leaf for leaf in parts_of(nest)[0] if leaf is not None]
 
 
+def has_weights(batch: Nest) -> bool:
+    """Whether a batch (x, y, sample_weight) has sample weights. A batch of another form has none."""
+    weights = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None
+    return any(leaf is not None for leaf in keras.tree.flatten(weights))
+
+
 def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
     """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None stays None.
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 
-from lockstep.errors import PeerError
+from lockstep.errors import DataError, PeerError
 from lockstep.keras.backends.losses import observed_denominators
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import compiled_loss, layers_of, modules_of, own_trainable_variables
@@ -144,7 +144,7 @@ def different_denominators(model: Any, batch: TriedBatch) -> list[str]:
         x, y, weight = batch.whole.data
         with random_numbers(0), keras.StatelessScope(), observed_denominators() as denominators:
             compiled_loss(model)(y, model(x, training=False), weight)
-    except PeerError:  # Workers may read the batch together.
+    except (DataError, PeerError):  # Workers may read the batch together.
         raise
     except Exception:  # A custom step may pass anything to losses.
         return [f"{name} (possibly: it could not be tested)"]
@@ -172,7 +172,7 @@ def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
 
     try:
         parts = _each_part(batch, states)
-    except PeerError:
+    except (DataError, PeerError):
         raise
     except Exception:  # The program may call the model in another way.
         return [f"the variable {variable.path} (possibly: it could not be tested)" for variable in variables]

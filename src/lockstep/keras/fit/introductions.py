@@ -66,7 +66,7 @@ class Introductions:
         model: Any,
         kind: StepKind,
         read: Callable[[], Any],
-        weighs: bool = False,
+        weighs: Callable[[], bool] = lambda: False,
     ) -> None:
         """Try a model, and compare a step of it if the job checks the script.
 
@@ -75,7 +75,7 @@ class Introductions:
             model: the model, built.
             kind: the kind of the step.
             read: returns the first batch.
-            weighs: whether the batches have sample weights, if that is known before one is read.
+            weighs: returns whether the batches have sample weights.
 
         Raises:
             ModelError: a metric does not add up over replicas.
@@ -113,7 +113,12 @@ class Introductions:
         return steps[kind]
 
     def _measure(
-        self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any], weighs: bool
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        read: Callable[[], Any],
+        weighs: Callable[[], bool],
     ) -> None:
         """Measure how replicas combine the results of a model's step, and name each part that is per replica.
 
@@ -121,14 +126,14 @@ class Introductions:
         metric of the program may use. The first note says that a script without a strategy is distributed.
         """
         adopts_all = self._models.adopts_all
+        known = growths_of(model)
+        # A process that joins or resumes may have other rows at hand than the first trial.
+        growths = known if known.tried else self._parts.snapshots.growths(model) or known
+        tries = kind not in growths.tried or (growths.unweighted and weighs())
+        if kind in known.tried and not tries:
+            return
         with unchanged(model):
-            growths = growths_of(model)
-            if kind in growths.tried and not (weighs and growths.unweighted):
-                return
-            if not growths.tried:
-                # A process that joins or resumes may have other rows at hand than the first trial.
-                growths = self._parts.snapshots.growths(model) or growths
-            if kind not in growths.tried or (weighs and growths.unweighted):
+            if tries:
                 growths = self._tried(call, model, kind, TriedBatch(read), growths)
             elif growths.tried[kind] == call.number:
                 # Reading may change the input.

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from functools import partial
 from typing import Any
 
 import keras
@@ -28,10 +29,11 @@ from lockstep.keras.fit.global_step import CHECKED_STEPS, GlobalStep
 from lockstep.keras.fit.introductions import Introductions
 from lockstep.keras.fit.local_steps import OuterBatches
 from lockstep.keras.fit.trainer import FUNCTIONS, KINDS, Original, TrainerParts, bind, method_of
-from lockstep.keras.input.fit_inputs import GlobalInput, PipelinesInput
+from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, PipelinesInput
 from lockstep.keras.input.stored_arrays import explain_memory
+from lockstep.keras.nests import has_weights
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.private.common import CACHED_VALIDATION
+from lockstep.keras.private.common import CACHED_VALIDATION, sample_weights
 from lockstep.keras.state.callback_states import attribute_hashes, listeners, set_callback_states
 from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 from lockstep.keras.state.journal import FinishedCall
@@ -101,9 +103,12 @@ class Mirrored:
                 lambda: fit_facts(model, arguments, training, validation),
                 lambda: parts.record.settings_of_fit(model, arguments),
             )
-            if isinstance(validation, GlobalInput) and validation.weighs:
-                self._introduce(call, model, "test", validation.batch_to_try, weighs=True)
+            if isinstance(validation, ArrayInput):
+                self._introduce(
+                    call, model, "test", validation.batch_to_try, weighs=lambda: validation.weighs
+                )
             elif isinstance(validation, GlobalInput):
+                # Another input is not read before the training, with which it may share a generator.
                 with self._introductions.compared(call, model, "test", validation.batch_to_try):
                     pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
@@ -184,17 +189,18 @@ class Mirrored:
         self._job.note_distribution()
         if kind == "train":
             parts.last.trains(model)
+        batch = partial(_batch_of, original, model, args, kwargs)
         with self._resumable.call(method) as call:
             call.at_end = True
             compared = parts.models.compilation(model).compared
             if finished := self._resumable.resume():
                 compared.add(kind)
-                return self._replay_batch(kind, finished, original, model, *args, **kwargs)
+                take = partial(original, model, *args, **kwargs)
+                return self._replay_batch(call, model, kind, finished, batch, take)
             if kind not in compared:
-                self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
-            elif kind != "predict" and growths_of(model).unweighted:
-                batch = _batch_of(original, model, args, kwargs)
-                self._introduce(call, model, kind, lambda: batch, weighs=batch[2] is not None)
+                self._begin_batches(call, model, kind, batch)
+            elif kind != "predict" and self._is_to_try(model, kind, batch):
+                self._introduce_batch(call, model, kind, batch)
             results: list[Any] = []
             if self._job.settings.checks and kind != "predict":
                 returns_dict = bool(bind(original, model, args, kwargs).arguments["return_dict"])
@@ -269,7 +275,7 @@ class Mirrored:
     ) -> None:
         """Build the model with the first batch, refuse what replicas cannot compute, and begin the call."""
         self._models.build(model, kind, lambda: self._sample(data, model, kind))
-        self._introduce(call, model, kind, data.batch_to_try, weighs=data.weighs)
+        self._introduce(call, model, kind, data.batch_to_try, weighs=lambda: data.weighs)
         self._parts.record.begin(call, model, facts, settings)
 
     def _begin_batches(
@@ -278,30 +284,55 @@ class Mirrored:
         """Prepare for single-batch calls of a kind, once: build the model, and check it."""
         if kind != "predict" and self._prepares(model):
             self._models.build(model, kind, batch)
-            self._introduce(call, model, kind, batch)
+            self._introduce_batch(call, model, kind, batch)
         self._models.load_waiting(model)
         if kind == "predict" and self._models.is_built(model):
-            self._introduce(call, model, kind, batch)
+            self._introduce_batch(call, model, kind, batch)
         if self._models.is_built(model):
             record = self._parts.record
             record.begin(call, model, lambda: model_facts(model), lambda: record.settings_of_call(model))
             self._parts.models.compilation(model).compared.add(kind)
 
+    @staticmethod
+    def _is_to_try(model: Any, kind: StepKind, batch: Callable[[], Any]) -> bool:
+        """Whether a model, of which an earlier call has compared a kind of step, still has to be tried.
+
+        This process may have skipped that call, or the batch may have the first sample weights.
+        """
+        growths = growths_of(model)
+        return kind not in growths.tried or (growths.unweighted and has_weights(batch()))
+
+    def _introduce_batch(
+        self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
+    ) -> None:
+        self._introduce(call, model, kind, batch, weighs=lambda: has_weights(batch()))
+
     def _replay_batch(
         self,
+        call: NumberedCall,
+        model: Any,
         kind: StepKind,
         finished: FinishedCall,
-        original: Original,
-        model: Any,
-        *args: Any,
-        **kwargs: Any,
+        batch: Callable[[], Any],
+        take: Callable[[], object],
     ) -> Any:
-        """Return the result of a finished single-batch call. Resume after it, if it was the last one."""
+        """Return the result of a finished single-batch call. Resume after it, if it was the last one.
+
+        Args:
+            call: the call.
+            model: its model.
+            kind: the kind of the step.
+            finished: the result.
+            batch: returns the batch.
+            take: takes the step.
+        """
         if self._resumable.at_its_end:
-            self._models.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
+            self._models.build(model, kind, batch)
+            if kind != "predict":
+                self._introduce_batch(call, model, kind, batch)
             if self._job.joins:
                 # Compile the step before others wait for this worker. Its results are overwritten.
-                original(model, *args, **kwargs)
+                take()
                 self._resumable.join()
                 finished = self._resumable.replay()
             if self._resumable.at_its_end:
@@ -319,7 +350,7 @@ class Mirrored:
         kind: StepKind,
         read: Callable[[], Any],
         *,
-        weighs: bool = False,
+        weighs: Callable[[], bool] = lambda: False,
     ) -> None:
         """Try a model on its first batch."""
         self._introductions.introduce(call, model, kind, read, weighs)
@@ -367,6 +398,9 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
 
 
 def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
-    """Return the (x, y, sample_weight) that was passed to a single-batch method."""
+    """Return the (x, y, sample_weight) of a call for a single batch, which may give weights by class."""
     arguments = bind(original, model, args, kwargs).arguments
-    return arguments["x"], arguments.get("y"), arguments.get("sample_weight")
+    x, y, weights = arguments["x"], arguments.get("y"), arguments.get("sample_weight")
+    if weights is None and arguments.get("class_weight") is not None:
+        weights = sample_weights(y, arguments["class_weight"])
+    return x, y, weights

@@ -103,7 +103,7 @@ class Checkpointed(Mirrored):
         kind: StepKind,
         read: Callable[[], Any],
         *,
-        weighs: bool = False,
+        weighs: Callable[[], bool] = lambda: False,
     ) -> None:
         """Do nothing: one replica computes like one process."""
 

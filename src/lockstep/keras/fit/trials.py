@@ -43,7 +43,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import Share
-from lockstep.errors import ModelError, PeerError
+from lockstep.errors import DataError, ModelError, PeerError
 from lockstep.keras.backends.common import has_own, without_summaries
 from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
 from lockstep.keras.backends.growth import (
@@ -709,7 +709,7 @@ class Trial:
                     return []
                 with self._undisturbed():
                     return attempt()
-        except PeerError:  # Workers may read the batch together.
+        except (DataError, PeerError):  # Workers may read the batch together.
             raise
         except Exception:  # The program may call its parts in another way than the trial does.
             pass

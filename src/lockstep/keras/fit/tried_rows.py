@@ -8,10 +8,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.keras.nests import Nest, has_weights
+
 _ROWS = 16
 """The maximum number of rows to try."""
-
-Nest = Any
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class TriedBatch:
     @property
     def weighs(self) -> bool:
         """Whether the batch has sample weights."""
-        _, _, weights = keras.utils.unpack_x_y_sample_weight(self._batch)
-        return any(leaf is not None for leaf in keras.tree.flatten(weights))
+        return has_weights(self._batch)
 
     @cached_property
     def _batch(self) -> Nest:
@@ -109,8 +108,9 @@ class TriedBatch:
             step = self.examples // max(1, count)
             rows = _cut(self._batch, slice(0, count * step, max(1, step)))
         if isinstance(rows, tuple | list) and len(rows) > 1:
-            x, labels, *weights = rows
-            return type(rows)((x, keras.tree.map_structure(_varied, labels), *weights))
+            parts = list(rows)
+            parts[1] = keras.tree.map_structure(_varied, parts[1])
+            return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
         return rows
 
     def _part(self, start: int, stop: int) -> TriedRows:

@@ -9,6 +9,7 @@ possible, and refused where it is not.
 
 import struct
 from collections.abc import Callable, Hashable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -50,7 +51,7 @@ from lockstep.keras.input.visits import (
     first_of_pass,
     visits,
 )
-from lockstep.keras.nests import Nest, parts_of
+from lockstep.keras.nests import Nest, has_weights, parts_of
 from lockstep.keras.private.common import (
     NUM_BATCHES_FOR_TENSOR_SPEC,
     ArrayDataAdapter,
@@ -141,7 +142,9 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     @property
     def weighs(self) -> bool:
-        """Whether the batches have sample weights, if that is known before one is read."""
+        """Whether the batches have sample weights. This reads one; all workers call it together."""
+        with suppress(StopIteration):
+            return has_weights(self.batch_to_try())
         return False
 
     def batch_to_try(self) -> Any:
@@ -283,8 +286,7 @@ class ArrayInput(GlobalInput):
     @property
     def weighs(self) -> bool:
         """Whether the batches have sample weights."""
-        _, _, weights = keras.utils.unpack_x_y_sample_weight(self._take(slice(0, 1)))
-        return any(leaf is not None for leaf in keras.tree.flatten(weights))
+        return has_weights(self._take(slice(0, 1)))
 
     def peek(self) -> Any:
         """Return the first rows in the arrays' order, without drawing random numbers."""

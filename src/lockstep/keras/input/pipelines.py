@@ -138,23 +138,36 @@ class Pipelines:
         """Return the first element of the next pass of the first replica that has examples in it.
 
         All workers call this together, and receive the same element: zeros if all pipelines are empty.
+
+        Raises:
+            DataError: the program has raised an error while this worker read.
         """
         what = "the first elements of the replicas' datasets"
-        counts = self.gather(lambda replica: _examples(self.pipeline(replica).stream.peek()), what)
+
+        def first_of(replica: int) -> Nest:
+            try:
+                return self.pipeline(replica).stream.peek()
+            except DataError:
+                raise
+            except Exception as error:
+                raise DataError(f"cannot read the dataset of replica {replica}: {error!r}") from error
+
+        counts = self.gather(lambda replica: _examples(first_of(replica)), what)
         if not any(counts):
             return self.zeros()
         first = next(replica for replica, examples in enumerate(counts) if examples)
         if len(self.job.view.workers) == 1:
-            return self.pipeline(first).stream.peek()
+            return first_of(first)
 
         def act(view: View, communicator: Communicator) -> list[Packed]:
             leaves: list[Packed] = []
             if first in view.replicas_of(self.job.worker):
-                leaves = [pack("", leaf) for leaf in leaves_of(self.pipeline(first).stream.peek())]
+                leaves = [pack("", leaf) for leaf in leaves_of(first_of(first))]
             blobs = communicator.gather(msgspec.msgpack.encode(leaves), what=what)
             return next(filter(None, (msgspec.msgpack.decode(blob, type=list[Packed]) for blob in blobs)))
 
-        leaves = [array for _, array in map(unpack, self.job.exchange(act))]
+        # Backends warn of arrays that cannot be written.
+        leaves = [array.copy() for _, array in map(unpack, self.job.exchange(act))]
         return packed(self.peek(), leaves)
 
     def example_among(self, nests: Iterable[Nest]) -> Nest:

@@ -597,6 +597,9 @@ NUM_BATCHES_FOR_TENSOR_SPEC = data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC
 get_tensor_spec = data_adapter_utils.get_tensor_spec
 """Returns the form that some batches have in common, with any number of examples."""
 
+sample_weights = data_adapter_utils.class_weight_to_sample_weights
+"""Returns the weights of examples: (their labels, a dict of weights by class)."""
+
 
 def backend_sparse(array: Any) -> Any:
     """Return a sparse array as Keras passes it to its backend, JAX or TensorFlow."""
