@@ -3,7 +3,7 @@
     gpu.py [--backends NAMES] [--results FILE] [--seconds N] [--turns N] [--only TEXT] [--tiny]
 
 Each row is written to FILE as soon as it is measured. The next call measures only rows that are missing
-there, so a session with little time continues where the last one ended. At the end, all rows of this card are
+there, so a run with little time continues where the last one ended. At the end, all rows of this card are
 printed as a table. A row counts only if the digests that must be equal are equal: otherwise this ends with
 status 1.
 
