@@ -4,6 +4,7 @@ import inspect
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -555,6 +556,8 @@ def test_a_checkpoint_keeps_what_trials_have_shown() -> None:
         ("the layer centered",),
         ("the loss contrast",),
     )
+    removed = replace(growths, layers={**growths.layers, id(keras.layers.Dense(1)): SUM})
+    assert removed.packed(model) == growths.packed(model)
     packed, arrays = pack(growths.packed(model), "growths")
     assert Growths.unpacked(model, unpack(json.loads(json.dumps(packed)), arrays)) == growths
 

@@ -71,7 +71,8 @@ class Growths:
     def packed(self, model: Any) -> dict[str, Any]:
         """Return plain values for `unpacked`, in which a layer is its position in the model."""
         positions = {id(layer): position for position, layer in enumerate(layers_of(model))}
-        layers = {positions[identity]: growth for identity, growth in self.layers.items()}
+        # The program may have removed a layer since the trial.
+        layers = {positions[each]: growth for each, growth in self.layers.items() if each in positions}
         steps = {
             kind: [(number, name, growth) for (number, name), growth in growths.items()]
             for kind, growths in self.steps.items()
@@ -90,7 +91,7 @@ class Growths:
 
     @classmethod
     def unpacked(cls, model: Any, values: Mapping[str, Any]) -> "Growths":
-        """Return what `packed` has packed, for the same model in another process."""
+        """Return the growths that `packed` has packed, for the same model in another process."""
         layers = layers_of(model)
         return cls(
             losses=dict(values["losses"]),
