@@ -93,7 +93,7 @@ class Row:
     """One measurement, which gives some rows of the table.
 
     Attributes:
-        name: by which it is found in the results.
+        name: its name in the results.
         measure: measures it; raises FailedError if digests differ.
     """
 
@@ -270,12 +270,12 @@ def checkpoint(backend: str, settings: Settings, folder: Path) -> list[Figure]:
 
 def measured_before(path: Path, settings: Settings) -> dict[str, list[Figure]]:
     """Return the rows that the file has of this card, by name."""
-    found = {}
+    measured = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         entry = json.loads(line)
         if (entry["card"], entry["tiny"]) == (settings.card, settings.tiny):
-            found[entry["row"]] = [Figure(**figure) for figure in entry["figures"]]
-    return found
+            measured[entry["row"]] = [Figure(**figure) for figure in entry["figures"]]
+    return measured
 
 
 def append(path: Path, settings: Settings, row: Row, figures: list[Figure], seconds: float) -> None:
@@ -284,23 +284,23 @@ def append(path: Path, settings: Settings, row: Row, figures: list[Figure], seco
         file.write(json.dumps(entry | {"figures": [figure.__dict__ for figure in figures]}) + "\n")
 
 
-def print_table(settings: Settings, wanted: list[Row], found: dict[str, list[Figure]]) -> None:
+def print_table(settings: Settings, wanted: list[Row], measured: dict[str, list[Figure]]) -> None:
     """Print a Markdown table of all measured rows, and the names of the others."""
     print(f"\nOn {settings.card or 'the CPU'}; medians, and the 10th and 90th percentiles:\n")
     print("| program | figure | median | to reach |\n|---|---|---|---|")
     for row in wanted:
-        for figure in found.get(row.name, ()):
+        for figure in measured.get(row.name, ()):
             shown = f"{figure.values[0]:.2f}" if len(figure.values) == 1 else str(Spread.of(figure.values))
             print(f"| {row.name} | {figure.label} | {shown} {figure.unit} | {figure.to_reach} |")
-    if missing := [row.name for row in wanted if row.name not in found]:
+    if missing := [row.name for row in wanted if row.name not in measured]:
         print(f"\nNot measured yet: {', '.join(missing)}. Run this again to continue.")
 
 
 def main(settings: Settings, wanted: list[Row], path: Path, seconds: float) -> None:
-    found, begun, longest = measured_before(path, settings), time.monotonic(), 0.0
+    measured, begun, longest = measured_before(path, settings), time.monotonic(), 0.0
     failed = []
     for row in wanted:
-        if row.name in found:
+        if row.name in measured:
             continue
         started = time.monotonic()
         if started - begun + longest > seconds:
@@ -318,8 +318,8 @@ def main(settings: Settings, wanted: list[Row], path: Path, seconds: float) -> N
         for figure in figures:
             print(f"  {figure.label}: {statistics.median(figure.values):.3f} {figure.unit}", flush=True)
         append(path, settings, row, figures, took)
-        found[row.name] = figures
-    print_table(settings, wanted, found)
+        measured[row.name] = figures
+    print_table(settings, wanted, measured)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
@@ -332,13 +332,13 @@ if __name__ == "__main__":
     parser.add_argument("--turns", type=int, default=TURNS, metavar="N")
     parser.add_argument("--only", default="", metavar="TEXT", help="only rows whose names contain TEXT")
     parser.add_argument("--tiny", action="store_true")
-    chosen = parser.parse_args()
-    if chosen.tiny:
+    options = parser.parse_args()
+    if options.tiny:
         # The machine that tries the script may be busy.
         turns.CONNECT_SECONDS = turns.TURN_SECONDS = turns.END_SECONDS = 1800.0
     gpus = read_machine().gpus
-    if not gpus and not chosen.tiny:
+    if not gpus and not options.tiny:
         sys.exit("this machine has no GPU; --tiny tries the script without one")
-    measured_on = Settings((gpus[0].name or "GPU") if gpus else "", chosen.tiny, chosen.turns)
-    asked = [row for row in rows(chosen.backends.split()) if chosen.only in row.name]
-    main(measured_on, asked, chosen.results, chosen.seconds)
+    measured_on = Settings((gpus[0].name or "GPU") if gpus else "", options.tiny, options.turns)
+    wanted = [row for row in rows(options.backends.split()) if options.only in row.name]
+    main(measured_on, wanted, options.results, options.seconds)

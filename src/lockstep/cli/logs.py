@@ -61,7 +61,7 @@ def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[s
     fill_standard_descriptors()
     run = find_run(job)
     name = (run.job or job_in(run.folder)) if follow else None
-    # A job in another container has no name here.
+    # A job that runs in another container is not in the list of jobs here.
     grows = follow and (name is not None or is_active(run.folder))
     there = worker_logs.list_logs(run.folder)
     shown = worker_logs.WorkerLogs(

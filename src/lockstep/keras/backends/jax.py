@@ -422,7 +422,7 @@ class JaxProgram(JaxState):
         """
         variables = self._model.metrics_variables
         positions = {id(variable): i for i, variable in enumerate(variables)}
-        after = {one: metrics[i] + total[f"metric/{i}"] for one, i in positions.items()}
+        after = {each: metrics[i] + total[f"metric/{i}"] for each, i in positions.items()}
         return [after[id(variable)] for variable in variables]
 
     def _packed_compute(
