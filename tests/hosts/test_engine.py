@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,10 +69,15 @@ def test_a_coordinator_that_is_started_at_another_address(start: Start) -> None:
 
 @pytest.mark.slow
 def test_a_coordinator_that_is_lost_before_the_job_begins(start: Start) -> None:
-    """The agents that have joined it join the next one."""
+    """The agents that have joined it join the next one, and so do those that connect just as it ends."""
     engine = start("-n 2", 20)
+    with socket.create_server(("127.0.0.1", 0)) as dying:
+        dying.settimeout(PATIENCE)
+        engine.address = f"127.0.0.1:{dying.getsockname()[1]}"
+        engine.add(1)
+        for _ in range(2):
+            dying.accept()[0].close()
     engine.coordinate(2)
-    engine.add(1)
     engine.wait_until(lambda: "for other hosts to join with 1 more worker" in engine.text)
     assert engine.coordinator is not None
     kill(engine.coordinator)

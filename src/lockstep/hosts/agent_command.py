@@ -13,6 +13,7 @@ from lockstep.hosts.agent_process import (
     CoordinatorGone,
     LeftBehind,
     LeftOut,
+    Refused,
     StartedWorkers,
 )
 from lockstep.hosts.engine_link import EngineLink
@@ -35,7 +36,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.rendezvous import Task
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import ssh_address
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.notes import note
 from lockstep.system.prose import count
 from lockstep.system.run_folder import temporary_folder
@@ -47,6 +48,10 @@ _NOTES = (1.0, 5.0)
 """Seconds until the first note of a wait, and from one to the next."""
 _QUIET_NOTES = (10.0, 60.0)
 """The same for agents that were started with their coordinator, and may be many."""
+
+_REFUSALS, _PAUSE = 10, 1.0
+"""Number of attempts of an engine's agent while the coordinator closes each connection at once, and seconds
+between two. A coordinator that dies does so. The engine starts another one, but no other agent."""
 
 
 def run_over_pipes() -> int:
@@ -150,14 +155,20 @@ def join_and_run(options: AgentOptions) -> int:
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: StopChannel, folder: Path) -> int:
-        again = False
+        again, refusals = False, 0
         while True:
             try:
                 status = _join(options, credentials, command, folder, say, again=again)
             except LeftBehind as left:
                 note(f"{left}, and this host joins it again")
                 # An engine may start another coordinator elsewhere.
-                again = options.engine is None
+                again, refusals = options.engine is None, 0
+                continue
+            except Refused:
+                refusals += 1
+                if options.engine is None or refusals == _REFUSALS:
+                    raise
+                wait_for([command.fileno()], _PAUSE)
                 continue
             if status not in (0, LEFT_OUT):
                 say(
