@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from tests.system.fake_nvml import LOST, NO_PERMISSION, FakeNvml, h100
 
+from lockstep.errors import UnfitError
 from lockstep.system import cuda
-from lockstep.system.cuda import LimitedReader, Machine, cuda_of, faults_of, read_machine, too_old
+from lockstep.system.cuda import LimitedReader, Machine, cuda_of, faults_of, in_time, read_machine, too_old
 from lockstep.system.nvml import Driver, Gpu, read
 
 DRIVER = Driver("535.104.05", (12, 2))
@@ -52,6 +53,14 @@ def test_a_driver_that_hangs_is_awaited_once() -> None:
     while (machine := reader.within(60.0)) is None:
         pass
     assert machine == Machine(())
+
+
+def test_a_driver_that_hangs_is_named() -> None:
+    hangs = threading.Event()
+    with pytest.raises(UnfitError, match="driver has not answered for"):
+        in_time(hangs.wait, 0.01)
+    hangs.set()
+    assert in_time(hangs.wait) is True
 
 
 def test_faults_are_found_by_all_names() -> None:

@@ -11,7 +11,7 @@ from lockstep.agent.worker_output import WorkerOutput
 from lockstep.launcher.gpu_assignment import choose
 from lockstep.launcher.launcher import Launch, Launcher
 from lockstep.protocol.job_spec import Devices, JobSpec
-from lockstep.system.cuda import LimitedReader, faults_of
+from lockstep.system.cuda import LimitedReader, Machine, ask_driver, faults_of
 from lockstep.system.environment import WorkerIdentity, job_environment, tf_config, worker_environment
 from lockstep.system.paths import RunPaths
 
@@ -95,7 +95,7 @@ class LocalStarter:
     output: WorkerOutput
     first_slot: int = 0
     host: str = ""
-    gpus: LimitedReader = field(default_factory=LimitedReader)
+    gpus: LimitedReader[Machine] = field(default_factory=lambda: LimitedReader(ask_driver))
     _faults: dict[str, str] = field(default_factory=dict)
 
     def prepare(self) -> int | None:

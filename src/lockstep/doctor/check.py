@@ -17,6 +17,7 @@ import psutil
 
 from lockstep.launcher.backend import Wishes
 from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.cuda import in_time
 from lockstep.system.nvml import GpuReading, load, read
 from lockstep.system.programs import ProbeProgram, ProgramResult
 
@@ -105,7 +106,7 @@ class Sources:
         environment: the variables that the command was started with.
         wishes: the user's requests for a backend.
         is_importable: whether a module can be imported.
-        gpus: reads the driver's report on GPUs.
+        gpus: reads the driver's report on GPUs; raises UnfitError if the driver hangs.
         proc: the mount point of procfs.
         cgroups: where the cgroup file systems are mounted.
         shm: the folder of files in shared memory.
@@ -124,7 +125,7 @@ class Sources:
     environment: Mapping[str, str] = field(default_factory=dict)
     wishes: Wishes = field(default_factory=Wishes)
     is_importable: Callable[[str], bool] = _is_importable
-    gpus: Callable[[], GpuReading] = lambda: read(load())
+    gpus: Callable[[], GpuReading] = lambda: in_time(lambda: read(load()))
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")
     shm: Path = Path("/dev/shm")

@@ -39,7 +39,7 @@ from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
-from lockstep.system.cuda import LISTED, names_in, read_machine
+from lockstep.system.cuda import LISTED, ask_driver, names_in
 from lockstep.system.environment import (
     WorkerIdentity,
     cache_folder,
@@ -314,7 +314,7 @@ def _hint(error: BaseException, device_users: int) -> str:
     # Without the driver if possible: it may hang when it has lost a GPU.
     listed = variable(LISTED)
     gpus = gpus_within_patience() if listed is None else names_in(listed)
-    return device_memory_hint(error, gpus, device_users) or gpu_hint(error, gpus, read_machine)
+    return device_memory_hint(error, gpus, device_users) or gpu_hint(error, gpus, ask_driver)
 
 
 if __name__ == "__main__":

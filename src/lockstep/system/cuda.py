@@ -3,9 +3,11 @@
 import re
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
+from lockstep.errors import UnfitError
 from lockstep.system import nvml
 from lockstep.system.nvml import Driver, Gpu
 from lockstep.system.prose import count
@@ -21,7 +23,11 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/nvmap"), Path("/dev/dxg"), Path("
 """The files of drivers of GPUs: NVIDIA's on servers, on Jetson and on WSL, and AMD's."""
 _RUNTIME = re.compile(r"nvidia-cuda-runtime(?:-cu\d+)?[^;]*?>?==?(\d+\.\d+)")
 _LOCAL = re.compile(r"\+cu(\d+)(\d)$")
+_PATIENCE = 30.0
+"""Seconds in which the driver answers, before a job begins."""
 _BUILDS = {"tensorflow": ("tensorflow",), "torch": ("torch",)}
+
+Reading = TypeVar("Reading")
 
 
 class Visibility(NamedTuple):
@@ -55,7 +61,16 @@ class Machine(NamedTuple):
 
 
 def read_machine(folder: Path = GPU_FOLDER) -> Machine:
-    """Return the GPUs of this machine, from its driver if that answers."""
+    """Return the GPUs of this machine.
+
+    Raises:
+        UnfitError: the driver hangs.
+    """
+    return in_time(partial(ask_driver, folder))
+
+
+def ask_driver(folder: Path = GPU_FOLDER) -> Machine:
+    """Return the GPUs of this machine, from its driver if there is one; may hang."""
     reading = nvml.read(nvml.load()) if nvml.driver_is_present() else None
     if reading is not None and reading.gpus:
         return Machine(tuple(gpu for gpu in reading.gpus if not gpu.denied), reading.driver)
@@ -86,28 +101,42 @@ def shown_gpus(listed: str | None, gpus: Sequence[Gpu] | None) -> Visibility:
     return Visibility((), "", False, names, names)
 
 
-class LimitedReader:
+class LimitedReader(Generic[Reading]):
     """Reads GPUs for a limited time, because a driver that has lost a GPU may hang.
 
     While a reading hangs, there is neither another one nor another wait.
 
     Args:
-        read: returns the GPUs of this machine.
+        read: asks the driver.
     """
 
-    def __init__(self, read: Callable[[], Machine] = read_machine) -> None:
+    def __init__(self, read: Callable[[], Reading]) -> None:
         self._read = read
         self._reading: threading.Thread | None = None
 
-    def within(self, seconds: float) -> Machine | None:
-        """Return the GPUs, or None if that takes longer."""
+    def within(self, seconds: float) -> Reading | None:
+        """Return the answer, or None if that takes longer."""
         if self._reading is not None and self._reading.is_alive():
             return None
-        readings: list[Machine] = []
+        readings: list[Reading] = []
         self._reading = threading.Thread(target=lambda: readings.append(self._read()), daemon=True)
         self._reading.start()
         self._reading.join(seconds)
         return readings[0] if readings else None
+
+
+def in_time(read: Callable[[], Reading], seconds: float = _PATIENCE) -> Reading:
+    """Return what `read` returns, which asks the driver.
+
+    Raises:
+        UnfitError: that takes longer than `seconds`.
+    """
+    if (reading := LimitedReader(read).within(seconds)) is None:
+        raise UnfitError(
+            f"NVIDIA's driver has not answered for {seconds:g} s, as after the loss of a GPU; if nvidia-smi "
+            "hangs too, reboot; sudo dmesg | grep -i xid shows why"
+        )
+    return reading
 
 
 def visibility(gpus: Sequence[Gpu], listed: str | None) -> Visibility:

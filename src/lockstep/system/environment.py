@@ -239,7 +239,11 @@ def environment_at_start(file: Path = Path("/proc/self/environ")) -> dict[str, s
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ, folder: Path = GPU_FOLDER) -> tuple[str, ...]:
-    """Return the GPUs that CUDA would show, without using any framework."""
+    """Return the GPUs that CUDA would show, without using any framework.
+
+    Raises:
+        UnfitError: the driver hangs.
+    """
     return shown_gpus(environ.get(LISTED), read_machine(folder).gpus).names
 
 

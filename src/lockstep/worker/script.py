@@ -24,7 +24,7 @@ from lockstep.errors import (
     SupersededError,
     with_code,
 )
-from lockstep.system.cuda import LimitedReader, Machine, cuda_of, faults_of, shown_gpus, too_old
+from lockstep.system.cuda import LimitedReader, Machine, ask_driver, cuda_of, faults_of, shown_gpus, too_old
 from lockstep.worker.program_sources import is_program, library_name
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
@@ -272,7 +272,7 @@ def device_memory_hint(error: BaseException, gpus: Sequence[str], users: int = 1
 
 def gpus_within_patience() -> tuple[str, ...]:
     """Return the names of the GPUs of this machine; empty if its driver hangs."""
-    machine = LimitedReader().within(_DRIVER_PATIENCE)
+    machine = LimitedReader(ask_driver).within(_DRIVER_PATIENCE)
     return shown_gpus(None, machine.gpus).names if machine is not None else ()
 
 
