@@ -1,19 +1,28 @@
 """When the scheduler writes checkpoints, and what it copies."""
 
+import errno
+import os
+import shutil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_faults import limit_space
-from checkpoint_samples import sample, steps
+from checkpoint_samples import leftovers, sample, steps
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Copies, Every, open_scheduler
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
-from lockstep.observability.events import CheckpointNotWritten, CheckpointRemoved, CheckpointWritten, Event
+from lockstep.observability.events import (
+    CheckpointNotRemoved,
+    CheckpointNotWritten,
+    CheckpointRemoved,
+    CheckpointWritten,
+    Event,
+)
 
 
 class FakeWriter:
@@ -222,6 +231,34 @@ def test_removals_and_failures_are_published(
     assert failures[0].endswith("; training continues")
     assert failures[1] == f"{failures[0]} (10 times so far)"
     assert steps(tmp_path) == [3]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_published_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = shutil.rmtree
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        if Path(path).name.startswith(".step-000000000001") and not options:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    events: list[Event] = []
+    scheduler = open_scheduler(Store(tmp_path, keep=1), Every(steps=1), events.append)
+    for step in range(1, 6):
+        scheduler.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
+        assert scheduler.close(30)
+    (remained,) = [event for event in events if not isinstance(event, CheckpointWritten)]
+    path, why = str(tmp_path / "step-000000000001"), "No space left on device"
+    assert remained == CheckpointNotRemoved(path, why)
+    assert capsys.readouterr().err == (
+        f"lockstep: an old checkpoint could not be removed: {path}: {why}; training continues\n"
+    )
+    monkeypatch.setattr(shutil, "rmtree", original)
+    scheduler.after_step(6, lambda: sample(6))
+    assert scheduler.close(30)
+    assert (steps(tmp_path), leftovers(tmp_path)) == ([6], [])
 
 
 # Copies of the state.

@@ -250,15 +250,15 @@ def test_the_table() -> None:
         Status("train-2", "b.py", 2, "/runs/b", 0.0, 16, (0,), (), 1, "", "1 lost"),
     )
     assert table(running, 1192.5) == [
-        "JOB      PROCESS  WORKERS            REPLICAS  SINCE    DOING  FOLDER   SO FAR",
-        "a        1        2 of 3 +1 joining  4         3m 12s   fit 1  /runs/a",
-        "train-2  2        1 of 1             16        19m 52s         /runs/b  1 lost",
+        "JOB      PROCESS  WORKERS            REPLICAS  SINCE        DOING  FOLDER   SO FAR",
+        "a        1        2 of 3 +1 joining  4         3 min 12 s   fit 1  /runs/a",
+        "train-2  2        1 of 1             16        19 min 52 s         /runs/b  1 lost",
     ]
 
 
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(-5, "0s"), (59.9, "59s"), (60, "1m 0s"), (3600, "1h 0m"), (7384, "2h 3m"), (90000, "1d 1h")],
+    [(-5, "0 s"), (59.9, "1 min 0 s"), (7384, "2 h 3 min"), (90000, "1 d 1 h")],
 )
 def test_start_times(seconds: float, shown: str) -> None:
     status = Status("a", "a.py", 1, "/a", -seconds, 1, (0,), (), 1, "")

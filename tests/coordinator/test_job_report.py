@@ -1,6 +1,9 @@
+from typing import get_args
+
 import pytest
 
 from lockstep.coordinator.job_report import (
+    decided,
     fields_of_end,
     headline,
     last_line,
@@ -11,6 +14,7 @@ from lockstep.coordinator.job_report import (
 from lockstep.observability.events import HostStrain, JobTotals
 from lockstep.observability.growth import GrowingMap
 from lockstep.observability.run_state import RunState, WorkerInfo
+from lockstep.supervisor.actions import Action, ShowMessage
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,13 @@ FULL = "cannot write a checkpoint to /c: No space left on device"
         (JobTotals(job_restarts=1), ["started again 1 time, and all this is of the last start"]),
         (JobTotals(lost_outputs=3), ["3 outputs could not be written"]),
         (JobTotals(failed_checkpoints=2), ["2 checkpoints failed, none is whole"]),
+        (
+            JobTotals(removed_checkpoints=3, remaining_checkpoints=1, removal_failure="Permission denied"),
+            [
+                "3 older checkpoints removed early, because the disk was full",
+                "1 older checkpoint could not be removed (Permission denied)",
+            ],
+        ),
         (
             JobTotals(failed_verifications=1, not_finite={"loss": 88, "val_loss": 90}),
             ["1 verification failed", "not finite: loss, val_loss, first seen at step 88"],
@@ -149,6 +160,13 @@ def test_how_a_run_went_and_what_to_do(
     texts = remedies(run, state)
     assert len(texts) == len(to_do)
     assert all(text.startswith(start) for text, start in zip(texts, to_do, strict=True))
+
+
+def test_every_action_has_words() -> None:
+    for action in get_args(Action):
+        text = decided("why", [action.__name__])
+        assert (text == "why") == (action is ShowMessage)
+        assert action.__name__ not in text
 
 
 def test_what_to_do_while_a_run_goes_on() -> None:

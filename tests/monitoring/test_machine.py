@@ -60,8 +60,8 @@ def test_gpus_their_processes_and_jobs_are_listed(machine: MachineLoad) -> None:
         "GPU 1 NVIDIA GeForce GT 710  0.0 of 2.0 GiB  41 C",
         "GPU 2  it has fallen off the bus",
         "",
-        "JOB      PROCESS  WORKERS  REPLICAS  SINCE  DOING  FOLDER      SO FAR",
-        "train-1  5        2 of 2   4         1m 0s  fit 1  /r/train-1",
+        "JOB      PROCESS  WORKERS  REPLICAS  SINCE      DOING  FOLDER      SO FAR",
+        "train-1  5        2 of 2   4         1 min 0 s  fit 1  /r/train-1",
         "hung-1 does not respond",
     ]
 

@@ -341,7 +341,7 @@ def test_events_are_told(tmp_path: Path) -> None:
     assert seen(tmp_path, now=1066.0).events == (
         "1:05 worker 1 lost: worker 1 was killed by SIGKILL",
         "1:05 view 2 with worker 0",
-        "1:05 training paused for 0.25 s",
+        "1:06 training paused for 250 ms",
     )
 
 
@@ -355,6 +355,17 @@ def test_equal_events_are_one_line_that_counts(tmp_path: Path) -> None:
     assert seen(tmp_path, now=1066.0).events == (
         "0:20 checkpoint step-20",
         "0:31 no checkpoint: the disk is full (22 times)",
+    )
+
+
+def test_equal_events_of_workers_are_one_line(tmp_path: Path) -> None:
+    record(tmp_path, job(), started(0))
+    for worker in (0, 2, 1):
+        record(tmp_path, event(4659.6, "resumed", worker=worker, where="step 3 of fit 1", step=3))
+    record(tmp_path, event(4660.0, "checkpoint not removed", worker=0, path="c/step-20", reason="why"))
+    assert seen(tmp_path, now=4700.0).events == (
+        "1:01:00 workers 0, 1 and 2 resumed after step 3 of fit 1",
+        "1:01:00 an old checkpoint could not be removed: why",
     )
 
 

@@ -145,7 +145,7 @@ def check_panels(browser: Browser) -> None:
         *("finished", "640\nexamples/s", "ab12", "2 of 2", "val_loss; not finite at 60"),
         *("12.3 ms", "321 µs", "worker 1 was killed by SIGKILL", "step 20 of fit 1", "1.5 s"),
         *("saved/step-40", "250 ms", "the needle is here", "GPU 0 of node1", "Cores in use on each host"),
-        *("keras", "3.15.1", "seed", "paused", "number: 3; seconds: 0.000321"),
+        *("keras", "3.15.1", "seed", "paused", "view 3 with workers 0 and 2: worker 2 joined"),
     ):
         assert shown in text, shown
     browser.wait("[...charts.values()].every((one) => !one.drawing)")
@@ -745,12 +745,11 @@ def test_two_hundred_runs(browser: Browser, tmp_path: Path) -> None:
 FRAMES = """
 new Promise((done) => {
   const times = [];
-  const began = performance.now();
-  let last = began;
+  let last = performance.now();
   function frame(now) {
     times.push(now - last);
     last = now;
-    const share = (now - began) / 4000;
+    const share = times.length / 241;
     if (share >= 1) {
       times.shift();
       times.sort((a, b) => a - b);
@@ -765,7 +764,7 @@ new Promise((done) => {
   requestAnimationFrame(frame);
 })
 """
-"""Zooms and pans for four seconds: the number of frames, and the median, 95 % and maximum of their ms."""
+"""Zooms and pans in 240 frames: their number, and the median, 95 % and maximum of their ms."""
 
 
 @pytest.mark.slow
@@ -779,8 +778,11 @@ def test_a_million_points_scroll(browser: Browser, tmp_path: Path) -> None:
         assert max(series["high"]) == 1e6
         count, middle, late, longest = browser.run(FRAMES)
         print(f"{count} frames: median {middle:.1f} ms, 95 % {late:.1f} ms, longest {longest:.1f} ms")
-        # A frame computes and draws at most 2,000 points of a series, whatever the length of the run.
-        assert count > 40
+        # A frame draws at most 2,000 points of a series, and some beyond its edges, whatever its length.
+        assert (
+            browser.run("Math.max(...charts.get('metric:loss').found[0].series.map((one) => one.x.length))")
+            <= 2002
+        )
         browser.wait(
             "charts.get('metric:loss').loaded.includes('\"start\"') && !charts.get('metric:loss').loading"
         )

@@ -76,7 +76,8 @@ def test_a_run_in_parts(data: RunState) -> None:
     assert found["checkpoints"] == [kept]
     assert {"section": "versions", "name": "keras", "value": "3.15.1"} in found["configuration"]
     assert {"section": "job", "name": "seed", "value": "7"} in found["configuration"]
-    assert len(found["events"]) == len(EVENTS) + len(END)
+    # Two workers start, are ready, and exit.
+    assert len(found["events"]) == len(EVENTS) + len(END) - 3
     assert summary["compared"] == ""
     compared = parts(data.with_verdict("compared with one process: equal"), active=False)["summary"]
     assert compared["compared"] == "compared with one process: equal"
@@ -94,8 +95,8 @@ def test_equal_events_are_one_row_that_counts(tmp_path: Path) -> None:
     ]
     found = parts(read(make_run(tmp_path / "run", [job(), *failures], [])), active=True)
     assert [(row["time"], row["event"], row["text"]) for row in found["events"][1:]] == [
-        (26.0, "checkpoint failed", "reason: full (22 times, first after 5 s)"),
-        (26.1, "decision", "reason: no checkpoint: full (22 times, first after 5 s)"),
+        (26.0, "checkpoint failed", "full (22 times, first after 5.0 s)"),
+        (26.1, "decision", "no checkpoint: full (22 times, first after 5.1 s)"),
     ]
     assert found["summary"]["troubles"] == ["22 checkpoints failed, none is whole (full)"]
 
@@ -127,11 +128,33 @@ def test_events_have_no_validations_and_one_report_of_a_wait(tmp_path: Path) -> 
     ]
     waits = [wait(4.0, 0, 1), wait(4.0, 1, 1), wait(5.0, 0, 1), wait(5.0, 1, 1), wait(6.0, 0, 9)]
     found = parts(read(make_run(tmp_path / "run", [*EVENTS[:6], *waits, *within])), active=False)["events"]
-    assert [(one["event"], one["time"], one["worker"]) for one in found[5:]] == [
-        ("call", 2.0, 0),
-        ("wait", 5.0, 0),
-        ("wait", 5.0, 1),
-        ("wait", 6.0, 0),
+    assert [(one["event"], one["time"], one["workers"], one["text"]) for one in found[3:]] == [
+        ("call", 2.0, (0,), "fit 1"),
+        ("wait", 5.0, (0, 1), "step 1 of fit 1: 2.0 s for worker 2"),
+        ("wait", 6.0, (0,), "step 9 of fit 1: 3.0 s for worker 2"),
+    ]
+
+
+def test_equal_events_of_workers_are_one_row_until_the_membership_changes(tmp_path: Path) -> None:
+    reason = "host node2 was lost"
+    events = [
+        job(workers=3),
+        *(event(2.0 + worker / 10, "call", worker=worker, name="fit 1", epochs=3) for worker in (2, 0, 1)),
+        *(event(4.0, "lost", worker=worker, reason=reason) for worker in (1, 2)),
+        event(4.0, "decision", reason=reason, actions=["AbortExchange", "StartView", "ShowMessage"]),
+        event(4.0, "view", number=2, workers=[0], reason=reason),
+        event(5.0, "call", worker=3, name="fit 1", epochs=3),
+        event(6.0, "invented", worker=3, what=[1, 2]),
+    ]
+    found = parts(read(make_run(tmp_path / "run", events, [])), active=True)["events"]
+    view = "ends the exchange of the membership before, begins a new view"
+    assert [(row["event"], row["workers"], row["text"]) for row in found[1:]] == [
+        ("call", (0, 1, 2), "fit 1 until epoch 3"),
+        ("lost", (1, 2), reason),
+        ("decision", (), f"{reason}; Lockstep {view}"),
+        ("view", (), f"view 2 with worker 0: {reason}"),
+        ("call", (3,), "fit 1 until epoch 3"),
+        ("invented", (3,), "what: 1, 2"),
     ]
 
 

@@ -355,8 +355,9 @@ class _Upload:
 class Mirror:
     """Uploads the checkpoints that the chief of a job has written, on a thread; the newest one counts.
 
-    That thread calls `done(url, step, seconds)` for each checkpoint that is in the store, and
-    `failed(message)` for each that could not be uploaded; these functions must not raise.
+    That thread calls `done(url, step, seconds)` for each checkpoint that is in the store, `failed(message)`
+    for each that could not be uploaded, and `remained(url, why)` for each old one that could not be deleted;
+    these functions must not raise.
 
     Args:
         lease: the right to write to the store.
@@ -365,6 +366,7 @@ class Mirror:
         failed: see above.
         connect: opens the store, on the thread.
         wait: waits for some seconds, on the thread.
+        remained: see above.
 
     Attributes:
         taken_over: why this job may write to the store no more; empty if it may.
@@ -378,11 +380,13 @@ class Mirror:
         failed: Callable[[str], None],
         connect: Callable[[StoreLease], ObjectStore] | None = None,
         wait: Callable[[float], object] = time.sleep,
+        remained: Callable[[str, str], None] = lambda url, why: None,
     ) -> None:
         self._lease = lease
         self._local = local
         self._done = done
         self._failed = failed
+        self._remained = remained
         self._connect = connect or open_leased
         self._work = Latest(self._act, "uploads")
         self._wait = wait
@@ -560,9 +564,12 @@ class Mirror:
         raise CheckpointError(f"{store.url}/{_HEAD} changes while it is written")
 
     def _delete(self, store: ObjectStore, checkpoints: Iterable[StoredCheckpoint]) -> None:
-        with contextlib.suppress(CheckpointError):
-            # If this fails, the next chief deletes them.
-            store.delete(name for stored in checkpoints for name in stored.objects)
+        for stored in checkpoints:
+            try:
+                store.delete(stored.objects)
+            except CheckpointError as error:
+                # The next chief deletes them.
+                self._remained(f"{store.url}/{stored.folder}", str(error))
 
     def _check_writer(self, store: ObjectStore) -> None:
         """Without conditional writes, notice another writer at least where it does not write just now."""

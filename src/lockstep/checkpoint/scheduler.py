@@ -31,6 +31,7 @@ from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError, ConfigError, SupersededError
 from lockstep.observability.events import (
+    CheckpointNotRemoved,
     CheckpointNotWritten,
     CheckpointRemoved,
     CheckpointWritten,
@@ -294,8 +295,8 @@ def open_scheduler(
         store: the store of the checkpoints.
         every: the interval.
         publish: called on another thread with an event for each checkpoint that is written or fails, and for
-            each one that is removed to free space. One that belongs into an object store is written once it
-            is there.
+            each older one that is removed to free space or cannot be removed. One that belongs into an object
+            store is written once it is there.
         lease: of an object store to which the checkpoints are uploaded; None if they stay on the disk.
     """
 
@@ -315,7 +316,17 @@ def open_scheduler(
             "space, or keep fewer checkpoints"
         )
 
-    mirror = Mirror(lease, store, done, failed) if lease is not None else None
+    named: set[str] = set()
+
+    def remained(path: Path | str, why: str) -> None:
+        # A folder that was renamed before it could not be removed has the same step.
+        step = re.sub(r"\D", "", Path(path).name)
+        if step not in named:
+            named.add(step)
+            publish(CheckpointNotRemoved(str(path), why))
+            say(f"an old checkpoint could not be removed: {path}: {why}; training continues")
+
+    mirror = Mirror(lease, store, done, failed, remained=remained) if lease is not None else None
 
     def on_disk(path: Path, step: int, seconds: float) -> None:
         if mirror is None:
@@ -323,7 +334,7 @@ def open_scheduler(
         else:
             mirror.upload(step, seconds)
 
-    writer = Writer(store, on_disk, failed, removed)
+    writer = Writer(store, on_disk, failed, removed, remained)
     return CheckpointScheduler(writer, every, SystemClock(), store.finish, failed, mirror)
 
 

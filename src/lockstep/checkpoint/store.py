@@ -19,6 +19,8 @@ from lockstep.errors import CheckpointError, UnknownFormatError
 from lockstep.system.clock import SystemClock
 from lockstep.system.files import read_regular
 
+_Remained = Callable[[Path, str], None]
+"""Called with each folder of an old checkpoint that cannot be removed, and the reason."""
 _NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
 _LOCK = ".lock"
 _FINISHED = "finished.json"
@@ -80,7 +82,12 @@ class Store:
         """The number of checkpoints to keep."""
         return self._keep
 
-    def write(self, contents: Contents, removed: Callable[[Path], None] = lambda path: None) -> Path:
+    def write(
+        self,
+        contents: Contents,
+        removed: Callable[[Path], None] = lambda path: None,
+        remained: _Remained = lambda path, why: None,
+    ) -> Path:
         """Write a checkpoint; it replaces one of the same step.
 
         Afterwards, checkpoints that are older than the newest `keep` complete ones are removed, but never the
@@ -92,6 +99,8 @@ class Store:
             contents: to write.
             removed: called for each complete checkpoint that is removed to free space although it is among
                 the newest `keep`.
+            remained: called with each folder of an old checkpoint that cannot be removed, and the reason. The
+                next call tries again.
 
         Returns:
             The folder of the checkpoint, which is on the disk.
@@ -108,9 +117,9 @@ class Store:
         try:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
-                self._clean()
+                self._clean(remained)
                 self._write_freeing_space(contents, path, removed)
-                self._prune(path, contents.manifest)
+                self._prune(path, contents.manifest, remained)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"cannot write a checkpoint to {self._folder}: {reason(error)}; free space there, or give "
@@ -282,13 +291,13 @@ class Store:
                 by_step[_step(path)] = path
         return [path for _, path in sorted(by_step.items())]
 
-    def _clean(self) -> None:
+    def _clean(self, remained: _Remained = lambda path, why: None) -> None:
         """Remove the folders of killed writers, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
                 path.rename(self.path(_step(path)))
         for path in self._folder.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+            _try(shutil.rmtree, path, remained)
 
     def _write(self, contents: Contents, path: Path) -> None:
         temporary = self._folder / f".{path.name}.writing"
@@ -313,7 +322,9 @@ class Store:
             raise
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _prune(self, written: Path, manifest: Mapping[str, Any]) -> None:
+    def _prune(
+        self, written: Path, manifest: Mapping[str, Any], remained: _Remained = lambda path, why: None
+    ) -> None:
         """Remove checkpoints older than the newest `keep` complete ones and than the one just written.
 
         Newer damaged ones stay: they may become readable again, or are replaced. The job may have to roll
@@ -324,14 +335,20 @@ class Store:
         verified = [path for path in complete if _step(path) <= manifest.get("verified", -1)][-1:]
         for path in self._paths():
             if _step(path) < oldest and path not in verified:
-                # If this fails, the next writer tries again.
-                with contextlib.suppress(OSError):
-                    self._remove(path)
+                _try(self._remove, path, remained)
 
     def _remove(self, path: Path) -> None:
         removed = self._folder / f".{path.name}.removed"
         path.rename(removed)
         shutil.rmtree(removed)
+
+
+def _try(remove: Callable[[Path], None], path: Path, remained: _Remained) -> None:
+    """Remove a folder; if this fails, the next writer tries again."""
+    try:
+        remove(path)
+    except OSError as error:
+        remained(path, reason(error))
 
 
 def _step(path: Path) -> int:

@@ -14,8 +14,8 @@ class Writer:
     """Writes one checkpoint at a time on a daemon thread, which runs while there is a checkpoint to write.
 
     That thread calls `done(path, step, seconds)` for each checkpoint that is on the disk, `failed(message)`
-    for each that could not be written, and `removed(path)` for each older one removed to free space; these
-    functions must not raise.
+    for each that could not be written, `removed(path)` for each older one removed to free space, and
+    `remained(path, why)` for each older one that could not be removed; these functions must not raise.
 
     Attributes:
         requested: the step of the checkpoint that was requested last; None before the first.
@@ -29,11 +29,13 @@ class Writer:
         done: Callable[[Path, int, float], None],
         failed: Callable[[str], None],
         removed: Callable[[Path], None],
+        remained: Callable[[Path, str], None] = lambda path, why: None,
     ) -> None:
         self._store = store
         self._done = done
         self._failed = failed
         self._removed = removed
+        self._remained = remained
         self._work = Latest(self._write, "checkpoints")
         self.requested: int | None = None
         self.written: int | None = None
@@ -66,7 +68,7 @@ class Writer:
         clock = SystemClock()
         begun = clock.now()
         try:
-            path = self._store.write(contents, self._removed)
+            path = self._store.write(contents, self._removed, self._remained)
         except CheckpointError as error:
             self._failed(str(error))
         except Exception as error:

@@ -21,7 +21,7 @@ from lockstep.protocol.admin import (
     encode,
 )
 from lockstep.system.notes import note
-from lockstep.system.prose import columns, count, short_duration
+from lockstep.system.prose import columns, count, duration_text
 from lockstep.system.socket_owners import is_of_another_user, is_of_this_user, peer
 
 _SOCKETS = Path("/proc/net/unix")
@@ -145,7 +145,7 @@ def _row(status: Status, wall: float) -> tuple[str, ...]:
     workers = f"{len(status.workers)} of {status.wanted}"
     if status.joining:
         workers += f" +{len(status.joining)} joining"
-    since = short_duration(wall - status.since)
+    since = duration_text(wall - status.since)
     first_columns = status.job, str(status.pid), workers, str(status.replicas), since
     return *first_columns, status.where, status.run_dir, status.went
 

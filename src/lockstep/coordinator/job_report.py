@@ -11,11 +11,9 @@ from lockstep.observability.run_state import RunState, effective_share
 from lockstep.observability.slowness import is_often
 from lockstep.protocol.host import WorkerEvidence
 from lockstep.supervisor.actions import Evidence, JobOutcome
-from lockstep.system.prose import count, percent, printable
+from lockstep.system.prose import count, duration_text, percent, printable
 
 NO_END = "no end is recorded: it was killed, its host was lost, or the disk was full"
-_SHORT = 0.9995
-"""Seconds below which a pause is told in milliseconds."""
 _FIRST_SECONDS = 60.0
 """Seconds in which a job mostly starts and compiles: its share of effective training says nothing yet."""
 
@@ -46,7 +44,7 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
     changes = _in_parentheses(_membership(totals), script)
     # Lockstep does not count the steps of a custom loop that it does not drive.
     steps = f": {count(totals.steps, 'step')}{before}" if totals.steps else ""
-    took = f"{_spoken(seconds)}{_in_parentheses(_time_spent(totals, seconds))}"
+    took = f"{duration_text(seconds)}{_in_parentheses(_time_spent(totals, seconds))}"
     parts = [f"finished in {took}{steps} on {count(workers, 'worker')}{changes}"]
     parts += troubles(totals)
     if compared:
@@ -73,7 +71,7 @@ def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
 def _time_spent(totals: JobTotals, seconds: float) -> str:
     share = effective_share(totals, seconds) if seconds >= _FIRST_SECONDS else None
     texts = [] if share is None else [f"{percent(share)} effective training"]
-    paused = f"{1000 * totals.paused:.0f} ms" if totals.paused < _SHORT else _spoken(totals.paused)
+    paused = duration_text(totals.paused)
     texts += [f"{count(totals.pauses, 'pause')} of {paused}"] if totals.pauses else []
     return ", ".join(texts)
 
@@ -99,6 +97,12 @@ def troubles(totals: JobTotals) -> list[str]:
             newest = f"the newest whole one has step {totals.saved}"
             newest += f" of {totals.steps}" if totals.steps and totals.saved < totals.steps else ""
         texts.append(f"{count(totals.failed_checkpoints, 'checkpoint')} failed, {newest}{why}")
+    if totals.removed_checkpoints:
+        older = count(totals.removed_checkpoints, "older checkpoint")
+        texts.append(f"{older} removed early, because the disk was full")
+    if totals.remaining_checkpoints:
+        why = _in_parentheses(printable(totals.removal_failure))
+        texts.append(f"{count(totals.remaining_checkpoints, 'older checkpoint')} could not be removed{why}")
     texts += map(printable, totals.lost_gpus)
     if totals.lost_outputs:
         texts.append(f"{count(totals.lost_outputs, 'output')} could not be written")
@@ -161,6 +165,10 @@ def remedies(run: RunState, state: str) -> list[str]:
         is_full = "No space left" in totals.checkpoint_failure
         what = "free space on the disk of the checkpoints" if is_full else "mend what prevents checkpoints"
         texts.append(what + ("; until then, only older steps are safe" if state == "running" else ""))
+    elif totals.removed_checkpoints:
+        texts.append("free space on the disk of the checkpoints, or keep fewer of them (--keep)")
+    if totals.remaining_checkpoints:
+        texts.append("look at the permissions and the disk of the folder of checkpoints, and remove old ones")
     if totals.lost_gpus:
         texts.append(
             "look for the Xid of the GPU in the kernel's log (sudo dmesg | grep -i xid), and reboot its host"
@@ -182,13 +190,27 @@ def remedies(run: RunState, state: str) -> list[str]:
     return texts
 
 
-def _spoken(seconds: float) -> str:
-    """Return "4.2 s", "42 s", "3 min 12 s", "2 h 5 min"."""
-    if seconds < 59.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+_DECIDED = {
+    "AbortExchange": "ends the exchange of the membership before",
+    "StartView": "begins a new view",
+    "StartWorker": "starts a worker",
+    "AskMembers": "asks the workers for a change after their step",
+    "SendPosition": "tells a joining worker the position of the training",
+    "SendState": "sends the state to a joining worker",
+    "SignalWorker": "signals workers to end",
+    "KillWorker": "kills workers",
+    "DumpStack": "asks for Python stacks",
+    "ShowMessage": "",
+    "FinishJob": "ends the job",
+}
+"""What a decision does, by the class of the action; empty for what its reason says."""
+
+
+def decided(reason: str, actions: Iterable[Any]) -> str:
+    """Return a decision of supervision in words: its reason, and what follows from it."""
+    texts = filter(None, (_DECIDED.get(str(action), "") for action in actions))
+    follows = ", ".join(dict.fromkeys(texts))
+    return "; Lockstep ".join(filter(None, [printable(reason), follows]))
 
 
 def explain(

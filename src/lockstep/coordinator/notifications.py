@@ -31,7 +31,7 @@ from lockstep.observability.events import (
 from lockstep.observability.run_state import RunState
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, What, encode
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import count
+from lockstep.system.prose import count, duration_text
 
 STALL = 600.0
 """Seconds without a measured step after which a job has stalled, at least."""
@@ -122,7 +122,7 @@ class Notifications:
         status, workers = finished.status, len(self._run.members)
         if status == 0:
             line = last_line(finished, finished.seconds, workers, compared=self._compared())
-            text = line or f"finished in {finished.seconds:.0f} s"
+            text = line or f"finished in {duration_text(finished.seconds)}"
         else:
             text = f"ended with status {status}" + (f": {finished.message}" if finished.message else "")
             text = "; ".join([text, *troubles(finished)])

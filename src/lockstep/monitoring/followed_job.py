@@ -18,7 +18,7 @@ from lockstep.observability.run_state import RunState
 from lockstep.protocol.admin import AdminRequest, Reply, StackRequest, Status, StatusRequest
 from lockstep.system.clock import Clock
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import printable
+from lockstep.system.prose import duration_text, printable
 
 _PATIENCE = 2.0
 """Seconds that a coordinator has for a reply."""
@@ -171,7 +171,7 @@ def end_of(name: str, run: RunState) -> str:
     status, message, seconds = fields.get("status"), fields.get("message"), fields.get("seconds", 0.0)
     if status == 0:
         line = last_line(run.totals, seconds, len(run.members), compared=run.compared)
-        return f"{name} {line}" if line else f"{name} finished in {seconds:.0f} s"
+        return f"{name} {line}" if line else f"{name} finished in {duration_text(seconds)}"
     return f"{name} ended with status {status}" + (f": {message}" if message else "")
 
 

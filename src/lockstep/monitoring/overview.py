@@ -10,6 +10,7 @@ import numpy.typing as npt
 from lockstep.coordinator.job_report import how_it_goes, remedies, state_of
 from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
+from lockstep.monitoring.told_events import join_equal, seconds_of
 from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
 from lockstep.observability.events import STEP_PARTS, GpuLoad
 from lockstep.observability.growth import Columns
@@ -19,7 +20,7 @@ from lockstep.observability.slowness import slow_workers
 from lockstep.observability.step_parts import WorkerTimes, scores
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.protocol.admin import Status
-from lockstep.system.prose import name_workers
+from lockstep.system.prose import clock_text, duration_text, name_workers
 
 _ENDED = 3
 """The number of workers that have ended that are shown while others run."""
@@ -38,10 +39,13 @@ _TOLD = frozenset(
             "gpu lost",
             "coordinator",
         ),
-        *("checkpoint", "checkpoint failed", "resumed", "warning", "finished"),
+        *("checkpoint", "checkpoint failed", "checkpoint removed", "checkpoint not removed"),
+        *("resumed", "warning", "finished"),
     }
 )
 """The kinds of events that are shown."""
+_NAMED = frozenset({"joined", "left", "lost", "failed", "no memory", "resumed"})
+"""Those of which the workers are named."""
 _STATES = {
     "validation": "validating",
     "evaluate": "evaluating",
@@ -410,48 +414,50 @@ def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
 
 def _told(run: RunState) -> list[str]:
     """Return the last events, such as `0:12 worker 2 joined: ...`; equal ones are one line, which counts."""
-    numbers: dict[str, int] = {}
-    times: dict[str, float] = {}
-    for event in run.events:
-        if event.event in _TOLD and event.time >= run.began:
-            text = tell(event)
-            numbers[text] = numbers.pop(text, 0) + 1
-            times[text] = event.time - run.began
+
+    def told(event: Happening) -> str | None:
+        return _tell(event) if event.event in _TOLD and event.time >= run.began else None
+
     lines = []
-    for text, number in list(numbers.items())[-_SHOWN:]:
-        seconds = max(0, int(times[text]))
-        often = f" ({number} times)" if number > 1 else ""
-        lines.append(f"{seconds // 60}:{seconds % 60:02} {text}{often}")
+    for group in join_equal(reversed(run.events), told, _SHOWN):
+        who = f"{name_workers(group.workers)} " if group.event in _NAMED and group.workers else ""
+        often = f" ({group.number} times)" if group.is_repeated else ""
+        lines.append(f"{clock_text(group.last - run.began)} {who}{group.text}{often}")
     return lines
 
 
-def tell(happening: Happening) -> str:
-    """Return an event in one line, such as `worker 2 joined: the job scales to 3 workers`."""
+def _tell(happening: Happening) -> str:
+    """Return an event in one line, such as `joined: the job scales to 3 workers`."""
     fields = happening.fields
-    who = "" if happening.worker is None else f"worker {happening.worker} "
     match happening.event:
         case "joined" | "left" | "lost":
-            text = f"{who}{happening.event}: {fields.get('reason', '')}"
+            text = f"{happening.event}: {fields.get('reason', '')}"
         case "failed":
-            text = f"{who}failed: {fields.get('summary', '')}"
+            text = f"failed: {fields.get('summary', '')}"
         case "view":
             workers = tuple(fields.get("workers", ()))
             text = f"view {fields.get('number')} with {name_workers(workers) if workers else 'no worker'}"
         case "paused":
-            text = f"training paused for {fields.get('seconds', 0):.2f} s"
+            text = f"training paused for {duration_text(seconds_of(happening))}"
         case "checkpoint":
             text = f"checkpoint {Path(str(fields.get('path', ''))).name}"
         case "gpu lost":
             text = str(fields.get("fault", ""))
-        case "checkpoint failed" | "no memory" | "stop" | "coordinator":
+        case "checkpoint failed" | "checkpoint removed" | "checkpoint not removed":
+            what = {
+                "checkpoint failed": "no checkpoint",
+                "checkpoint removed": "the oldest checkpoint was removed early",
+                "checkpoint not removed": "an old checkpoint could not be removed",
+            }[happening.event]
+            text = f"{what}: {fields.get('reason', '')}"
+        case "no memory" | "stop" | "coordinator":
             text = {
-                "checkpoint failed": f"no checkpoint: {fields.get('reason', '')}",
-                "no memory": f"memory ran out on {who.strip()}",
+                "no memory": "ran out of memory",
                 "stop": "asked to stop",
                 "coordinator": f"another coordinator took over (process {fields.get('pid')})",
             }[happening.event]
         case "resumed":
-            text = f"{who}resumed after {fields.get('where', '')}"
+            text = f"resumed after {fields.get('where', '')}"
         case "warning":
             text = str(fields.get("text", ""))
         case _:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from lockstep.coordinator.job_report import headline, last_line, remedies, state_of, troubles
 from lockstep.monitoring.progress import progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
+from lockstep.monitoring.told_events import ToldEvents, details, join_equal
 from lockstep.monitoring.training_times import advice, training_times
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns
@@ -24,6 +25,7 @@ from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import RunState, WorkerInfo, effective_share, place_of
 from lockstep.observability.slowness import shares_of_time
 from lockstep.observability.step_recorder import serves, trains
+from lockstep.system.prose import duration_text
 
 MOST_POINTS = 2000
 """The largest number of points of a series."""
@@ -312,43 +314,37 @@ def _key(event: Happening) -> tuple[Any, ...]:
 
 
 def _events(run: RunState) -> list[dict[str, Any]]:
-    """Return the newest events in their order; equal events, and the reports of a wait, are one row.
+    """Return the newest events in the order of their times; equal ones are one row.
 
-    A row of several events counts them. Calls within calls, such as validations, are not shown: they are
-    many, and the charts have their time.
+    Calls within calls, such as validations, are not shown: they are many, and the charts have their time.
     """
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    numbers: dict[tuple[Any, ...], int] = {}
-    for event in reversed(run.events):
+
+    def told(event: Happening) -> str | None:
         if event.event in ("call", "call ended") and " within " in str(event.fields.get("name", "")):
-            continue
-        row = _event(run, event)
-        key: tuple[Any, ...] = (row["event"], row["worker"], row["text"])
-        if event.event == "wait":
-            key = (row["event"], str(_key(event)))
-        if key not in rows and len(rows) == _SHOWN_EVENTS:
-            break
-        rows.setdefault(key, row)
-        numbers[key] = numbers.get(key, 0) + 1
-        if numbers[key] > 1 and event.event != "wait":
-            often = f"{numbers[key]} times, first after {row['time']:.0f} s"
-            rows[key]["text"] = f"{key[2]} ({often})".lstrip()
-    return list(reversed(rows.values()))
+            return None
+        return _text(_told_end(run, event) or details(event, _fields))
+
+    return [
+        {
+            "time": _since(run, group.last),
+            "event": _text(group.event),
+            "workers": group.workers,
+            "text": f"{group.text}{_often(run, group)}".lstrip(),
+        }
+        for group in join_equal(reversed(run.events), told, _SHOWN_EVENTS)
+    ]
 
 
-def _event(run: RunState, event: Happening) -> dict[str, Any]:
-    return {
-        "time": _since(run, event.time),
-        "event": _text(event.event),
-        "worker": event.worker,
-        "text": _told_end(run, event) or _told(event),
-    }
+def _often(run: RunState, group: ToldEvents) -> str:
+    if not group.is_repeated:
+        return ""
+    return f" ({group.number} times, first after {duration_text(_since(run, group.first))})"
 
 
-def _told(event: Happening) -> str:
-    """Return the fields of an event that have a value; those of the event `job` are the configuration."""
-    fields = event.fields.items() if event.event != "job" else ()
-    return _text("; ".join(f"{name}: {text}" for name, value in fields if (text := _shown(value))))
+def _fields(event: Happening) -> str:
+    """Return the fields of an event that have a value."""
+    shown = ((name, _shown(value)) for name, value in event.fields.items())
+    return "; ".join(f"{name}: {text}" for name, text in shown if text)
 
 
 def _told_end(run: RunState, event: Happening) -> str:

@@ -27,7 +27,7 @@ from lockstep.observability.run_lines import happenings, measurement
 from lockstep.observability.run_state import RunState, effective_share, place_of
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import columns, percent, printable, short_duration
+from lockstep.system.prose import columns, duration_text, percent, printable
 
 _MOST = 256 * 1024 * 1024
 """Bytes of measurements from which those of a run without an end are not read: that would take a minute."""
@@ -389,7 +389,7 @@ def _date(began: float | None) -> str:
 
 
 def _took(seconds: float | None) -> str:
-    return "" if seconds is None else short_duration(seconds)
+    return "" if seconds is None else duration_text(seconds)
 
 
 def _percent(share: float | None) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from lockstep.monitoring.overview import HostRow, Overview, WorkerRow
 from lockstep.observability.events import STEP_PARTS, GpuLoad
-from lockstep.system.prose import count, printable, short_duration
+from lockstep.system.prose import count, duration_text, printable
 
 _GIB = 2**30
 _MIB = 2**20
@@ -83,9 +83,9 @@ def heading(view: Overview) -> list[str]:
             unit = "functions" if view.call.startswith("functions") else "steps"
             doing.append(f"{view.steps_per_second:,.0f} {unit}/s")
         if view.left is not None and not (view.end or view.averages):
-            doing.append(f"{short_duration(view.left)} left")
+            doing.append(f"{duration_text(view.left)} left")
         if view.idle is not None and view.idle >= _IDLE and not (view.end or view.averages):
-            doing.append(f"last step {view.idle:.0f} s ago")
+            doing.append(f"last step {duration_text(view.idle)} ago")
         lines.append(", ".join(doing))
     if view.metrics:
         shown = list(view.metrics.items())[:_METRICS]
@@ -97,7 +97,7 @@ def heading(view: Overview) -> list[str]:
     if view.silent_since is not None:
         at = time.strftime("%H:%M:%S", time.localtime(view.silent_since))
         seconds = max(0.0, view.time - view.silent_since)
-        lines.append(f"no answer of the coordinator since {at} ({seconds:.0f} s)")
+        lines.append(f"no answer of the coordinator since {at} ({duration_text(seconds)})")
     return lines
 
 

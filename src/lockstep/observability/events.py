@@ -252,6 +252,9 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
         checkpoints: number of written checkpoints.
         failed_checkpoints: number of checkpoints that could not be written.
         checkpoint_failure: why the last one could not be written; empty without a failure.
+        removed_checkpoints: number of older checkpoints that were removed early, because the disk was full.
+        remaining_checkpoints: number of older checkpoints that could not be removed.
+        removal_failure: why the last one could not be removed; empty without a failure.
         saved: training steps in the newest checkpoint that was written, or from which the job resumed; None
             without one.
         verified: number of replicas' computations that a second worker has repeated, with equal bits.
@@ -281,6 +284,9 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints: int = 0
     failed_checkpoints: int = 0
     checkpoint_failure: str = ""
+    removed_checkpoints: int = 0
+    remaining_checkpoints: int = 0
+    removal_failure: str = ""
     saved: int | None = None
     verified: int = 0
     failed_verifications: int = 0
@@ -449,6 +455,13 @@ class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
 
 class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
     """An older checkpoint was removed to free space."""
+
+    path: str
+    reason: str
+
+
+class CheckpointNotRemoved(_Event, frozen=True, tag="checkpoint not removed"):
+    """An older checkpoint, which newer ones have replaced, could not be removed; published once for each."""
 
     path: str
     reason: str
@@ -963,6 +976,7 @@ WorkerEvent = (
     | CheckpointWritten
     | CheckpointNotWritten
     | CheckpointRemoved
+    | CheckpointNotRemoved
     | TrainingResumed
     | LastStepEnded
     | TrainingEnded

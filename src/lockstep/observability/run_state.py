@@ -633,6 +633,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         reason, _, _ = str(happening.fields.get("reason", "")).partition("; ")
         return self._with_more(happening, "failed_checkpoints")._with_totals(checkpoint_failure=reason)
 
+    def _checkpoint_remained(self, happening: Happening) -> "RunState":
+        more = self._with_more(happening, "remaining_checkpoints")
+        return more._with_totals(removal_failure=str(happening.fields.get("reason", "")))
+
     def _resumed(self, happening: Happening) -> "RunState":
         step, worker = int(happening.fields.get("step", 0)), happening.worker
         state = replace(self, trained=step if self.trained is None else max(self.trained, step))
@@ -738,6 +742,8 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "wait": RunState._waits,
     "checkpoint": RunState._checkpoint,
     "checkpoint failed": RunState._checkpoint_failed,
+    "checkpoint removed": _one_more("removed_checkpoints"),
+    "checkpoint not removed": RunState._checkpoint_remained,
     "verification failed": _one_more("failed_verifications"),
     "resumed": RunState._resumed,
     "leaving": lambda state, happening: replace(

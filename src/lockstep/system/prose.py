@@ -48,15 +48,27 @@ def whose_lines(workers: int, replicas: int) -> str:
     return f"the {replicas} replicas have nothing to compute"
 
 
-def short_duration(seconds: float) -> str:
-    """Return the two largest units of a time: "12s", "3m 5s", "1d 2h"."""
-    left = max(0, int(seconds))
-    parts: list[str] = []
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        number, left = divmod(left, size)
-        if number or parts or unit == "s":
-            parts.append(f"{number}{unit}")
-    return " ".join(parts[:2])
+def duration_text(seconds: float) -> str:
+    """Return a time, rounded: "0.3 ms", "44 ms", "4.2 s", "42 s", "3 min 12 s", "2 h 5 min", "1 d 2 h"."""
+    if seconds <= 0:
+        return "0 s"
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.00095 else f"{1000 * seconds:.1g} ms"
+    if seconds < 59.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    if (whole := round(seconds)) < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    if (minutes := round(seconds / 60)) < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24} h"
+
+
+def clock_text(seconds: float) -> str:
+    """Return a time since a start as a clock shows it, rounded: "0:05", "12:30", "7:15:03"."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours}:{minutes_left:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def os_error(error: OSError) -> str:

@@ -72,10 +72,12 @@ function duration(seconds) {
   if (size === 0) return "0 s";
   if (size < 0.9995e-3) return `${figures(seconds * 1e6)} µs`;
   if (size < 0.9995) return `${figures(seconds * 1e3)} ms`;
-  if (size < 60) return `${figures(seconds)} s`;
-  const whole = Math.round(size), sign = seconds < 0 ? "−" : "";
-  const hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60);
-  return sign + (hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`);
+  if (size < 59.95) return `${figures(seconds)} s`;
+  const sign = seconds < 0 ? "−" : "";
+  const [whole, minutes, hours] = [1, 60, 3600].map((unit) => Math.round(size / unit));
+  if (whole < 3600) return `${sign}${Math.floor(whole / 60)} min ${whole % 60} s`;
+  if (minutes < 1440) return `${sign}${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  return `${sign}${Math.floor(hours / 24)} d ${hours % 24} h`;
 }
 
 function bytes(value) {
@@ -88,7 +90,7 @@ function bytes(value) {
 
 function clock(seconds) {
   const sign = seconds < 0 ? "−" : "", size = Math.abs(seconds);
-  if (size < 60) return `${sign}${figures(size)} s`;
+  if (size < 59.95) return `${sign}${figures(size)} s`;
   const whole = Math.round(size), two = (value) => String(value).padStart(2, "0");
   const hours = Math.floor(whole / 3600);
   return `${sign}${hours ? `${hours}:${two(Math.floor((whole % 3600) / 60))}` : Math.floor(whole / 60)}:${two(whole % 60)}`;
@@ -1070,6 +1072,13 @@ function announce(summary) {
   if (text !== state.said) say(state.said = text);
 }
 
+/** Names workers in few words. */
+function workersOf(workers) {
+  if (workers.length <= SHOWN_WORKERS) return workers.join(", ");
+  const [first, last] = [workers[0], workers.at(-1)];
+  return last - first === workers.length - 1 ? `${first} to ${last}` : `${count(workers.length)} workers`;
+}
+
 const TABLES = {
   workers: (rows) => fillTable(byId("workers-table"), [["Worker", (row) => String(row.worker), "number"],
     ...(rows.some((row) => row.task) ? [["Task", (row) => row.task]] : []), ["Phase", (row) => row.phase], ["Host", (row) => row.host],
@@ -1090,7 +1099,7 @@ const TABLES = {
     setText(details.querySelector("summary"), `${count(deleted.length)} older, which newer ones have replaced`);
     fillTable(details.querySelector("table"), columns, deleted, "");
   },
-  events: (rows) => fillTable(byId("events-table"), [["Time", (row) => clock(row.time), "number"], ["Event", (row) => row.event], ["Worker", (row) => String(row.worker ?? ""), "number"],
+  events: (rows) => fillTable(byId("events-table"), [["Time", (row) => clock(row.time), "number"], ["Event", (row) => row.event], ["Workers", (row) => workersOf(row.workers)],
     ["Details", (row) => row.text, "long"]], [...rows].reverse(), "No event yet."),
   configuration: (rows) => fillTable(byId("configuration-table"), [["Of", (row) => row.section], ["Name", (row) => row.name], ["Value", (row) => row.value, "long"]], rows, "The run has not started."),
 };
