@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-PATIENCE = 120.0
+PATIENCE = 600.0
+"""Seconds that the browser has for an answer or a condition, also on a machine under load."""
 
 
 class Browser:
