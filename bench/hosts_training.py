@@ -1,20 +1,21 @@
 """A model trained by one worker on each of several hosts, against DistributedDataParallel on the same links.
 
     hosts_training.py [jax | tensorflow | torch] [MODEL] [--hosts N] [--rate RATE] [--turns N] [--steps N]
-        [--local-steps H]
+        [--local-steps H ...]
 
 A host is a network namespace (see `hosts_network.py`); this needs root. The command reaches the other hosts
 with a program in the place of ssh that starts a process there. Other rows are the same job without
 encryption, as many workers on one host, with more than two hosts the job on two, and the peer without an
-exchange: what is left of its step. With local steps, which compute something else, another row takes H steps
-between two exchanges. With a rate, such as 1gbit, a host sends no faster. All processes are
-pinned, have one thread, and in their turns real-time priority, so that other programs of the machine do not
-disturb the comparison.
+exchange: what is left of its step. With local steps, which compute something else, other rows take H steps
+between two exchanges; each value is one of `lockstep run --local-steps`. With a rate, such as 1gbit, a host
+sends no faster. All processes are pinned, have one thread, and in their turns real-time priority, so that
+other programs of the machine do not disturb the comparison.
 """
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hosts_network import available, network, run_over_hosts, within
@@ -38,10 +39,10 @@ PLAIN_LINK = "lockstep, not encrypted"
 ONE_HOST = "lockstep, one host"
 TWO_HOSTS = "lockstep, not encrypted, two hosts"
 NO_EXCHANGE = "keras, fused Adam, no exchange"
-LOCAL = "lockstep, not encrypted, local steps"
+LOCAL = "lockstep, not encrypted, local steps "
 
 
-def ratios(hosts: int) -> list[Ratio]:
+def ratios(hosts: int, local: Sequence[str]) -> list[Ratio]:
     return [
         Ratio(f"{hosts} hosts against ddp of keras, fused Adam", LOCKSTEP, KERAS_DDP_FUSED, "1.30"),
         Ratio(f"{hosts} hosts, not encrypted, against it", PLAIN_LINK, KERAS_DDP_FUSED, "1.30"),
@@ -49,8 +50,14 @@ def ratios(hosts: int) -> list[Ratio]:
         Ratio(f"{hosts} hosts against one", LOCKSTEP, ONE_HOST),
         Ratio(f"{hosts} hosts, not encrypted, against one", PLAIN_LINK, ONE_HOST),
         Ratio(f"{hosts} hosts, not encrypted, against two", PLAIN_LINK, TWO_HOSTS),
-        Ratio(f"{hosts} hosts, local steps, against synchronous", LOCAL, PLAIN_LINK),
-        Ratio(f"{hosts} hosts, local steps, against one", LOCAL, ONE_HOST, "0.90"),
+        *(
+            Ratio(f"{hosts} hosts, local steps {text}, against synchronous", LOCAL + text, PLAIN_LINK)
+            for text in local
+        ),
+        *(
+            Ratio(f"{hosts} hosts, local steps {text}, against one", LOCAL + text, ONE_HOST, "0.90")
+            for text in local
+        ),
     ]
 
 
@@ -62,7 +69,7 @@ def ddp(name: str, namespaces: list[str], exchange: int, work: Work) -> Program:
     return program
 
 
-def measure(backend: str, hosts: int, rate: str, work: Work, local: int | None) -> None:
+def measure(backend: str, hosts: int, rate: str, work: Work, local: Sequence[str]) -> None:
     with (
         network(hosts, rate) as namespaces,
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as temporary,
@@ -78,8 +85,7 @@ def measure(backend: str, hosts: int, rate: str, work: Work, local: int | None) 
             over_hosts(PLAIN_LINK, hosts, "--plain"),
             train_lockstep(ONE_HOST, hosts, hosts, backend, work, folder / ONE_HOST),
         ]
-        if local is not None:
-            programs.append(over_hosts(LOCAL, hosts, "--plain", "--local-steps", str(local)))
+        programs += [over_hosts(LOCAL + text, hosts, "--plain", "--local-steps", text) for text in local]
         if hosts > 2:
             programs.append(over_hosts(TWO_HOSTS, 2, "--plain"))
         if backend == "torch":
@@ -96,7 +102,7 @@ def measure(backend: str, hosts: int, rate: str, work: Work, local: int | None) 
     )
     print_regime(regime)
     measured.report()
-    for ratio in ratios(hosts):
+    for ratio in ratios(hosts, local):
         measured.report_ratio(ratio)
 
 
@@ -107,7 +113,7 @@ def main(
     turns: int = TURNS,
     steps: int | None = None,
     rate: str = "",
-    local: int | None = None,
+    local: Sequence[str] = (),
 ) -> None:
     if not available():
         print("skipping the training on several hosts, which needs root and the command ip")
@@ -130,7 +136,9 @@ if __name__ == "__main__":
     )
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--steps", type=int, help="steps per turn")
-    parser.add_argument("--local-steps", type=int, metavar="H", help="also train with local steps")
+    parser.add_argument(
+        "--local-steps", nargs="+", default=(), metavar="H", help="also train with local steps"
+    )
     options = parser.parse_args()
     main(
         options.backend,

@@ -5,7 +5,8 @@
 PROBLEM is `digits` (scikit-learn's handwritten digits), `characters` (the next character of the source of
 Python's `argparse` module) or `images` (generated: ten textures of 16 x 16 x 3 pixels, shifted, in noise).
 Each line has the training and the validation loss of one setting. `average` and `nesterov` are outer
-optimizers; the first line is of synchronous steps. The number of workers does not change a digit.
+optimizers; `int8` rounds the changes of weights, and `reset` does not send the optimizer's slots; the first
+line is of synchronous steps. The number of workers does not change a digit.
 """
 
 import argparse
@@ -74,6 +75,9 @@ def main():
         None,
         *(lockstep.LocalSteps(h) for h in H),
         *(lockstep.LocalSteps(h, "nesterov") for h in H[1:]),
+        *(lockstep.LocalSteps(h, changes="int8") for h in H[1:]),
+        *(lockstep.LocalSteps(h, slots="reset") for h in H[1:]),
+        *(lockstep.LocalSteps(h, changes="int8", slots="reset") for h in H[1:]),
     ]
     for local in settings:
         keras.utils.clear_session()
@@ -86,7 +90,7 @@ def main():
             model.compile(keras.optimizers.Adam(1e-3), loss)
         history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0).history
         loss = model.evaluate(*validation, batch_size=500, verbose=0)
-        label = "synchronous" if local is None else f"H = {local.steps}, {local.outer}"
+        label = "synchronous" if local is None else f"local steps {local.text}"
         steps = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
         if lockstep.is_chief():
             print(f"{name} | {label} | {steps} steps | {history['loss'][-1]:.4f} | {loss:.4f}", flush=True)

@@ -122,6 +122,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
         *(
             "python_state",
             "randomness",
+            "scaled_sums",
             "seeds",
             "small_program",
             "tf_per_replica",

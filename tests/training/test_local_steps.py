@@ -1,5 +1,6 @@
 """Local steps: with any number of workers, losses, joins and resuming, the same bits."""
 
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -11,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.batch import GlobalBatch, LocalBatches
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, ModelError
 from lockstep.keras.fit.local_steps import changed, grouped, outer_count, outer_update, weighted_change
 from lockstep.protocol.local_steps import LocalSteps
 
 Launch = Callable[..., Any]
 OPTIONS = "--replicas 4 --local-steps 5,nesterov"
+SMALL = "--replicas 4 --local-steps 5,nesterov,0.7,0.9,int8,reset"
+"""As much as possible is not sent, or rounded."""
 ROWS = "162"
 """Ten whole batches, and one with examples for two of four replicas. So an epoch has three outer steps."""
 
@@ -86,15 +89,39 @@ def test_the_outer_optimizer_is_that_of_keras() -> None:
         np.testing.assert_allclose(weight, keras.ops.convert_to_numpy(variable), rtol=1e-6)
 
 
-@pytest.mark.parametrize("text", ["1", "20", "20,nesterov,0.7,0.9", "3,nesterov,1.0,0.0"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1",
+        "20",
+        "20,nesterov,0.7,0.9",
+        "3,nesterov,1.0,0.0",
+        "5,int8",
+        "5,reset",
+        "5,nesterov,0.7,0.9,int8,reset",
+    ],
+)
 def test_the_text_of_an_option_is_parsed_and_written(text: str) -> None:
     assert LocalSteps.parse(text).text == text
     assert LocalSteps.parse("20,nesterov") == LocalSteps(20, "nesterov", 0.7, 0.9)
+    assert LocalSteps.parse("20,nesterov,int8") == LocalSteps(20, "nesterov", changes="int8")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["0", "-1", "x", "", "5,sgd", "5,average,1", "5,nesterov,nan", "5,nesterov,0.7,1", "5,nesterov,1,0,1"],
+    [
+        "0",
+        "-1",
+        "x",
+        "",
+        "5,sgd",
+        "5,average,1",
+        "5,nesterov,nan",
+        "5,nesterov,0.7,1",
+        "5,nesterov,1,0,1",
+        "5,int4",
+        "5,reset,int8",
+    ],
 )
 def test_wrong_options_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="local"):
@@ -110,9 +137,9 @@ def results(run: Any, worker: int) -> list[str]:
 
 
 @pytest.fixture
-def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
-    """An undisturbed run of a backend, on one worker."""
-    return lambda backend: undisturbed_run(f"-n 1 {OPTIONS}", "local.py", ROWS, backend=backend)
+def undisturbed(undisturbed_run: Launch) -> Callable[[str, str], Any]:
+    """An undisturbed run with options of a backend, on one worker."""
+    return lambda options, backend: undisturbed_run(f"-n 1 {options}", "local.py", ROWS, backend=backend)
 
 
 some_backend = pytest.mark.parametrize(
@@ -124,13 +151,13 @@ some_backend = pytest.mark.parametrize(
 
 @some_backend
 def test_a_worker_is_killed_within_inner_steps(
-    launch: Launch, backend: str, undisturbed: Callable[[str], Any]
+    launch: Launch, backend: str, undisturbed: Callable[[str, str], Any]
 ) -> None:
     """Its replacement joins. The result is that of one worker, with as many inner steps."""
     run = launch(f"-n 2 --min-workers 2 {OPTIONS}", "local.py", ROWS, "lost", "1", "13", backend=backend)
     assert "worker 1 was killed by SIGKILL" in run.stderr
     assert "worker 2 joined (2 workers)" in run.stderr
-    expected = results(undisturbed(backend), 0)
+    expected = results(undisturbed(OPTIONS, backend), 0)
     assert "steps 51" in expected
     assert results(run, 0) == results(run, 2) == expected
 
@@ -139,16 +166,24 @@ def test_a_worker_is_killed_within_inner_steps(
 @pytest.mark.ci
 @some_backend
 def test_a_failed_job_resumes_with_other_workers(
-    launch: Launch, backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
+    launch: Launch, backend: str, undisturbed: Callable[[str, str], Any], tmp_path: Path
 ) -> None:
-    """It resumes within a fit: the state of the outer optimizer is in the checkpoint."""
+    """It resumes within a fit: the state of the outer optimizer is in the checkpoint.
+
+    Changes are sent as small integers, and slots are not sent.
+    """
     keeping = f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
-    failed = launch(f"-n 2 {OPTIONS} {keeping}", "local.py", ROWS, "fails", "0", "4", backend=backend)
+    failed = launch(f"-n 2 {SMALL} {keeping}", "local.py", ROWS, "fails", "0", "4", backend=backend)
     assert "the script fails" in failed.stderr
-    run = launch(f"-n 4 {OPTIONS} {keeping}", "local.py", ROWS, backend=backend)
+    run = launch(f"-n 4 {SMALL} {keeping}", "local.py", ROWS, backend=backend)
     assert "resuming from" in run.stderr
     for worker in (0, 3):
-        assert results(run, worker) == results(undisturbed(backend), 0)
+        assert results(run, worker) == results(undisturbed(SMALL, backend), 0)
+
+
+def numbers(text: str) -> Any:
+    (line,) = (line for line in text.splitlines() if line.startswith("numbers "))
+    return np.array(line.split()[1:], "float64")
 
 
 @pytest.mark.parametrize(
@@ -159,12 +194,60 @@ def test_a_failed_job_resumes_with_other_workers(
 def test_one_local_step_of_sgd_is_a_synchronous_step(launch: Launch, plain: Launch, backend: str) -> None:
     """One replica, whose steps are Keras's own, has the same bits with any number of local steps."""
 
-    def numbers(text: str) -> Any:
-        (line,) = (line for line in text.splitlines() if line.startswith("numbers "))
-        return np.array(line.split()[1:], "float64")
-
     run = launch("-n 1 --replicas 4", "local_one.py", "1", backend=backend)
     assert run.status == 0, run.stderr
     wanted = numbers(plain("local_one.py", backend=backend))
     np.testing.assert_allclose(numbers("\n".join(run.log(0))), wanted, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(numbers(plain("local_one.py", "5", backend=backend)), wanted)
+
+
+@pytest.mark.ci
+@some_backend
+def test_slots_that_are_reset_are_those_of_another_optimizer(
+    launch: Launch, plain: Launch, backend: str
+) -> None:
+    """The twin compiles a model anew for each replica and outer step; rounded changes are close to it."""
+    wanted = numbers(plain("local_twin.py", "by-hand", backend=backend))
+    means = []
+    for words in ("reset", "int8,reset"):
+        run = launch(f"-n 2 --replicas 4 --local-steps 3,{words}", "local_twin.py", backend=backend)
+        assert run.status == 0, run.stderr
+        means.append(np.mean(np.abs(numbers("\n".join(run.log(1))) - wanted)))
+    # The optimizer moves a weight by up to 0.01 in a step.
+    assert means[0] < 1e-6 < means[1] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        ({"learning_rate": "schedule"}, "has a LearningRateSchedule"),
+        ({"use_ema": True}, "averages weights"),
+        ({"gradient_accumulation_steps": 2}, "accumulates gradients"),
+    ],
+)
+def test_optimizers_that_cannot_begin_again_are_refused(optimizer: dict[str, Any], reason: str) -> None:
+    import keras
+
+    from lockstep.keras.fit.local_steps import initial_slots
+
+    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)
+    options = optimizer | ({"learning_rate": rate} if "learning_rate" in optimizer else {})
+    adam = keras.optimizers.Adam(**options)
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    adam.build(model.trainable_variables)
+    with pytest.raises(ModelError, match=re.escape(reason)):
+        initial_slots(model, adam)
+
+
+def test_initial_slots_are_those_before_training() -> None:
+    import keras
+
+    from lockstep.keras.fit.local_steps import initial_slots
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adagrad(0.1, initial_accumulator_value=0.25)
+    optimizer.build(model.trainable_variables)
+    optimizer.apply([keras.ops.ones(weight.shape) for weight in model.trainable_variables])
+    slots = initial_slots(model, optimizer)
+    assert [slot.shape for slot, _ in slots] == [(2, 1), (1,)]
+    assert all(np.all(keras.ops.convert_to_numpy(value) == 0.25) for _, value in slots)

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.plan import ReducePlan
@@ -15,6 +17,7 @@ from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.packing import Packing
 from lockstep.keras.replica_run.results import tree_sum
 from lockstep.keras.rounds import Round, gathered_scalars
+from lockstep.keras.scaled_sums import limits_of, scales_of, sum_of, summand_of
 from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
@@ -235,6 +238,41 @@ def test_values_that_all_replicas_have_are_not_summed() -> None:
             name: (array * (4 if name == "other" else 1)).tolist() for name, array in values.items()
         }
         assert [total[name].dtype for name in values] == [array.dtype for array in values.values()]
+
+
+def test_sums_of_small_integers_have_equal_bits_on_any_number_of_workers() -> None:
+    """Their errors are within the bound; a block with a number that is not finite has none."""
+    random = np.random.default_rng(0)
+    arrays = [random.normal(size=(7, 100)).astype("float32") * 10.0**r for r in range(REPLICAS)]
+    arrays[1][0, 0], arrays[2][6, 99] = np.inf, np.nan
+    wanted = np.sum(arrays, axis=0, dtype="float64").ravel()
+
+    def act(job: Job) -> Any:
+        return with_bytes(total_of(job, lambda r: {"scaled/a": arrays[r], "b": np.ones(2, "float32")}))
+
+    (alone,) = together(jobs(1), act)
+    for workers in (2, 3, 5):
+        assert together(jobs(workers), act) == [alone] * workers
+    found = np.frombuffer(alone["scaled/a"], "float32")
+    assert np.isnan(np.concatenate([found[:256], found[512:]])).all()
+    scale = np.sum([np.abs(array.ravel()[256:512]).max() for array in arrays]) / (127 - REPLICAS / 2)
+    errors = np.abs(found - wanted)[256:512]
+    assert 0 < np.max(errors) <= scale * REPLICAS / 2
+    assert len(set(np.rint(found[256:512] / np.float32(scale)))) > 20
+
+
+@given(st.integers(1, 70), st.sampled_from([1e-45, 1e-38, 1e-30, 1.0, 1e30]), st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_sums_of_small_integers_never_overflow(replicas: int, size: float, seed: int) -> None:
+    rows = np.random.default_rng(seed).choice([-1.0, -0.5, 0.0, 0.49, 1.0], size=(replicas, 300)) * size
+    rows[:, 0] = size
+    arrays = list(rows.astype("float32"))
+    scales = scales_of(tree_sum([limits_of(array) for array in arrays]), replicas)
+    summands = [summand_of(array, scales, replicas) for array in arrays]
+    total = tree_sum(summands)
+    np.testing.assert_array_equal(total, np.sum(summands, axis=0, dtype="int64"))
+    errors = np.abs(sum_of(total, scales, "float64") - np.sum(arrays, axis=0, dtype="float64"))
+    assert np.all(errors <= np.repeat(scales, 256)[:300] * (replicas / 2 + 0.01) + 1e-35)
 
 
 @pytest.mark.parametrize("values", [[6, 6, 6, 6, 6], [1, 3, 2, 2, 2], [0, 0, 0, 0, 256], [-1, -1, -1, -1, 1]])

@@ -414,10 +414,11 @@ _GROUPS = {
 @click.option(
     "--local-steps",
     default="",
-    metavar="H[,nesterov[,LR,M]]",
+    metavar="H[,nesterov[,LR,M]][,int8][,reset]",
     help="For slow links: in fit, each replica takes H steps by itself, and then the replicas are averaged. "
     "With nesterov, the mean change is the gradient of an outer optimizer of learning rate LR (0.7) and "
-    "momentum M (0.9). Affects the result.  [default: each step is of all replicas]",
+    "momentum M (0.9). int8 sends changes of weights in a byte each. With reset, the optimizer's slots are "
+    "not sent. Affects the result.  [default: each step is of all replicas]",
 )
 @click.option(
     "--accept-changes",

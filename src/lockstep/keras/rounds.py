@@ -20,7 +20,8 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.errors import DisagreementError, InternalError, ModelError
 from lockstep.keras.backends.common import refuse_unequal_state
-from lockstep.keras.backends.contract import EQUAL, GATHERED, Partial, Total
+from lockstep.keras.backends.contract import EQUAL, GATHERED, SCALED, Partial, Total
+from lockstep.keras.scaled_sums import limits_of, scales_of, sum_of, summand_of
 from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.topology import View
 
@@ -74,6 +75,11 @@ class PartialLayout:
         return tuple(name for name in self.names if name.startswith(EQUAL))
 
     @cached_property
+    def scaled(self) -> tuple[str, ...]:
+        """The names of arrays that are summed as small integers."""
+        return tuple(name for name in self.names if name.startswith(SCALED))
+
+    @cached_property
     def joined(self) -> tuple[str, ...]:
         """The names of arrays that are joined."""
         return tuple(name for name in self.names if name.startswith(GATHERED))
@@ -123,6 +129,7 @@ class Round(ABC):
         self.sums: Sequence[Array] = ()
         self._forms: set[str] = set()
         self._joined: dict[str, Array] = {}
+        self._scales: dict[str, Array] = {}
         self._differs = False
 
     # What subclasses define.
@@ -252,7 +259,8 @@ class Round(ABC):
         Returns:
             Arrays by the names of the partials, valid until the next sum: the sum over all replicas along
             the job's tree; for `GATHERED`, the arrays of all replicas, joined in the replicas' order; for
-            `SCALAR`, the argument of `gathered_scalars`.
+            `SCALAR`, the argument of `gathered_scalars`. The sums of `SCALED` are rounded as
+            `lockstep.keras.scaled_sums` says.
 
         Raises:
             DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
@@ -274,8 +282,13 @@ class Round(ABC):
             self._joined, self._differs = _joined(layout, contributions, communicator, check, self.what)
         if self._joined and not layout.summed and not self._differs:
             return self._joined
-        summands = self.summands(partials, view.replicas)
         try:
+            if layout.scaled and not self._scales:
+                # Complete for all members, too.
+                limits = communicator.reduce(self._limits(partials), check=check, what=self.what)
+                sums = zip(layout.scaled, limits, strict=True)
+                self._scales = {name: scales_of(limit, view.replicas) for name, limit in sums}
+            summands = self.summands(partials, view.replicas)
             self.sums = communicator.reduce(
                 {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.what
             )
@@ -288,6 +301,15 @@ class Round(ABC):
             raise
         return self.total_of(self.sums)
 
+    def _limits(self, partials: Mapping[int, Sequence[Array]]) -> dict[Span, list[Array]]:
+        """Return the limits of the arrays that are summed as small integers, for each replica."""
+        assert self.layout is not None
+        limits = {}
+        for replica, arrays in partials.items():
+            named = dict(zip(self.layout.names, arrays, strict=True))
+            limits[Span(replica, replica + 1)] = [limits_of(named[name]) for name in self.layout.scaled]
+        return limits
+
     def summands(
         self, partials: Mapping[int, Sequence[Array]], replicas: int
     ) -> Mapping[int, Sequence[Array]]:
@@ -299,7 +321,7 @@ class Round(ABC):
         """
         layout = self.layout
         assert layout is not None
-        if not (layout.scalars or layout.joined or layout.equal):
+        if not (layout.scalars or layout.joined or layout.equal or layout.scaled):
             return partials
         summands = {}
         for replica, arrays in partials.items():
@@ -308,6 +330,8 @@ class Round(ABC):
                 named[name] = spread(named[name], replica, replicas)
             for name in layout.equal:
                 named[name] = evidence(named[name], replica in self.started and self.counts(replica))
+            for name in layout.scaled:
+                named[name] = summand_of(named[name], self._scales[name], replicas)
             summands[replica] = [named[name] for name in layout.summed]
         return summands
 
@@ -322,6 +346,8 @@ class Round(ABC):
             if value is None:
                 refuse_unequal_state(self.what, dtype.name, name.split("/", 2)[2])
             total[name] = value.reshape(shape)
+        for name in layout.scaled:
+            total[name] = sum_of(total[name], self._scales[name], layout.leaves[name][1])
         return total | self._joined
 
     def _refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:

@@ -9,7 +9,18 @@ Outer = Literal["average", "nesterov"]
 """What an outer step does with the mean change of the weights: `average` adds it; `nesterov` takes a step of
 SGD with Nesterov momentum along it."""
 
-_FORM = "give H, or H,nesterov, or H,nesterov,LEARNING_RATE,MOMENTUM, such as 20,nesterov,0.7,0.9"
+Changes = Literal["exact", "int8"]
+"""How the changes of weights are sent: `exact`, or rounded to small integers (`int8`), in a quarter of the
+bytes of single precision."""
+
+Slots = Literal["average", "reset"]
+"""The optimizer's slots at the beginning of an outer step: the `average` of those that the replicas have had,
+or their initial values (`reset`), which are not sent."""
+
+_FORM = (
+    "give H, and then those that you need of nesterov or nesterov,LEARNING_RATE,MOMENTUM; int8; reset: "
+    "20,nesterov,0.7,0.9,int8,reset"
+)
 
 
 @dataclass(frozen=True)
@@ -22,6 +33,9 @@ class LocalSteps:
             optimizer, SGD with Nesterov momentum.
         learning_rate: that of the outer optimizer; more than 0.
         momentum: that of the outer optimizer; at least 0, and less than 1.
+        changes: `int8` sends the changes of weights as small integers, in a quarter of the bytes. Each is
+            rounded by about 1 % of the largest change near it.
+        slots: `reset` begins each outer step with the optimizer's initial state, and does not send its slots.
 
     Raises:
         ConfigError: a value is wrong.
@@ -36,12 +50,18 @@ class LocalSteps:
     outer: Outer = "average"
     learning_rate: float = 0.7
     momentum: float = 0.9
+    changes: Changes = "exact"
+    slots: Slots = "average"
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, bool) or not isinstance(self.steps, int) or self.steps < 1:
             raise ConfigError(f"local steps: the number of steps is {self.steps!r}; give 1 or more")
         if self.outer not in get_args(Outer):
             raise ConfigError(f"local steps: outer is {self.outer!r}; give 'average' or 'nesterov'")
+        if self.changes not in get_args(Changes):
+            raise ConfigError(f"local steps: changes is {self.changes!r}; give 'exact' or 'int8'")
+        if self.slots not in get_args(Slots):
+            raise ConfigError(f"local steps: slots is {self.slots!r}; give 'average' or 'reset'")
         if not 0 < self.learning_rate < float("inf"):
             raise ConfigError(f"local steps: the learning rate is {self.learning_rate!r}; give more than 0")
         if not 0 <= self.momentum < 1:
@@ -50,9 +70,14 @@ class LocalSteps:
     @property
     def text(self) -> str:
         """The value of `--local-steps` that means the same."""
-        if self.outer == "average":
-            return str(self.steps)
-        return f"{self.steps},{self.outer},{self.learning_rate!r},{self.momentum!r}"
+        words = [str(self.steps)]
+        if self.outer != "average":
+            words += [self.outer, repr(self.learning_rate), repr(self.momentum)]
+        if self.changes != "exact":
+            words.append(self.changes)
+        if self.slots != "average":
+            words.append(self.slots)
+        return ",".join(words)
 
     @classmethod
     def parse(cls, text: str) -> "LocalSteps":
@@ -62,10 +87,13 @@ class LocalSteps:
             ConfigError: it does not have the form of one, or a value is wrong.
         """
         steps, *rest = text.split(",")
+        slots = rest.pop() if rest and rest[-1] == "reset" else "average"
+        changes = rest.pop() if rest and rest[-1] == "int8" else "exact"
         outer, numbers = (rest[0], rest[1:]) if rest else ("average", [])
         try:
             if len(numbers) > 2 or (numbers and outer == "average"):
                 raise ValueError
-            return cls(int(steps), outer, *map(float, numbers))  # type: ignore[arg-type]
+            sent = {"changes": changes, "slots": slots}
+            return cls(int(steps), outer, *map(float, numbers), **sent)  # type: ignore[arg-type]
         except ValueError:
             raise ConfigError(f"--local-steps {text}: {_FORM}") from None

@@ -30,6 +30,10 @@ EQUAL = "equal/"
 GATHERED = "gather/"
 """The prefix of names of arrays that are joined and not summed. The axis and a number follow."""
 
+SCALED = "scaled/"
+"""The prefix of names of floating-point arrays that are summed as small integers; see
+`lockstep.keras.scaled_sums`."""
+
 VARIABLE = "variable"
 """The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""
 

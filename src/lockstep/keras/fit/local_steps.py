@@ -8,14 +8,21 @@ of a `Program` whose partial is the change of a replica's state, and everything 
 the sum along the tree, checkpoints, joins, digests, verification. No state belongs to a replica between outer
 steps.
 
-    weights                       their mean change, through the outer optimizer
+    weights                       their mean change, through the outer optimizer; perhaps rounded, see
+                                  `lockstep.keras.scaled_sums`
     other floating-point state    the mean change: the inner optimizer's slots, BatchNormalization's averages
+    slots that are reset          their initial values: each outer step has another inner optimizer
     integers, random generators   the value of the replicas that took the most steps, which must be equal
     metrics                       the sum of the increments of all inner steps
     figures that a step logs      the mean over all inner steps, of those of whole batches
 
 Means are weighted by numbers of examples: changes by those of an outer step, figures by those of inner steps.
 A replica without examples in an inner step does not take it.
+
+An inner optimizer that is new also counts from zero: Adam divides its averages by what they lack after so
+many steps. With the count of all steps, its first steps from slots of zero would be up to six times as long.
+Slots do not stay with their replica, because another worker would have to know them when the worker is lost,
+also on another host. Sending them there takes as many bytes as their average.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +38,12 @@ import numpy.typing as npt
 
 from lockstep.data.batch import LocalBatches, PendingBatch, Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends.contract import EQUAL, GATHERED, Backend, Partial, Program, Total
+from lockstep.keras.backends.contract import EQUAL, GATHERED, SCALED, Backend, Partial, Program, Total
 from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import updating
 from lockstep.keras.input.readings import read_batch
+from lockstep.keras.private.common import rate_object, trained_by
 from lockstep.keras.seeds import seed_at
 from lockstep.keras.variables import OUTER_MOMENTUM, momentum_of, optimizers_of
 from lockstep.protocol.local_steps import LocalSteps
@@ -171,6 +179,17 @@ class LocalProgram:
             model.optimizer.build(model.trainable_variables)
         if local.outer == "nesterov":
             momentum_of(model, creates=True)
+        names = {id(variable): name for name, variable in program.lasting_variables().items()}
+        self._weights = {names[id(weight)] for weight in model.trainable_variables}
+        self._initial: dict[str, Array] = {}
+        self._counts: set[str] = set()
+        if local.slots == "reset":
+            # On JAX, a step has the state of one optimizer.
+            used = [each for each in optimizers_of(model) if id(each.iterations) in names]
+            for optimizer in used:
+                self._counts.add(names[id(optimizer.iterations)])
+                for variable, value in initial_slots(model, optimizer):
+                    self._initial[names[id(variable)]] = np.array(backend.to_numpy(value))
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the inner program: its state is that of the outer one."""
@@ -183,8 +202,9 @@ class LocalProgram:
         batches = [_of_step(share, number, data) for number, data in enumerate(share.data())]
         examples = sum(batch.examples for batch in batches)
         figures: dict[str, Array] = {}
-        inner = program.load(state, before) if state is not None else None
+        start = {**before, **self._initial, **{name: np.zeros_like(before[name]) for name in self._counts}}
         try:
+            inner = program.load(state, start) if state is not None or self._counts else None
             for batch, size in zip(batches, share.batches, strict=True):
                 if batch.examples:
                     inner, step_figures = self._inner_step(inner, batch, batch.examples / size)
@@ -199,9 +219,13 @@ class LocalProgram:
         changes: dict[str, Array] = {}
         for number, name in enumerate(self._lasting()):
             if _is_float(before[name]):
-                changes[f"{_CHANGE}{name}"] = weighted_change(before[name], after[name], share.weight)
+                is_scaled = self._local.changes == "int8" and name in self._weights
+                change = weighted_change(before[name], after[name], share.weight)
+                changes[f"{SCALED if is_scaled else ''}{_CHANGE}{name}"] = change
             else:
-                changes[f"{EQUAL}{number}/{name}"] = after[name]
+                # Where the count begins with zero, it has not wrapped, and its sum is that of all steps.
+                new = before[name] + after[name] if name in self._counts else after[name]
+                changes[f"{EQUAL}{number}/{name}"] = new
         return {**changes, **figures}
 
     def _inner_step(self, state: Any, share: Share, weight: float) -> tuple[Any, dict[str, Array]]:
@@ -236,7 +260,7 @@ class LocalProgram:
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the mean change of the replicas; return (logs, new state)."""
         (total,) = totals
-        values = self._values(state)
+        values = self._values(state) | self._initial
         if self._local.outer == "nesterov":
             names = {id(variable): name for name, variable in self._program.lasting_variables().items()}
             pairs = zip(self._model.trainable_variables, momentum_of(self._model), strict=True)
@@ -244,6 +268,7 @@ class LocalProgram:
         else:
             momenta = {}
         for name, array in total.items():
+            name = name.removeprefix(SCALED)
             variable = name.removeprefix(_CHANGE)
             if variable in momenta:
                 of_weight = momenta[variable]
@@ -281,8 +306,9 @@ class LocalProgram:
         return {name: np.array(to_numpy(value)) for name, value in self._program.named_state(state).items()}
 
     def _lasting(self) -> list[str]:
-        """Return the names of the state that inner steps change, besides metrics."""
-        return [name for name in self._program.lasting_variables() if not name.startswith(OUTER_MOMENTUM)]
+        """Return the names of the state that an outer step changes, besides metrics and momentum."""
+        names = self._program.lasting_variables()
+        return [name for name in names if not name.startswith(OUTER_MOMENTUM) and name not in self._initial]
 
 
 def _of_step(share: Share, number: int, data: Any) -> Share:
@@ -313,6 +339,37 @@ def _refuse(model: Any) -> None:
                 f"local steps: the optimizer {optimizer.name!r} of model {model.name!r} has no variables "
                 "before the first step; call its build(variables) first"
             )
+
+
+def initial_slots(model: Any, optimizer: Any) -> list[tuple[Any, Any]]:
+    """Return the slots of an optimizer, and their initial values.
+
+    Raises:
+        ModelError: the optimizer cannot begin again in each outer step.
+    """
+    schedule = isinstance(rate_object(optimizer), keras.optimizers.schedules.LearningRateSchedule)
+    reasons = {
+        "has a LearningRateSchedule, which would begin again in each outer step; use the callback "
+        "LearningRateScheduler": schedule,
+        "averages weights (use_ema)": optimizer.use_ema,
+        "accumulates gradients (gradient_accumulation_steps)": optimizer.gradient_accumulation_steps,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), ""):
+        raise ModelError(
+            f"local steps: the optimizer of model {model.name!r} {reason}: leave out 'reset' of --local-steps"
+        )
+    try:
+        fresh = type(optimizer).from_config(optimizer.get_config())
+        fresh.build(trained_by(optimizer))
+        pairs = [(old, new.value) for old, new in zip(optimizer.variables, fresh.variables, strict=True)]
+    except (TypeError, ValueError) as error:
+        raise ModelError(
+            f"local steps: another optimizer like {optimizer.name!r} of model {model.name!r} cannot be made "
+            f"from its get_config, and so its initial slots are not known ({error}): leave out 'reset' of "
+            "--local-steps"
+        ) from error
+    kept = optimizer.iterations, rate_object(optimizer)
+    return [(slot, value) for slot, value in pairs if all(slot is not variable for variable in kept)]
 
 
 def _refuse_sums(model: Any) -> None:
