@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.coordinator.comparison import (
     MOST_CACHED,
+    NO_CALL,
     NOT_COMPARED,
     cache_result,
     read_fields,
@@ -32,7 +33,7 @@ def step(*named: str, reason: str = "") -> dict[str, Any]:
         ([step(reason="it has steps")], "t.py:1 writes a", "", "not compared with one process: it has steps"),
         ([], "t.py:1 writes a", "", "not compared with one process: t.py:1 writes a"),
         ([], "", "Traceback\nValueError: no\n", "not compared with one process: ValueError: no"),
-        ([], "", "", "not compared with one process"),
+        ([], "", "", f"not compared with one process: {NO_CALL}"),
     ],
 )
 def test_the_words_of_the_last_line(compared: Any, ended: str, failed: str, words: str) -> None:

@@ -2,13 +2,14 @@
 
 named     a layer subtracts the mean of the batch, and models are saved and loaded; on PyTorch, a step has
           an optimizer of its own, too
-fault     replicas are combined wrongly
+fault     replicas are combined wrongly, and a library in C writes a file
 nothing   no model is trained
     waits     writes its process id to the pipe, and waits for a signal
 """
 
 import os
 import signal
+import sqlite3
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,8 @@ def main() -> None:
     model.compile(keras.optimizers.SGD(0.1), "mse")
     callbacks = [keras.callbacks.CSVLogger("log.csv"), keras.callbacks.ModelCheckpoint("best.keras")]
     print(len(model.fit(x, y, batch_size=8, epochs=5, verbose=0, callbacks=callbacks).epoch))
+    if WHAT == "fault":
+        sqlite3.connect("runs.db").execute("create table runs (loss real)")
     if WHAT == "named":
         model = keras.Sequential([model, Centered(name="centered"), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.1), "mse")

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.system.landlock import can_restrict
+
 SCRIPT = Path(__file__).with_name("checking.py")
 
 PATIENCE = 600.0
@@ -61,11 +63,17 @@ def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend:
 def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
     done = check("jax", "--json", str(SCRIPT), "fault")
     assert done.returncode == 1
-    (step,) = json.loads(done.stdout)["jax"]["compared"]
+    result = json.loads(done.stdout)["jax"]
+    (step,) = result["compared"]
     differences: list[dict[str, Any]] = step["differences"]
     assert not any(part["named"] for part in differences)
     gradients = {part["deviation"] for part in differences if part["part"].startswith("gradient ")}
     assert gradients == {"double (differs by 100 %)"}
+    if can_restrict():
+        reason = " writes a file: sqlite3.OperationalError: unable to open database file"
+        assert result["ended"].startswith("checking.py:")
+        assert result["ended"].endswith(reason)
+        assert result["failed"] == ""
 
 
 @pytest.mark.ci

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -580,6 +581,51 @@ def test_what_an_earlier_call_has_learned_is_seen(
     model.compile(run_eagerly=True)
     model.predict(3 * X, verbose=0)
     assert differing(compared()) == {}
+
+
+class Tripled(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return 3 * x
+
+
+@pytest.mark.ci
+def test_a_step_that_another_backend_has_taken_is_taken_again(
+    compared: Callable[[], list[StepCompared]],
+    job_of_one_worker: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    settings = replace(job_of_one_worker.settings, checks="first", kept_steps=tmp_path)
+    monkeypatch.setattr(job_of_one_worker, "_context", replace(job_of_one_worker.context, settings=settings))
+
+    def train(*layers: Any, rate: float = 0.01) -> list[StepCompared]:
+        # Both have equal names, and other weights.
+        keras.utils.clear_session()
+        model = built(hidden(), *layers, optimizer=keras.optimizers.Adam(rate), metrics=["mae"])
+        for weight in model.trainable_weights:
+            weight.assign(RANDOM.normal(size=weight.shape))
+        fit(model)
+        return compared()
+
+    def again(*layers: Any, **options: Any) -> StepCompared:
+        """Train the model of another backend; return the comparison with the step in the folder."""
+        (kept,) = tmp_path.iterdir()
+        kept.rename(tmp_path / f"fit {int(kept.name.split()[1]) + 1} train.npz")
+        _, of_other = train(*layers, **options)
+        assert of_other.reference == "jax"
+        assert not of_other.reason
+        return of_other
+
+    assert [step.reference for step in train(keras.layers.Dropout(0.5))] == [""]
+    same = again(keras.layers.Dropout(0.5))
+    assert same.differences == ()
+    assert {"loss", "mae", "gradient sequential/last/kernel"} <= {*same.equal}
+    assert any(part.startswith("update ") for part in same.equal)
+    other = again(Tripled(name="tripled"), rate=0.005)
+    assert {part.begins for part in other.differences} == {"layer tripled"}
+    deviations = {part.part: part.deviation for part in other.differences}
+    assert {"loss", "gradient sequential/hidden/kernel"} <= deviations.keys()
+    assert deviations["update sequential/last/kernel"] == "half (differs by 50 %)"
 
 
 def test_only_the_first_batches_of_a_check_train(

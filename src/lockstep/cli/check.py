@@ -1,6 +1,7 @@
 """The command `lockstep check`: a script's steps against those of one process."""
 
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -13,7 +14,7 @@ import click
 from lockstep.cli.completion import complete_script
 from lockstep.cli.parameter_types import PARTS
 from lockstep.cli.witness import compare
-from lockstep.coordinator.comparison import unnamed
+from lockstep.coordinator.comparison import NO_CALL, unnamed
 from lockstep.launcher.backend import BACKENDS
 from lockstep.system.prose import count
 
@@ -55,7 +56,7 @@ def check(**options: Any) -> None:
     ends after three steps. The script ends before it writes a file, starts a program or uses the network.
 
     The exit status is 0 if everything is equal, or differs for a reason that a note of lockstep run names. It
-    is 1 if something else differs, and 2 if nothing could be compared.
+    is 1 if something else differs, and 2 if nothing could be compared, or the script has failed.
     """
     # The job ends with this process, which removes its folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -65,11 +66,17 @@ def check(**options: Any) -> None:
     words += ["--seed", str(options["seed"])] if options["seed"] is not None else []
     program = [*(["-m"] if options["module"] else []), "--", options["script"], *options["arguments"]]
     results = {}
-    for name in _backends(options["backend"]):
-        backend = ["--backend", name] if name else []
-        with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
-            result = compare([*words, *backend], program, Path(folder), "every-fit")
-        results[name or "default"] = result
+    backends = _backends(options["backend"])
+    with tempfile.TemporaryDirectory(prefix="lockstep-check-") as temporary:
+        steps = Path(temporary, "steps")
+        steps.mkdir()
+        words += ["--kept-steps", str(steps)] if len(backends) > 1 else []
+        for number, name in enumerate(backends):
+            folder = Path(temporary, str(number))
+            folder.mkdir()
+            backend = ["--backend", name] if name else []
+            results[name or "default"] = compare([*words, *backend], program, folder, "every-fit")
+            shutil.rmtree(folder, ignore_errors=True)
     if options["as_json"]:
         click.echo(json.dumps(results, indent=2))
     else:
@@ -78,7 +85,8 @@ def check(**options: Any) -> None:
                 click.echo(f"{name}:")
             for line in lines(result):
                 click.echo(line)
-    sys.exit(max(map(status, results.values())))
+    statuses = [status(result) for result in results.values()]
+    sys.exit(1 if 1 in statuses else max(statuses))
 
 
 def _backends(option: str | None) -> list[str | None]:
@@ -93,6 +101,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines that show the result of a check."""
     for step in result["compared"]:
         head = f"{step['call']}, {_KINDS[step['kind']]} of {step['model']}"
+        head += f", plain Keras as on {step['reference']}" if step["reference"] else ""
         if step["reason"]:
             yield f"{head}: not compared: {step['reason']}"
             continue
@@ -102,17 +111,19 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         for part in step["differences"]:
             begins = f", from {part['begins']} on" if part["begins"] else ""
             named = f"named: {part['named']}" if part["named"] else "NOT NAMED"
-            yield f"  {part['part']}: {part['deviation']}{begins} [{named}]"
+            note = "" if step["reference"] else f" [{named}]"
+            yield f"  {part['part']}: {part['deviation']}{begins}{note}"
     if not result["compared"]:
-        yield "nothing was compared: the script has called no fit, evaluate or predict on replicas"
+        yield f"nothing was compared: {NO_CALL}"
     if result["ended"]:
         yield f"the check ends here: {result['ended']}"
     if result["failed"]:
-        yield f"the script has failed here: {result['failed']}"
+        yield f"the script has failed here, and the rest is not compared: {result['failed']}"
 
 
 def status(result: Mapping[str, Any]) -> int:
     """Return the exit status for the result of a check."""
     if unnamed(result):
         return 1
-    return 0 if any(not step["reason"] for step in result["compared"]) else 2
+    is_complete = not result["failed"] and any(not step["reason"] for step in result["compared"])
+    return 0 if is_complete else 2

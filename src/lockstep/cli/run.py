@@ -30,6 +30,7 @@ from lockstep.cli.notifier import (
 from lockstep.cli.page import page_beside
 from lockstep.cli.parameter_types import PARTS, Folder, FolderOrUrl, Seconds, Tag
 from lockstep.cli.witness import Calls, witness_beside
+from lockstep.coordinator.comparison import NOT_COMPARED, save_verdict
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.task_place import TaskRole
 from lockstep.hosts.where import PLACING, SCHEDULERS, Engine, Here, Hosts, Listen, ScheduledTask, parse_where
@@ -455,6 +456,9 @@ _GROUPS = {
     "--checks", default="", hidden=True, help="Calls to compare with one process, and nothing else."
 )
 @click.option(
+    "--kept-steps", type=Folder(path_type=Path), hidden=True, help="Steps of such jobs on other backends."
+)
+@click.option(
     "--order", type=Folder(path_type=Path), hidden=True, help="Run whose order of arrivals to follow."
 )
 @click.option("--one-process", is_flag=True, hidden=True, help="With --order, follow that of all tasks.")
@@ -568,7 +572,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
         if options["ui"]:
             beside.enter_context(page_beside(spec.run_dir))
-        if spec.replicas > 1 and not (spec.parameter_servers or spec.checks or spec.digests):
+        if spec.replicas > 1 and not (spec.checks or spec.digests):
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
@@ -647,6 +651,9 @@ def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None
 def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[None]:
     """Compare the script of a job with one process, which runs beside the job."""
     if calls == "off":
+        return contextlib.nullcontext()
+    if spec.parameter_servers:
+        save_verdict(RunPaths(spec.run_dir), f"{NOT_COMPARED}: the job has parameter servers")
         return contextlib.nullcontext()
     words = ["--replicas", str(spec.replicas), "--seed", str(spec.seed)]
     words += ["--threads-per-worker", str(spec.threads)] if spec.threads else []
@@ -945,6 +952,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         parameter_servers=options["servers"] or 0,
         digests=options["digests"],
         checks=options["checks"],
+        kept_steps=options["kept_steps"],
         order=options["order"],
         env=parse_variables(options["env"]),
     )

@@ -15,6 +15,8 @@ MOST_CACHED = 1000
 
 NOT_COMPARED = "not compared with one process"
 _COMPARED = "compared with one process"
+NO_CALL = "the script has called no fit, evaluate or predict on replicas"
+"""Why nothing is compared in loops that Lockstep does not drive."""
 
 
 def verdict(result: Mapping[str, Any]) -> str:
@@ -28,8 +30,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     if not steps:
         reasons = [step["reason"] for step in result["compared"]]
         reasons += [result["ended"], result["failed"].strip().rpartition("\n")[2]]
-        reason = next(filter(None, reasons), "")
-        return f"{NOT_COMPARED}: {reason}" if reason else NOT_COMPARED
+        return f"{NOT_COMPARED}: {next(filter(None, reasons), NO_CALL)}"
     if parts := unnamed(result):
         return f"{_COMPARED}: {_differ(len(parts))}"
     named = [part for step in steps for part in step["differences"]]

@@ -31,6 +31,7 @@ from lockstep.observability.events import (
     WORKER_DIGESTS,
     WORKER_EVENTS,
     WORKER_MEASUREMENTS,
+    CheckEnded,
     ImportStarted,
     OrderRecorded,
     SourceChanged,
@@ -57,7 +58,7 @@ from lockstep.system.standard_streams import flush_streams, write_whole_lines
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.downloads import share_downloads
-from lockstep.worker.file_writes import LibraryFolders, refuse_effects, watch_writes
+from lockstep.worker.file_writes import LibraryFolders, is_refused_write, refuse_effects, watch_writes
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.import_reports import report_imports
 from lockstep.worker.jax_cache import keep_compiled
@@ -70,6 +71,7 @@ from lockstep.worker.script import (
     hide_internals,
     is_of_machine,
     original_of,
+    program_line,
     program_traceback,
     summarize,
     summarize_own,
@@ -143,7 +145,7 @@ def _watch_writes(run_dir: Path, settings: JobSettings, client: AgentClient) -> 
         places = LibraryFolders(folders, home_folder(), Path.cwd())
         if settings.checks:
             refuse_effects(places, _end_check)
-            _write_only_here(folders)
+            _write_only_here([*folders, *filter(None, [settings.kept_steps])])
         else:
             watch_writes(places, client.file_opened)
 
@@ -275,6 +277,15 @@ def _run_whole(script: Script) -> None:
     job.current().complete()
 
 
+def _end_if_refused(error: BaseException, summary: str) -> None:
+    """If a job only checks the script, say that the check ends where the script would have written a file."""
+    from lockstep.worker import job
+
+    if job.current().settings.checks and is_refused_write(error):
+        line = program_line(error) or "the script"
+        job.current().events.publish(CheckEnded(f"{line} writes a file: {summary}"))
+
+
 def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -> int:
     trace = user_traceback(error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
@@ -291,6 +302,7 @@ def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -
         summary, prints = f"{summarize(error)}{_hint(error, identity.device_users)}", True
         # For the terminal. The event has all frames.
         hide_internals(error)
+    _end_if_refused(error, summary)
     flush_streams()
     # Notify the other workers first: writing the output may block on a slow reader.
     blames = isinstance(error, PeerLostError | PeerStuckError)

@@ -901,12 +901,13 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
-    """A step of replicas was compared with plain Keras in one process.
+    """A step of replicas was compared with plain Keras in one process, or plain Keras with another backend.
 
     Attributes:
         call: the call of the script, such as `fit 1`.
         model: its name.
         kind: the kind of the step, `train`, `test` or `predict`.
+        reference: the other backend; empty if replicas were compared.
         equal: the parts that are equal up to rounding.
         differences: the other parts.
         reason: why the step could not be compared; empty if it was.
@@ -915,6 +916,7 @@ class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
     call: str
     model: str
     kind: str
+    reference: str = ""
     equal: tuple[str, ...] = ()
     differences: tuple[Difference, ...] = ()
     reason: str = ""

@@ -129,6 +129,7 @@ class JobSettings:
         digests: the steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
         checks: for a job that only compares the first steps of calls with plain Keras in one process, these
             calls: `first` of each kind of each compiled model, or `every-fit`. Empty for other jobs.
+        kept_steps: the folder in which such a job keeps its steps for jobs on other backends; None for none.
         order: the folder of the run whose order of arrivals this job follows; None for none.
         env: the variables of the script on all hosts; None for a value that is not recorded, as it may be a
             secret.
@@ -152,6 +153,7 @@ class JobSettings:
     parameter_servers: int = 0
     digests: str = ""
     checks: str = ""
+    kept_steps: Path | None = None
     order: Path | None = None
     env: dict[str, str | None] = field(default_factory=dict)
 

@@ -22,10 +22,13 @@ _WRITES = os.O_WRONLY | os.O_RDWR
 _EFFECTS = frozenset(
     {
         *("open", "os.remove", "os.rmdir", "shutil.rmtree", "os.rename"),
-        *("subprocess.Popen", "os.system", "socket.connect"),
+        *("subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"),
+        *("socket.connect", "socket.sendto", "socket.sendmsg"),
     }
 )
 """The audit events of calls that change something outside of the process."""
+_REFUSED = ("permission denied", "readonly database", "unable to open database file")
+"""Texts of errors of files that cannot be written, in lower case; the last two are SQLite's."""
 _MOST = 1000
 _SYSTEM = ("/dev", "/proc", "/sys")
 _OF_MACHINES = (".lock", ".pyc")
@@ -90,6 +93,10 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
             return False
         return not places.are_not_the_program_s(absolute)
 
+    def is_service(path: str) -> bool:
+        # Processes that the script forks have their sockets in its temporary folder.
+        return not path.startswith((temporary, *_SYSTEM))
+
     def effect(event: str, arguments: tuple[Any, ...]) -> str:
         """Return the effect of a call, as a predicate, or an empty string if it is allowed."""
         match event:
@@ -101,12 +108,14 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
                 old, new, *folders = arguments
                 results = map(is_result, (old, new), folders)
                 return f"renames {os.fsdecode(old)}" if any(results) else ""
-            case "subprocess.Popen" | "os.system":
+            case "subprocess.Popen" | "os.system" | "os.posix_spawn" | "os.exec":
                 return "starts a program"
-            case "socket.connect" if isinstance(arguments[1], tuple):
-                # A service of this machine, such as one that records experiments, also keeps the data that it
-                # receives.
+            # A service of this machine, such as one that records experiments, also keeps the data that it
+            # receives.
+            case "socket.connect" | "socket.sendto" | "socket.sendmsg" if isinstance(arguments[1], tuple):
                 return f"connects to {arguments[1][0]}"
+            case "socket.connect" if isinstance(arguments[1], str) and is_service(arguments[1]):
+                return f"connects to {arguments[1]}"
         return ""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -118,6 +127,12 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
             refuse(f"{line} {predicate}")
 
     sys.addaudithook(hook)
+
+
+def is_refused_write(error: BaseException) -> bool:
+    """Whether an error of a script that is only checked may be due to a write that the kernel has refused."""
+    text = str(error).lower()
+    return any(refused in text for refused in _REFUSED)
 
 
 def _path_of(folder: Any) -> str:

@@ -52,7 +52,13 @@ class Deviation:
 
 
 def deviation(
-    reference: Array, value: Array, others: Sequence[Array], epsilon: float, scale: float = 0.0
+    reference: Array,
+    value: Array,
+    others: Sequence[Array],
+    epsilon: float,
+    scale: float = 0.0,
+    *,
+    base: Array | None = None,
 ) -> Deviation | None:
     """Return how a value deviates from a reference, or None for rounding.
 
@@ -63,6 +69,7 @@ def deviation(
         epsilon: the distance from 1 to the next number in the precision of the computation.
         scale: the largest element of all values that are computed together. It is the measure for a value
             that consists only of rounding errors.
+        base: the value of which `others` are roundings, if that is not the reference.
     """
     if reference.shape != value.shape:
         return Deviation(np.inf, f"of shape {list(value.shape)} instead of {list(reference.shape)}")
@@ -70,15 +77,18 @@ def deviation(
         return None
     if reference.dtype.kind not in "fcV":
         others = [other for other in others if other.shape == reference.shape]
-        varies = any(np.any(other != reference) for other in others)
+        varies = any(np.any(other != (reference if base is None else base)) for other in others)
         return None if varies or np.array_equal(reference, value) else _described(reference, value)
     numbers = np.isfinite(reference)
     if not np.array_equal(numbers, np.isfinite(value)):
         return Deviation(np.inf)
-    reference, value = (np.where(numbers, part, 0).astype("float64") for part in (reference, value))
+    base = reference if base is None or base.shape != reference.shape else base
+    reference, value, base = (
+        np.where(numbers, part, 0).astype("float64") for part in (reference, value, base)
+    )
     rounding = max(
         (
-            float(np.max(np.abs(np.where(numbers, other, 0) - reference)))
+            float(np.max(np.abs(np.where(numbers, other, 0) - base)))
             for other in others
             if other.shape == reference.shape
         ),

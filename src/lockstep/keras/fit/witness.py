@@ -28,6 +28,9 @@ metric or figure explains a difference in it; one on an optimizer also explains 
 Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
 constants for them; any other named part of the program explains all.
 
+A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
+the same weights and batch (`keras/fit/kept_steps.py`).
+
 The job of a check has one worker, and its settings say what to check (`JobSettings.checks`). In it, models
 are saved into the folder of the run, from which Keras's functions load them (`keras/kept_saves.py`), each
 `fit` ends after three steps, and an audit hook ends the script before it changes anything outside of the
@@ -35,9 +38,9 @@ process (`worker/file_writes.py`). The hook does not see what libraries write in
 and those of KerasTuner: Landlock refuses that (`system/landlock.py`).
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -52,6 +55,7 @@ from lockstep.keras.backends.whole_batch import is_gather
 from lockstep.keras.fit.deviations import Deviation, deviation
 from lockstep.keras.fit.exactness import OCCURRENCES
 from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.kept_steps import KeptStep, LayerRows, StepOutcome
 from lockstep.keras.fit.trials import DRAWS, LIBRARIES, LayerCalls, neutral, rows_are_equal
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.private.common import layers_of, trained_by
@@ -67,21 +71,8 @@ Array = npt.NDArray[Any]
 _GRADIENT = "lockstep gradient"
 _ROUNDINGS = 2
 """Computations of plain Keras from inputs that differ in the last bits."""
-
-
-@dataclass
-class _Outcome:
-    """What a step computes.
-
-    Attributes:
-        figures: the logs, or the outputs by path.
-        gradients: the gradients by the number of the update and the position of the variable.
-        state: the values of the variables after the step, by path.
-    """
-
-    figures: dict[str, Array]
-    gradients: dict[tuple[int, int], Array]
-    state: dict[str, Array]
+_ROWS = 4
+"""Rows of the inputs and outputs of layers that are compared between backends."""
 
 
 class Witness:
@@ -128,9 +119,11 @@ class Witness:
         comparison, reason = None, ""
         equal: list[str] = []
         differences: list[Difference] = []
+        of_others: list[StepCompared] = []
         try:
             with replaced(model, "steps_per_execution", 1):
                 comparison = _Comparison(self, model, kind, batch)
+                of_others = self._of_backends(call, model, kind, comparison)
         except Exception as error:
             reason = _reason(error)
         yield
@@ -150,6 +143,41 @@ class Witness:
                 reason=reason,
             )
         )
+        for event in of_others:
+            self.job.events.publish(event)
+
+    def _of_backends(
+        self, call: str, model: Any, kind: StepKind, comparison: "_Comparison"
+    ) -> list[StepCompared]:
+        """Compare the step with that of an earlier job on another backend, or keep it for later jobs."""
+        folder = self.job.settings.kept_steps
+        if folder is None:
+            return []
+        path = folder / f"{call} {kind}.npz"
+        if not path.exists():
+            # Rows of objects, such as ragged ones, cannot be kept.
+            with contextlib.suppress(ValueError, OSError):
+                comparison.kept().save(path)
+            return []
+        equal: list[str] = []
+        differences: list[Difference] = []
+        reference, reason = "another backend", ""
+        try:
+            kept = KeptStep.load(path)
+            reference = kept.backend
+            equal, differences = comparison.unlike(kept)
+        except Exception as error:
+            reason = _reason(error)
+        event = StepCompared(
+            call=call,
+            model=model.name,
+            kind=kind,
+            reference=reference,
+            equal=tuple(equal),
+            differences=tuple(differences),
+            reason=reason,
+        )
+        return [event]
 
     @staticmethod
     def _results(comparison: "_Comparison", names: Sequence[str]) -> tuple[list[str], list[Difference]]:
@@ -186,6 +214,25 @@ def explaining(part: str, names: Sequence[str]) -> list[str]:
             else not name.startswith(DRAWS) or name.removeprefix(DRAWS) in LIBRARIES
         )
     ]
+
+
+def _is_float(array: Array) -> bool:
+    return bool(keras.backend.is_float_dtype(keras.backend.standardize_dtype(array.dtype)))
+
+
+def _first_rows(array: Array) -> Array:
+    return array[:_ROWS] if array.ndim else array
+
+
+def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> str:
+    """Return why a step of another backend cannot be taken again; empty if it can."""
+    for path in dict.fromkeys([*kept.shapes, *shapes]):
+        if kept.shapes.get(path) != shapes.get(path):
+            own, theirs = (each.get(path, "absent") for each in (shapes, kept.shapes))
+            return f"the shape of {path} is {own} instead of {theirs}"
+    rows = [None if leaf is None else leaf.shape[1:] for leaf in keras.tree.flatten(batch)]
+    theirs_of_rows = [None if leaf is None else leaf.shape[1:] for leaf in kept.batch]
+    return f"rows have the shapes {rows} instead of {theirs_of_rows}" if rows != theirs_of_rows else ""
 
 
 class _Comparison:
@@ -234,42 +281,140 @@ class _Comparison:
 
     def beginning(self) -> str:
         """Name the first layer whose outputs for some rows depend on whether the others are there."""
-        model, batch = self._model, self._batch
-        layers = [layer for layer in layers_of(model) if layer is not model]
         replicas = self._job.view.replicas
         shares = [self._global.share(replica) for replica in range(replicas)]
         parts = [share.data() for share in shares if share.examples]
-        order: list[Any] = []
-
-        def calls(data: Any) -> dict[int, LayerCalls]:
-            records = {id(layer): LayerCalls() for layer in layers}
-            with ExitStack() as stack:
-                for layer in layers:
-                    stack.enter_context(records[id(layer)].recording(layer, order.append))
-                with keras.StatelessScope(collect_losses=True):
-                    x = keras.tree.map_structure(
-                        keras.ops.convert_to_tensor, keras.utils.unpack_x_y_sample_weight(data)[0]
-                    )
-                    model(x, training=self._kind == "train")
-            return records
-
         try:
-            with neutral(model, lambda name: None, constant=True), random_numbers(0), unchanged(model):
-                whole, *others = [calls(data) for data in (batch, *parts)]
+            with self._constant():
+                whole, *others = [self._layer_calls(data) for data in (self._batch, *parts)]
         except Exception:
             return ""
         counts = [self._global.examples, *(share.examples for share in shares if share.examples)]
-        for layer in dict.fromkeys(order):
-            records = [record[id(layer)].calls for record in (whole, *others)]
+        for layer, calls in whole.items():
+            records = [calls, *(other[layer] for other in others if layer in other)]
             for inputs_and_outputs in zip(*records, strict=False):
                 inputs, outputs = zip(*inputs_and_outputs, strict=True)
                 if rows_are_equal(inputs, counts) and not rows_are_equal(outputs, counts):
                     return f"layer {layer.name}"
         return ""
 
+    def kept(self) -> KeptStep:
+        """Return the step of plain Keras, to be taken again on other backends."""
+        layers: list[LayerRows] = []
+        with contextlib.suppress(Exception), self._constant():
+            layers = self._layer_rows()
+        return KeptStep(
+            backend=keras.backend.backend(),
+            shapes=self._shapes(),
+            batch=keras.tree.flatten(self._batch),
+            before={name: array for name, array in self._before.items() if _is_float(array)},
+            outcome=self._reference,
+            layers=layers,
+        )
+
+    def unlike(self, kept: KeptStep) -> tuple[list[str], list[Difference]]:
+        """Take a step of another backend again, with plain Keras; return the equal parts, and the others."""
+        if text := _misfit(kept, self._shapes(), self._batch):
+            return [], [Difference("model and batch", text)]
+        before, batch = self._before, self._batch
+        values = self._kept_values(kept)
+        self._before = {**before, **values}
+        self._batch = keras.tree.pack_sequence_as(batch, list(kept.batch))
+        try:
+            with self._constant(), self._empty_metrics():
+                self._program.load(None, self._before)
+                plain = self._plain()
+                rounded = [self._rounded(number) for number in range(_ROUNDINGS)]
+                expected = self._updated(kept.outcome)
+                after = {name: kept.outcome.state[name] for name in expected if name in values}
+                sides = kept.backend, keras.backend.backend()
+                deviations = {
+                    **self._figures(kept.outcome, plain, rounded, plain, sides),
+                    **self._gradients(kept.outcome, plain, rounded, plain),
+                    **self._updated_variables(after, expected),
+                }
+                equal = [part for part, difference in deviations.items() if difference is None]
+                begins = self._first_unlike(kept.layers) if len(equal) < len(deviations) else ""
+        finally:
+            self._before, self._batch = {**self._state(None), **before}, batch
+            self._program.load(None, self._before)
+        return equal, [
+            Difference(part, str(difference), begins)
+            for part, difference in deviations.items()
+            if difference is not None
+        ]
+
+    def _kept_values(self, kept: KeptStep) -> dict[str, Array]:
+        """Return the values of this model's variables before a kept step; a learning rate stays as it is."""
+        optimizers = optimizers_of(self._model)
+        rates = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
+        return {
+            name: kept.before[name].astype(self._before[name].dtype)
+            for name, variable in self._variables().items()
+            if name in kept.before
+            and name in self._before
+            and kept.before[name].shape == self._before[name].shape
+            and not (id(variable) in rates and not kept.before[name].shape)
+        }
+
+    def _shapes(self) -> dict[str, list[int]]:
+        return {variable.path: list(variable.shape) for variable in self._model.trainable_variables}
+
+    def _first_unlike(self, layers: Sequence[LayerRows]) -> str:
+        """Name the first layer with the inputs of another backend and other outputs."""
+        try:
+            own = self._layer_rows()
+        except Exception:
+            return ""
+        for theirs, rows in zip(layers, own, strict=False):
+            if self._are_alike(theirs.inputs, rows.inputs) and not self._are_alike(
+                theirs.outputs, rows.outputs
+            ):
+                return f"layer {rows.name}"
+        return ""
+
+    def _are_alike(self, theirs: Sequence[Array], rows: Sequence[Array]) -> bool:
+        return len(theirs) == len(rows) and not any(
+            deviation(array, other, (), self._epsilon) for array, other in zip(theirs, rows, strict=True)
+        )
+
+    # The calls of layers.
+
+    @contextmanager
+    def _constant(self) -> Iterator[None]:
+        """Within the block, layers draw constants, and change nothing that lasts."""
+        model = self._model
+        with neutral(model, lambda name: None, constant=True), random_numbers(0), unchanged(model):
+            yield
+
+    def _layer_calls(self, data: Any) -> dict[Any, list[tuple[list[Array], list[Array]]]]:
+        """Call the model; return the inputs and outputs of its layers, in the order of their first calls."""
+        model = self._model
+        layers = [layer for layer in layers_of(model) if layer is not model]
+        order: list[Any] = []
+        records = {id(layer): LayerCalls() for layer in layers}
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.enter_context(records[id(layer)].recording(layer, order.append))
+            with keras.StatelessScope(collect_losses=True):
+                x = keras.tree.map_structure(
+                    keras.ops.convert_to_tensor, keras.utils.unpack_x_y_sample_weight(data)[0]
+                )
+                model(x, training=self._kind == "train")
+        return {layer: records[id(layer)].calls for layer in dict.fromkeys(order)}
+
+    def _layer_rows(self) -> list[LayerRows]:
+        rows = []
+        for layer, calls in self._layer_calls(self._batch).items():
+            inputs, outputs = (
+                [array[:_ROWS] if array.ndim else array for array in each] for each in calls[0]
+            )
+            rows.append(LayerRows(layer.name, inputs, outputs))
+        return rows
+
     # The computations.
 
-    def _plain(self, change: Callable[[Any], Any] = lambda array: array) -> _Outcome:
+    def _plain(self, change: Callable[[Any], Any] = lambda array: array) -> StepOutcome:
         """Return what plain Keras computes.
 
         Args:
@@ -292,7 +437,7 @@ class _Comparison:
                 self._function = getattr(model, f"{kind}_function")
             return self._outcome(*self._backend.plain_step(model, kind, self._function, batch))
 
-    def _rounded(self, number: int) -> _Outcome:
+    def _rounded(self, number: int) -> StepOutcome:
         """Return what plain Keras computes from weights and inputs that differ in the last bits."""
         generator = np.random.default_rng(number)
         size = 2 * self._epsilon
@@ -304,7 +449,7 @@ class _Comparison:
 
         return self._plain(moved)
 
-    def _of_replicas(self, step: GlobalStep) -> _Outcome:
+    def _of_replicas(self, step: GlobalStep) -> StepOutcome:
         with self._undone():
             result, state, totals = step.compute_once(self._global)
             outcome = self._outcome(result, state)
@@ -318,7 +463,7 @@ class _Comparison:
                 }
             return outcome
 
-    def _outcome(self, result: Any, state: Any) -> _Outcome:
+    def _outcome(self, result: Any, state: Any) -> StepOutcome:
         gradients, figures = {}, {}
         for path, leaf in keras.tree.flatten_with_path(result if result is not None else {}):
             if path and str(path[0]).startswith(_GRADIENT):
@@ -327,9 +472,9 @@ class _Comparison:
             else:
                 name = "/".join(map(str, path))
                 figures[f"outputs {name}".strip() if self._kind == "predict" else name] = self._host(leaf)
-        return _Outcome(figures, gradients, self._state(state))
+        return StepOutcome(figures, gradients, self._state(state))
 
-    def _updated(self, replicas: _Outcome) -> dict[str, Array]:
+    def _updated(self, replicas: StepOutcome) -> dict[str, Array]:
         """Return the variables after Keras's own update from the replicas' gradients; none if unknown."""
         if self._kind != "train" or len(self._gradients_in_logs.updated) != 1:
             return {}
@@ -351,21 +496,32 @@ class _Comparison:
     # Comparing.
 
     def _figures(
-        self, reference: _Outcome, replicas: _Outcome, rounded: Sequence[_Outcome]
+        self,
+        reference: StepOutcome,
+        replicas: StepOutcome,
+        rounded: Sequence[StepOutcome],
+        exact: StepOutcome | None = None,
+        sides: tuple[str, str] = ("plain Keras", "replicas"),
     ) -> dict[str, Deviation | None]:
+        """Return the deviations of figures; `rounded` are roundings of `exact`, by default the reference."""
         deviations: dict[str, Deviation | None] = {}
         for name in {**reference.figures, **replicas.figures}:
             if name in reference.figures and name in replicas.figures:
                 alike = [outcome.figures[name] for outcome in rounded if name in outcome.figures]
                 pair = reference.figures[name], replicas.figures[name]
-                deviations[name] = deviation(*pair, alike, self._epsilon)
+                base = None if exact is None else exact.figures[name]
+                deviations[name] = deviation(*pair, alike, self._epsilon, base=base)
             else:
-                side = "plain Keras" if name in reference.figures else "replicas"
+                side = sides[name not in reference.figures]
                 deviations[name] = Deviation(np.inf, f"computed by {side} only")
         return deviations
 
     def _gradients(
-        self, reference: _Outcome, replicas: _Outcome, rounded: Sequence[_Outcome]
+        self,
+        reference: StepOutcome,
+        replicas: StepOutcome,
+        rounded: Sequence[StepOutcome],
+        exact: StepOutcome | None = None,
     ) -> dict[str, Deviation | None]:
         deviations: dict[str, Deviation | None] = {}
         largest = [float(np.max(np.abs(array), initial=0)) for array in reference.gradients.values()]
@@ -373,13 +529,15 @@ class _Comparison:
             path = self._gradients_in_logs.updated[number].variables[position].path
             name = f"gradient {path}" + (f" (update {number + 1})" if number else "")
             of_replicas = replicas.gradients.get((number, position))
-            alike = [outcome.gradients[number, position] for outcome in rounded]
+            key = number, position
+            alike = [outcome.gradients[key] for outcome in rounded if key in outcome.gradients]
             deviations[name] = deviation(
                 value,
                 np.zeros_like(value) if of_replicas is None else of_replicas,
                 alike,
                 self._epsilon,
                 max(largest),
+                base=None if exact is None else exact.gradients.get(key),
             )
         return deviations
 
@@ -400,9 +558,9 @@ class _Comparison:
     def _states(
         self,
         expected: Mapping[str, Array],
-        reference: _Outcome,
-        replicas: _Outcome,
-        rounded: Sequence[_Outcome],
+        reference: StepOutcome,
+        replicas: StepOutcome,
+        rounded: Sequence[StepOutcome],
     ) -> dict[str, Deviation | None]:
         """Return the deviations of the variables for which `expected` has no value."""
         owners = self._metrics()

@@ -1,0 +1,44 @@
+"""The lines and the exit status of `lockstep check` for a result."""
+
+from typing import Any
+
+import pytest
+
+from lockstep.cli.check import lines, status
+
+
+def step(*named: str, reason: str = "", reference: str = "") -> dict[str, Any]:
+    parts = [{"part": "loss", "deviation": "double", "begins": "", "named": name} for name in named]
+    fields = {"call": "fit 1", "kind": "train", "model": "m", "reason": reason, "reference": reference}
+    return {**fields, "equal": ["mae"], "differences": parts}
+
+
+@pytest.mark.parametrize(
+    ("compared", "ended", "failed", "expected"),
+    [
+        ([step()], "", "", 0),
+        ([step()], "t.py:1 writes a", "", 0),
+        ([step("the loss f")], "", "", 0),
+        ([step("")], "", "ValueError: no", 1),
+        ([step(), step("", reference="jax")], "", "", 1),
+        ([step()], "", "ValueError: no", 2),
+        ([step(reason="it has steps")], "", "", 2),
+        ([], "", "", 2),
+    ],
+)
+def test_the_status_of_a_check(compared: Any, ended: str, failed: str, expected: int) -> None:
+    assert status({"compared": compared, "ended": ended, "failed": failed}) == expected
+
+
+def test_the_lines_of_a_check() -> None:
+    compared = [step("the loss f", ""), step("", reference="jax"), step(reason="it has steps")]
+    assert list(lines({"compared": compared, "ended": "t.py:1 writes a", "failed": "ValueError: no"})) == [
+        "fit 1, training step of m: 1 part equal, 2 differ",
+        "  loss: double [named: the loss f]",
+        "  loss: double [NOT NAMED]",
+        "fit 1, training step of m, plain Keras as on jax: 1 part equal, 1 differs",
+        "  loss: double",
+        "fit 1, training step of m: not compared: it has steps",
+        "the check ends here: t.py:1 writes a",
+        "the script has failed here, and the rest is not compared: ValueError: no",
+    ]
