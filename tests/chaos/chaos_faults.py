@@ -11,7 +11,6 @@ from lockstep.checkpoint import checkpoint_files as folder
 from lockstep.checkpoint.scheduler import CheckpointScheduler
 from lockstep.collectives.contract import Span
 from lockstep.collectives.shared import barrier, communicator, futex
-from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.packed_reduce import PackedReduce
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.transport.state_memory import MemoryTransport
@@ -169,7 +168,7 @@ def prepare(faults: Faults) -> None:
     PackedReduce.publish = published  # type: ignore[method-assign]
     PackedReduce.sum = summed  # type: ignore[method-assign]
     futex.adder = arriving
-    around(faults, Buffers, "map", before="growing the memory")
+    around(faults, communicator.SharedCommunicator, "_on_all_members", before="growing the memory")
     around(faults, communicator.SharedCommunicator, "gather", before="in a gather")
     around(faults, barrier.Barrier, "_receive", before="in a gather")
     around(faults, AgentMembership, "next_view", before="before the next view", after="in the next view")

@@ -190,7 +190,7 @@ class AgentMembership:
         Raises:
             PeerLostError: the job is over.
         """
-        self._buffers.map_allocated()
+        self._pool.map_allocated()
         self._client.request_to_join(whole=True)
         message = _receive(self._client)
         admitted = self._enter_announced(message)
@@ -200,7 +200,7 @@ class AgentMembership:
 
     def join_later(self) -> tuple[Contents, tuple[int, ...]]:
         """Wait until this worker is admitted; leave the view to `next_view`; see `Membership`."""
-        self._buffers.map_allocated()
+        self._pool.map_allocated()
         self._client.request_to_join(whole=True)
         message = _receive(self._client)
         if not isinstance(message, EnterView) or message.state is None:

@@ -817,10 +817,11 @@ class NetworkCommunicator:
         if standing is not Standing.READY:
             return standing, ""
         extents = self._buffers.extents.enlarged(sizes)
-        grown, _ = self._on_host(call, lambda: self._buffers.grow(extents) if self._local == 0 else None)
+        pool = self._buffers.pool
+        grown, _ = self._on_host(call, lambda: pool.grow(extents.end) if self._local == 0 else None)
         if grown:
             return Standing.UNFIT, grown
-        unmapped, memory = self._on_host(call, lambda: self._buffers.map(extents))
+        unmapped, memory = self._on_host(call, lambda: pool.map(extents.end))
         if unmapped:
             return Standing.UNFIT, unmapped
         assert memory is not None

@@ -76,7 +76,7 @@ class LanePlacement:
 
 
 def summer_of(layout: Layout, view: View, byte: int) -> int | None:
-    """Return the worker that sums a byte of a total, on one host or several; None if each worker sums all."""
+    """Return the worker that sums a byte of a total, or None if each worker sums all."""
     if layout.size <= SMALL or byte < 0:
         return None
     placement = LanePlacement.of(layout, HostPlan.of(view, 0))

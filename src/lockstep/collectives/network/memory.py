@@ -96,11 +96,12 @@ class NetworkBuffers:
     """Memory for reductions, reused across views.
 
     Attributes:
-        extents: where the regions lie in the shared memory.
+        pool: the shared memory.
+        extents: where the regions lie in it.
     """
 
     def __init__(self, pool: SharedPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._shared: Bytes = np.empty(0, dtype=np.uint8)
         self._private: dict[Region, Bytes] = {}
         self.extents = Extents()
@@ -116,32 +117,6 @@ class NetworkBuffers:
         """Return the memory of a region that the workers of this host share."""
         start, size = self.extents[region]
         return self._shared[start : start + size]
-
-    def grow(self, extents: Extents) -> None:
-        """Grow the pool; only one worker of the host calls this.
-
-        Raises:
-            SharedMemoryError: there is too little memory.
-        """
-        self._pool.grow(extents.end)
-
-    def map(self, extents: Extents) -> Bytes:
-        """Return a mapping of the grown pool, the current one if that suffices.
-
-        Raises:
-            SharedMemoryError: this process cannot map it.
-        """
-        if extents.end <= len(self._shared):
-            return self._shared
-        return np.frombuffer(self._pool.map(extents.end), dtype=np.uint8)
-
-    def map_allocated(self) -> None:
-        """Map the memory that the members have already allocated, before any of them waits for this worker.
-
-        Raises:
-            SharedMemoryError: this process cannot map it.
-        """
-        self._shared = np.frombuffer(self._pool.map(self._pool.size), dtype=np.uint8)
 
     def use(self, extents: Extents, memory: Bytes) -> None:
         """Use `memory` from now on; call this when all workers of the host have mapped it."""

@@ -50,23 +50,19 @@ class Sizes(NamedTuple):
 
 
 class Buffers:
-    """Memory for reductions, reused across views. Members that make the same calls use the same half."""
+    """Memory for reductions, reused across views. Members that make the same calls use the same half.
+
+    Attributes:
+        pool: the shared memory.
+    """
 
     def __init__(self, pool: SharedPool) -> None:
-        self._pool = pool
+        self.pool = pool
         self._sizes = Sizes(0, 0)
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self._half = 0
         self._sliced: dict[tuple[Layout, LocalSpans], tuple[SliceReduce, Leaves]] = {}
         self._packed: dict[tuple[Layout, LocalSpans, int], tuple[PackedReduce, Leaves]] = {}
-
-    def map_allocated(self) -> None:
-        """Map the memory that the members have already allocated, before any of them waits for this worker.
-
-        Raises:
-            SharedMemoryError: this process cannot map it.
-        """
-        self._memory = np.frombuffer(self._pool.map(self._pool.size), dtype=np.uint8)
 
     def fits(self, sizes: Sizes) -> bool:
         """Whether there is room for `sizes`."""
@@ -75,24 +71,6 @@ class Buffers:
     def enlarged(self, sizes: Sizes) -> Sizes:
         """Return sizes, in whole pages, that hold both `sizes` and the current ones."""
         return Sizes(*(whole_pages(max(new, old)) for new, old in zip(sizes, self._sizes, strict=True)))
-
-    def grow(self, sizes: Sizes) -> None:
-        """Grow the pool; only one member calls this.
-
-        Raises:
-            SharedMemoryError: there is too little memory.
-        """
-        self._pool.grow(sizes.whole)
-
-    def map(self, sizes: Sizes) -> Bytes:
-        """Return a mapping of the grown pool, the current one if that suffices.
-
-        Raises:
-            SharedMemoryError: this process cannot map it.
-        """
-        if sizes.whole <= len(self._memory):
-            return self._memory
-        return np.frombuffer(self._pool.map(sizes.whole), dtype=np.uint8)
 
     def use(self, sizes: Sizes, memory: Bytes) -> None:
         """Use `memory` from now on; call this when all members have mapped it and none uses the pool."""

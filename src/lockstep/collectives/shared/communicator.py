@@ -159,8 +159,9 @@ class SharedCommunicator:
                 CollectiveCall("sizes", call.what), self._buffers.enlarged(needed).encode()
             )
         )
-        self._on_all_members(call, lambda: self._buffers.grow(sizes) if self._rank == 0 else None)
-        self._buffers.use(sizes, self._on_all_members(call, lambda: self._buffers.map(sizes)))
+        pool = self._buffers.pool
+        self._on_all_members(call, lambda: pool.grow(sizes.whole) if self._rank == 0 else None)
+        self._buffers.use(sizes, self._on_all_members(call, lambda: pool.map(sizes.whole)))
         self._has_room = True
 
     def _on_all_members(self, call: CollectiveCall, act: Callable[[], Result]) -> Result:

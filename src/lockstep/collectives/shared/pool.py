@@ -12,12 +12,15 @@ import mmap
 import os
 from typing import Self
 
+import numpy as np
+
+from lockstep.collectives.contract import Bytes
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.memory import Available, available_memory
 
 
 class SharedPool:
-    """One process's handle of the memory.
+    """One process's handle of the memory, with its mapping.
 
     Use `create` in the process that starts the workers, and `attach` in each worker.
     """
@@ -25,6 +28,7 @@ class SharedPool:
     def __init__(self, fd: int, available: Available = available_memory) -> None:
         self.fd = fd
         self._available = available
+        self._mapping: Bytes = np.empty(0, np.uint8)
 
     @classmethod
     def create(cls) -> Self:
@@ -65,21 +69,33 @@ class SharedPool:
         if size > end:
             allocate(self.fd, end, size - end, self._available)
 
-    def map(self, size: int) -> mmap.mmap:
-        """Map the first `size` bytes; they stay mapped while anything refers to them.
+    def map(self, size: int) -> Bytes:
+        """Return a mapping of the first `size` bytes or more, the last one if that suffices.
+
+        An earlier mapping stays valid while anything refers to it.
 
         Raises:
             SharedMemoryError: this process cannot map that much.
         """
-        # With MAP_POPULATE, all page faults happen now instead of in the first reduction.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        try:
-            return mmap.mmap(self.fd, size, flags=flags) if size else mmap.mmap(-1, 1)
-        except OSError as error:
-            raise SharedMemoryError(
-                f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
-                "a process (ulimit -v)"
-            ) from error
+        if size > len(self._mapping):
+            # With MAP_POPULATE, all page faults happen now instead of in the first reduction.
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            try:
+                self._mapping = np.frombuffer(mmap.mmap(self.fd, size, flags=flags), np.uint8)
+            except OSError as error:
+                raise SharedMemoryError(
+                    f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
+                    "a process (ulimit -v)"
+                ) from error
+        return self._mapping
+
+    def map_allocated(self) -> None:
+        """Map the memory that others have already allocated, before any of them waits for this process.
+
+        Raises:
+            SharedMemoryError: this process cannot map it.
+        """
+        self.map(self.size)
 
     def close(self) -> None:
         """Close the descriptor; mappings stay valid."""

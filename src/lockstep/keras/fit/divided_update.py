@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.shared.divided_state import Array, DividedLayout, DividedState
@@ -60,7 +59,6 @@ class DividedUpdate:
     def __init__(self, job: Job, pool: SharedPool) -> None:
         self._job = job
         self._pool = pool
-        self._memory = np.empty(0, np.uint8)
         self._state: DividedState | None = None
         self._number = 0
         self._noted: set[str] = set()
@@ -119,8 +117,8 @@ class DividedUpdate:
     ) -> DividedState:
         """Return the shared state as it is before the update, once nobody reads it any more."""
         shares = self._state is not None and self._state.layout == layout and update.has(self._state)
-        own = _Standing(shares, self._number, layout.text)
-        blobs = communicator.gather(msgspec.msgpack.encode(own), what=what)
+        standing = _Standing(shares, self._number, layout.text)
+        blobs = communicator.gather(msgspec.msgpack.encode(standing), what=what)
         standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
         first = standings[0].layout
         differing = [pair for pair in zip(view.workers, standings, strict=True) if pair[1].layout != first]
@@ -163,6 +161,4 @@ class DividedUpdate:
         return state
 
     def _mapped(self, layout: DividedLayout) -> DividedState:
-        if len(self._memory) < layout.size:
-            self._memory = np.frombuffer(self._pool.map(layout.size), np.uint8)
-        return DividedState(layout, self._memory)
+        return DividedState(layout, self._pool.map(layout.size))
