@@ -7,10 +7,11 @@ waits for `--timeout`, or until the new agent of the job takes its place on the 
 import contextlib
 import os
 import secrets
+import select
 import socket
 from pathlib import Path
 
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import ARRIVES, EventLoop, arrived
 from lockstep.system.socket_owners import is_of_this_user
 
 _BACKLOG = 16
@@ -35,16 +36,19 @@ class AgentPlace:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{prefix}{secrets.token_hex(8)}".encode())
         self._listener.listen(_BACKLOG)
-        loop.watch(self._listener.fileno(), self._serve)
+        self._arrivals = select.epoll()
+        self._arrivals.register(self._listener, ARRIVES)
+        loop.watch(self._arrivals.fileno(), self._serve)
 
     def close(self) -> None:
         """Leave the place."""
-        self._loop.unwatch(self._listener.fileno())
+        self._loop.unwatch(self._arrivals.fileno())
+        self._arrivals.close()
         self._listener.close()
 
     def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            connection, _ = self._listener.accept()
+        self._arrivals.poll(0)
+        for connection in arrived(self._listener, self._arrivals, _BACKLOG):
             with connection:
                 self.is_wanted = self.is_wanted or is_of_this_user(connection)
 

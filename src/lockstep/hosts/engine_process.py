@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from typing import IO
 
 from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.engine import EngineCommand, EngineReport
-from lockstep.system.child_process import command_of
+from lockstep.system.child_process import command_of, connected
 from lockstep.system.environment import ENGINE, for_engine_process
 from lockstep.system.event_loop import wait_for
 from lockstep.system.exit_status import shell_status
@@ -50,14 +49,13 @@ class EngineProcess:
         inherited: Sequence[int] = (),
         program: str = "lockstep",
     ) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._channel: PacketChannel[EngineCommand, EngineReport] = PacketChannel(ours, EngineReport)
-        self._channel.send(start)
         stream = subprocess.PIPE if show is not None else None
         # Ray lowers the priority of its processes; training counts as the node's main work.
         with contextlib.suppress(PermissionError):
             os.setpriority(os.PRIO_PROCESS, 0, 0)
-        with theirs:
+        with connected() as (ours, theirs):
+            self._channel: PacketChannel[EngineCommand, EngineReport] = PacketChannel(ours, EngineReport)
+            self._channel.send(start)
             self.process = subprocess.Popen(
                 command_of(program, *words),
                 stdin=subprocess.PIPE,

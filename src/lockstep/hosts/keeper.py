@@ -46,7 +46,7 @@ from lockstep.protocol.host import (
     PeerAddress,
     ShowNote,
 )
-from lockstep.system.child_process import command_of
+from lockstep.system.child_process import command_of, connected
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import describe_exit
@@ -164,15 +164,12 @@ class Keeper:
     def _start(self) -> None:
         self._term += 1
         self._heard = self.clock.now()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = command_of("lockstep.hosts.coordinator_process", str(theirs.fileno()))
         try:
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+            with connected() as (ours, theirs):
+                command = command_of("lockstep.hosts.coordinator_process", str(theirs.fileno()))
+                self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         except OSError as error:
-            ours.close()
             raise UnfitError(f"no coordinator can be started: {error.strerror}") from None
-        finally:
-            theirs.close()
         self.children.add(self._process.pid)
         self._coordinator = PacketChannel(ours, CoordinatorReport)
         self._pidfd = os.pidfd_open(self._process.pid)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from lockstep.launcher.import_scan import NOTHING, ImportScan, scan_imports
 from lockstep.protocol.fork import READY, ForkRequest, ForkServerSetup, encode_fork
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.system.child_process import command_of
+from lockstep.system.child_process import command_of, connected
 from lockstep.system.environment import job_environment, parent_variable
 from lockstep.system.event_loop import wait_for
 from lockstep.worker.script import Script
@@ -74,29 +74,25 @@ class ForkServer:
         Raises:
             OSError: the process cannot be started.
         """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        scan = plan.scan
-        setup = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
-        environment = {**plan.environment, **scan.settings, **parent_variable(setup.written())}
-        # Saves its output; each worker repeats it.
-        stdout, stderr = (os.memfd_create("lockstep-output", os.MFD_CLOEXEC) for _ in range(2))
-        try:
-            process = subprocess.Popen(
-                command_of("lockstep.launcher.fork_server_main", *plan.arguments),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env=environment,
-                pass_fds=(theirs.fileno(), *plan.inherited),
-                start_new_session=True,
-            )
-        except OSError:
-            mine.close()
-            raise
-        finally:
-            for descriptor in (stdout, stderr):
-                os.close(descriptor)
-            theirs.close()
+        with connected() as (mine, theirs):
+            scan = plan.scan
+            setup = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
+            environment = {**plan.environment, **scan.settings, **parent_variable(setup.written())}
+            # Saves its output; each worker repeats it.
+            stdout, stderr = (os.memfd_create("lockstep-output", os.MFD_CLOEXEC) for _ in range(2))
+            try:
+                process = subprocess.Popen(
+                    command_of("lockstep.launcher.fork_server_main", *plan.arguments),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=environment,
+                    pass_fds=(theirs.fileno(), *plan.inherited),
+                    start_new_session=True,
+                )
+            finally:
+                for descriptor in (stdout, stderr):
+                    os.close(descriptor)
         return cls(process, mine, environment)
 
     def fileno(self) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,6 +11,7 @@ from lockstep.launcher.fork_server import ForkServer, ForkServerPlan
 from lockstep.launcher.import_scan import NOTHING
 from lockstep.protocol.channel import Channel
 from lockstep.protocol.worker import AgentMessage, WorkerMessage
+from lockstep.system.child_process import connected
 from lockstep.transport.packet_channel import PacketChannel
 
 AgentChannel = Channel[AgentMessage, WorkerMessage]
@@ -45,7 +45,7 @@ class Handle(Protocol):
     channel: AgentChannel
 
     def poll(self) -> int | None:
-        """Return the exit status, negative for a signal, or `UNKNOWN_STATUS`; None while the worker runs."""
+        """Return the exit status (negative for a signal), `UNKNOWN_STATUS`, or None while the worker runs."""
 
     def send_signal(self, number: int) -> None:
         """Send a signal to its main process, unless that has ended."""
@@ -155,11 +155,9 @@ class LocalLauncher:
     def start(self, launch: Launch) -> LocalHandle:
         """Start one worker in a new session, without a terminal."""
         assert self._server is not None
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stdout, out = os.pipe()
-        stderr, err = os.pipe()
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(mine.close)
+        with connected() as (mine, theirs), contextlib.ExitStack() as undo:
+            stdout, out = os.pipe()
+            stderr, err = os.pipe()
             for descriptor in (stdout, stderr):
                 undo.callback(os.close, descriptor)
                 os.set_blocking(descriptor, False)

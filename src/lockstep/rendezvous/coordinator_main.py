@@ -6,29 +6,23 @@ each host has such a process: see `lockstep.rendezvous.over_hosts`.
 """
 
 import os
-import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.errors import LockstepError
 from lockstep.local_job.composition import LocalHost, run_job
-from lockstep.protocol.admin import StopRequest
-from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
+from lockstep.rendezvous.job_by_hand import job_of, stopped_by_signals
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import State
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.system.run_folder import empty_folder
 from lockstep.system.standard_streams import fill_standard_descriptors
-from lockstep.transport.local_channel import LocalChannel
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -79,45 +73,18 @@ def _gather(server: RendezvousServer) -> bool:
 
 
 def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
-    spec = _spec(server)
-    lock = claim_folder(spec.run_dir)
-    paths = RunPaths(spec.run_dir.absolute())
-    empty_folder(paths.sources)
-    for line in spec.describe("events"):
-        terminals.say(line)
-    user, command = LocalChannel.pair()
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        user.send(StopRequest(number))
-
-    signal.signal(signal.SIGTERM, pass_on)
-    state = State.begin(spec, by_hand=True)
-    starter = RendezvousStarter(spec, paths, os.getpid(), server)
-    output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
-    local = LocalHost(output, starter, processes, server)
-    try:
-        with EventLoop() as loop:
-            run_job(spec, state, paths, command, pid=os.getpid(), console=terminals, loop=loop, local=local)
-    finally:
-        leave_folder(spec.run_dir)
-        os.close(lock)
-    if not server.assigned:
-        server.turn_away("the job could not start for the reason above")
-
-
-def _spec(server: RendezvousServer) -> JobSpec:
-    first, replicas = server.first, len(server.first.tasks)
     cores = min(process.arrival.cores for process in server.waiting.values() if process.arrival is not None)
-    return JobSpec(
-        target=first.target,
-        module=first.module,
-        workers=replicas,
-        replicas=replicas,
-        threads=max(1, cores // replicas),
-        adopts=False,
-        run_dir=fresh_folder(RUNS, Path(first.target).stem, time.time()),
-        backend=first.backend,
-    )
+    with job_of(server, threads=max(1, cores // len(server.first.tasks))) as spec, EventLoop() as loop:
+        paths = RunPaths(spec.run_dir.absolute())
+        empty_folder(paths.sources)
+        for line in spec.describe("events"):
+            terminals.say(line)
+        _, command = stopped_by_signals()
+        state = State.begin(spec, by_hand=True)
+        starter = RendezvousStarter(spec, paths, os.getpid(), server)
+        output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
+        local = LocalHost(output, starter, processes, server)
+        run_job(spec, state, paths, command, pid=os.getpid(), console=terminals, loop=loop, local=local)
 
 
 if __name__ == "__main__":

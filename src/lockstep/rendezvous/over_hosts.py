@@ -15,12 +15,10 @@ import os
 import signal
 import socket
 import sys
-import time
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -38,20 +36,13 @@ from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.host import BeginJob, HostFacts, HostOffer, Prepare
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.rendezvous.addresses import check_free
+from lockstep.rendezvous.job_by_hand import job_of, stopped_by_signals
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import (
-    RUNS,
-    claim_folder,
-    empty_folder,
-    fresh_folder,
-    leave_folder,
-    temporary_folder,
-)
-from lockstep.transport.local_channel import LocalChannel
+from lockstep.system.run_folder import empty_folder, temporary_folder
 
 _PAUSE = 1.0
 
@@ -69,13 +60,7 @@ def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
         UnfitError: a host was lost before the job began.
         SystemExit: this process was stopped before the job began.
     """
-    user, command = LocalChannel.pair()
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        user.send(StopRequest(number))
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, pass_on)
+    user, command = stopped_by_signals()
     with EventLoop() as loop:
         loop.watch(server.fileno(), server.serve)
         host = _TasksOfHost(server, terminals, loop, user, command)
@@ -188,30 +173,8 @@ class _TasksOfHost:
             gate.listen(self.task.place)
             self.server.tell_of_changes(lambda: None)
             gate.gather(wait)
-            self._run(gate)
-
-    def _run(self, gate: Gate) -> None:
-        spec = self._spec()
-        lock = claim_folder(spec.run_dir)
-        try:
-            gate.run(spec, by_hand=RendezvousWorkers(self.server, RunPaths(spec.run_dir.absolute())))
-        finally:
-            leave_folder(spec.run_dir)
-            os.close(lock)
-        if not self.server.assigned:
-            self.server.turn_away("the job could not start for the reason above")
-
-    def _spec(self) -> JobSpec:
-        first = self.first
-        return JobSpec(
-            target=first.target,
-            module=first.module,
-            workers=len(first.tasks),
-            replicas=len(first.tasks),
-            adopts=False,
-            run_dir=fresh_folder(RUNS, Path(first.target).stem, time.time()),
-            backend=first.backend,
-        )
+            with job_of(self.server) as spec:
+                gate.run(spec, by_hand=RendezvousWorkers(self.server, RunPaths(spec.run_dir.absolute())))
 
     # The other hosts.
 

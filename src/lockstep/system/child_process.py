@@ -8,8 +8,9 @@ and exec: a process with threads must not run code there.
 
 import contextlib
 import os
+import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lockstep.system.prctl import die_with
 
@@ -20,6 +21,19 @@ def command_of(module: str, *arguments: str) -> list[str]:
     With -P, a file in the current folder, such as `types.py`, hides no module that Lockstep needs.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Yield both ends of a connection to a process that the block starts and that inherits the second end.
+
+    The second end is closed after the block. The first end is closed only if the block raises.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        yield ours, theirs
+        undo.pop_all()
 
 
 def ending_with_this_process(command: Sequence[str]) -> list[str]:
