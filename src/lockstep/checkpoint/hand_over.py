@@ -25,7 +25,7 @@ _ABANDONED = 3600.0
 
 
 def newest_held(folder: Path, report: Callable[[str], None]) -> tuple[Path, HeldCheckpoint] | None:
-    """Return the newest complete checkpoint in a folder, and its description for other hosts; None for none.
+    """Return the newest complete checkpoint in a folder and its description for other hosts, if there is one.
 
     Args:
         folder: may not exist.

@@ -152,7 +152,7 @@ class _Mark(msgspec.Struct, frozen=True):
 
 
 def read_head(store: ObjectStore) -> tuple[Head | None, str | None]:
-    """Return the head of a prefix and its tag; None, None if there is none.
+    """Return the head of a prefix and its tag, or None twice if there is none.
 
     Raises:
         CheckpointError: it cannot be read, or is damaged; `UnknownFormatError` if it is of another version.

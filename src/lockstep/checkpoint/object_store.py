@@ -54,9 +54,9 @@ class Conflict(Exception):
     """An object is not in the state that a conditional write expects."""
 
 
-def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether a place for checkpoints is the URL of a store, not a folder."""
-    return "://" in os.fspath(place)
+def is_url(location: str | os.PathLike[str]) -> bool:
+    """Whether a location of checkpoints is the URL of a store, not a folder."""
+    return "://" in os.fspath(location)
 
 
 def parse_url(url: str) -> str:
@@ -87,9 +87,9 @@ def folder_for(url: str) -> Path:
     return cache_folder() / "checkpoints" / f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
 
-def folder_of(place: str | os.PathLike[str]) -> Path:
+def folder_of(location: str | os.PathLike[str]) -> Path:
     """Return the absolute path of the folder on this machine for a folder, or a URL, that the user gave."""
-    return folder_for(os.fspath(place)) if is_url(place) else Path(place).absolute()
+    return folder_for(os.fspath(location)) if is_url(location) else Path(location).absolute()
 
 
 class ObjectStore:
@@ -278,13 +278,13 @@ def _tag(meta: Any) -> str:
 
 def _reason(text: str) -> str:
     """Return the reason in the library's error: no address or body of a request, which may hold secrets."""
-    if found := re.search(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>", text):
-        return f"{found[1]}: {found[2]}"[:_LONGEST_REASON]
+    if match := re.search(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>", text):
+        return f"{match[1]}: {match[2]}"[:_LONGEST_REASON]
     if "kind: Connect" in text:
         return "no connection"
     if "kind: Timeout" in text:
         return f"no answer within {_REQUEST_SECONDS} s"
-    if found := re.search(r"status code: ([0-9]{3} [A-Za-z ]*)", text):
-        return found[1].strip()
+    if match := re.search(r"status code: ([0-9]{3} [A-Za-z ]*)", text):
+        return match[1].strip()
     first = re.sub(r"\S+://\S+", "", text.partition("\n")[0]).partition(" - ")
     return (first[2] or first[0]).strip()[:_LONGEST_REASON]

@@ -20,17 +20,17 @@ Facts = Mapping[str, Any]
 
 
 def newest(
-    folder: Path, report: Callable[[str], None], place: Path | str | None = None
+    folder: Path, report: Callable[[str], None], location: Path | str | None = None
 ) -> tuple[Path, Facts, str] | None:
-    """Return the newest complete checkpoint in `folder` and the facts about its job; None if there is none.
+    """Return the newest complete checkpoint in `folder` and the facts about its job, if there is one.
 
     Args:
         folder: may not exist yet.
         report: called with a message for each newer checkpoint that is damaged.
-        place: the store of which the folder is a copy, for messages; None for none.
+        location: the store of which the folder is a copy, for messages; None for none.
 
     Returns:
-        Its path, the facts, and a note for the user if the job is finished.
+        Its path, the facts, and a note for the user if the job is finished; or None if there is none.
 
     Raises:
         CheckpointError: it was not written by a job.
@@ -39,7 +39,8 @@ def newest(
     if checkpoint is None:
         return None
     path, contents = checkpoint
-    return path, job_facts(path, contents.manifest), note_if_finished(folder, contents.step, place or folder)
+    note = note_if_finished(folder, contents.step, location or folder)
+    return path, job_facts(path, contents.manifest), note
 
 
 def job_facts(path: Path, manifest: Mapping[str, Any]) -> Facts:
@@ -113,22 +114,22 @@ def _shown(name: str, value: Any) -> str:
     return forms.get(name, f"{{}} {name}").format(value)
 
 
-def note_if_finished(folder: Path, step: int, place: Path | str) -> str:
-    """Return a note if the job, whose newest checkpoint is of `step`, has finished; empty otherwise."""
-    return note_on_end(place, step) if Store(folder).finished() == step else ""
+def note_if_finished(folder: Path, step: int, location: Path | str) -> str:
+    """Return a note if the job, whose newest checkpoint is of `step`, has finished."""
+    return note_on_end(location, step) if Store(folder).finished() == step else ""
 
 
-def note_on_end(place: Path | str, step: int) -> str:
+def note_on_end(location: Path | str, step: int) -> str:
     """Return a note on a job that has finished with its checkpoint of `step`."""
     return (
-        f"the job in {place} is finished after {count(step, 'step')}: it repeats no training step and runs "
-        "the rest of the script. A script that trains more steps resumes from there; to start over, give "
-        "another folder"
+        f"the job in {location} is finished after {count(step, 'step')}: it repeats no training step and "
+        "runs the rest of the script. A script that trains more steps resumes from there; to start over, "
+        "give another folder"
     )
 
 
 def note_on_versions(path: Path, facts: Facts) -> str:
-    """Return a note on libraries whose versions differ from those of the checkpoint; empty if none does.
+    """Return a note on libraries with other versions than the checkpoint's, or an empty string.
 
     Imports no library. A library that no installed distribution provides is skipped.
     """

@@ -177,7 +177,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
 
 
 def _lack(checkpoint: Path | str | None, volumes: Sequence[Volume]) -> str:
-    """Return a note about what the pods lack so that checkpoints outlive them; empty if nothing."""
+    """Return a note about what the pods lack so that checkpoints outlive them, or an empty string."""
     if isinstance(checkpoint, str):
         return f"the pods lack credentials for {checkpoint}: give them a service account of the cloud"
     if checkpoint is None:

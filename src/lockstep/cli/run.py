@@ -597,9 +597,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(status)
 
 
-def _folder_of(place: Path | str | None) -> Path | None:
+def _folder_of(location: Path | str | None) -> Path | None:
     """Return the folder of this machine for `--checkpoint`, or None if the job saves no checkpoints."""
-    return folder_of(place) if isinstance(place, str) else place
+    return folder_of(location) if isinstance(location, str) else location
 
 
 def _fetch(options: Mapping[str, Any]) -> StoreLease | None:
@@ -666,7 +666,7 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
 
 
 def _passed_on(arguments: Sequence[str]) -> str:
-    """Say which arguments of the script look like options of `lockstep run`; empty if none does."""
+    """Say which arguments of the script look like options of `lockstep run`, if any does."""
     shown = [param for param in run.params if isinstance(param, click.Option) and not param.hidden]
     names = {name for param in shown for name in param.opts}
     alike = dict.fromkeys(word for argument in arguments if (word := argument.partition("=")[0]) in names)
@@ -1028,15 +1028,15 @@ def _checkpoints(
 
     every = parse_every(options["every"])
     folder, lease = folder_of(options["checkpoint"]), options["lease"]
-    place = folder if lease is None else lease.url
+    location = folder if lease is None else lease.url
     newest_saved: tuple[Path | None, Mapping[str, Any], str]
     if held is None:
-        newest_saved = newest(folder, note, place) or (None, {}, "")
+        newest_saved = newest(folder, note, location) or (None, {}, "")
     else:
         newest_saved = (
             Store(folder).path(held.step),
             msgspec.to_builtins(held.job),
-            note_on_end(place, held.step) if held.finished else "",
+            note_on_end(location, held.step) if held.finished else "",
         )
     resume, past, finished = newest_saved
     if finished:

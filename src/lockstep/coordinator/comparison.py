@@ -77,7 +77,7 @@ def cache_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; an empty one if it cannot be read."""
+    """Return the object in a JSON file, or an empty dict if it cannot be read."""
     try:
         fields = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError):

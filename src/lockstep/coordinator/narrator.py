@@ -87,7 +87,7 @@ class Narrator:
 
     @property
     def due(self) -> float | None:
-        """When to call `serve` next; None after the first step."""
+        """When to call `serve` next, or None after the first step."""
         return self._progress.due if self._progress else None
 
     def how_it_goes(self) -> str:
@@ -264,7 +264,7 @@ class Narrator:
         return last_line(self.run.totals, seconds, len(state.members), len(state.failures), compared)
 
     def _what_remains(self) -> str:
-        """Return how a job that was stopped can continue; empty if it saves checkpoints, but has none."""
+        """Return how a stopped job can continue; an empty string if it saves checkpoints, but has none."""
         if saved := self.run.totals.saved:
             return f"; the same command resumes from step {saved}"
         return "" if self._state().keeps else "; no checkpoint was requested (--checkpoint)"

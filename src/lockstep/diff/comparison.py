@@ -235,7 +235,7 @@ def _differing(
         return fact
     if only_inputs:
         return None
-    return _partial(first, second, replicas) or _total(first, second, replicas) or _after(first, second)
+    return _partial(first, second) or _total(first, second, replicas) or _after(first, second)
 
 
 def _before(
@@ -273,7 +273,7 @@ def _input(first: RecordedHashes, second: RecordedHashes) -> _Fact | None:
     return _Fact("input", replicas, len(common), rows, swapped, missing=missing)
 
 
-def _partial(first: RecordedHashes, second: RecordedHashes, replicas: int) -> _Fact | None:
+def _partial(first: RecordedHashes, second: RecordedHashes) -> _Fact | None:
     common = first.partials.keys() & second.partials.keys()
     differing = []
     names: list[str] = []

@@ -30,7 +30,7 @@ class Probe(Protocol):
     """A backend."""
 
     def built(self) -> dict[str, str | None]:
-        """Return its version, and the versions of CUDA and cuDNN it was built for; None if built without."""
+        """Return its version, and the versions of CUDA and cuDNN that it was built for, if any."""
 
     def devices(self) -> Sequence[Any]:
         """Return its devices, the CPU first."""

@@ -136,7 +136,7 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
 
 
 def absence(reading: GpuReading) -> str:
-    """Return a text on the absence of GPUs and its reason; empty if there is a GPU."""
+    """Return a text on the absence of GPUs and its reason, or an empty string if there is a GPU."""
     if reading.gpus:
         return ""
     if reading.remedy:
@@ -145,7 +145,7 @@ def absence(reading: GpuReading) -> str:
 
 
 def quantities(gpu: Gpu) -> dict[str, str]:
-    """Return the measurements of a GPU as texts, by heading; empty for values that it does not report."""
+    """Return the measurements of a GPU as texts, by heading. Values that it does not report are empty."""
     limit = "" if gpu.power_limit is None else f" of {gpu.power_limit:.0f}"
     return {
         "memory": _show_memory(gpu.memory),
@@ -166,7 +166,7 @@ def describe(gpu: Gpu) -> str:
 
 
 def title(gpu: Gpu) -> str:
-    """Return the model of a GPU, with its location if it has a fault; empty if it reports neither."""
+    """Return the model of a GPU, with its location if it has a fault, as far as it reports them."""
     return " at ".join(filter(None, (gpu.name, gpu.bus if gpu.fault else None)))
 
 

@@ -260,7 +260,7 @@ Why = Callable[[Any], str]
 
 
 def name_culprit(function: Any, named_arguments: Mapping[str, Any], why: Why) -> str:
-    """Return which part of a function or its arguments cannot be pickled, and why; empty if none is found."""
+    """Return which part of a function or its arguments cannot be pickled, and why, if one is found."""
     for name, value in named_arguments.items():
         if reason := why(value):
             return f"{name}, of type {type(value).__name__} ({reason}); pass the values from which it is made"

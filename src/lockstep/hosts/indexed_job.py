@@ -126,7 +126,7 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 def amount(text: str) -> Fraction | None:
-    """Return the value of a quantity in any notation of Kubernetes; None if it is not one, or is negative."""
+    """Return the value of a quantity in any notation of Kubernetes, or None for other texts."""
     match = _QUANTITY.fullmatch(text)
     if match is None:
         return None

@@ -60,7 +60,7 @@ def is_observed_by(observer: VariableObserver) -> bool:
 
 @contextmanager
 def observed_by(observer: VariableObserver | None) -> Iterator[None]:
-    """Within the block, only `observer` observes this thread; None for no observer."""
+    """Within the block, only `observer` observes this thread, or nothing if it is None."""
     before, _thread.observer = _thread.observer, observer
     try:
         yield

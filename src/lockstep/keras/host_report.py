@@ -171,7 +171,7 @@ def _why_other_bits(first: HostReport, other: HostReport) -> str:
 
 
 def _limits(job: Job, reports: Sequence[HostReport], gather_texts: GatherTexts) -> str:
-    """Return how to limit hosts to the instructions that all have, with the cost; empty if unknown."""
+    """Return how to limit hosts to the instructions that all have, with the cost, if that is known."""
     first = reports[0]
     if any(report.flags != first.flags for report in reports):
         return " and with one environment"

@@ -64,7 +64,7 @@ class Values(Protocol):
         """Return the number of examples of a replica, or None if the values are not examples."""
 
     def check(self) -> bytes:
-        """Return bytes that are equal on all workers with the same values; empty if the values differ."""
+        """Return bytes that are equal on all workers with the same values, or none if values may differ."""
 
 
 def is_empty(inputs: Iterable[Values], replica: int) -> bool:

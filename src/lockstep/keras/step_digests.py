@@ -380,7 +380,7 @@ class DigestRecorder:
         return program.lasting_values(state, self._variables)
 
     def _hashed(self, values: Sequence[Any]) -> tuple[str, str]:
-        """Return the hash of all values, and the hash of each; empty if the memory of one was reused."""
+        """Return the hash of all values and the hash of each, both empty if the memory of one was reused."""
         if any(getattr(value, "is_deleted", bool)() for value in values):
             return "", ""
         arrays = [self._to_numpy(value) for value in values]
@@ -407,7 +407,7 @@ class DigestRecorder:
         record.data.clear()
 
     def _arrays(self, data: Any) -> list[npt.NDArray[Any]]:
-        """Return the leaves of examples as arrays; empty if some cannot be hashed by their contents."""
+        """Return the leaves of examples as arrays, or none if some cannot be hashed by their contents."""
         arrays = []
         for leaf in keras.tree.flatten(data):
             if leaf is None:

@@ -51,7 +51,7 @@ class Draws(Protocol):
     """The source of the seeds of a function's operations."""
 
     def seed(self, program_seed: int | None) -> Seed | None:
-        """Return the seed of an operation that is being created; None if it does not belong to the function.
+        """Return the seed of an operation that is being created, or None if it is outside of the function.
 
         Args:
             program_seed: the seed that the program gives the operation, if any. Operations with equal seeds
@@ -232,7 +232,7 @@ def is_counter(variable: tf.Variable) -> bool:
 
 def is_own(variable: tf.Variable) -> bool:
     """Whether a variable belongs to this module."""
-    return any(variable is own for own in own_variables())
+    return any(variable is each for each in own_variables())
 
 
 def own_variables() -> list[tf.Variable]:

@@ -146,7 +146,7 @@ def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> N
 
 
 def misfits(expected: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
-    """Return a text on arrays without a counterpart of the same shape and dtype; empty if all have one.
+    """Return a text on arrays without a counterpart of the same shape and dtype, or an empty string.
 
     Args:
         expected: the variables of a model, or their values, by name. In a call, variables may have no values.

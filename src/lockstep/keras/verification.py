@@ -99,12 +99,12 @@ class VerificationPlan:
             return ()
         if self.verification.all:
             return tuple(range(self.replicas))
-        cycle, place = divmod(self._number(step), self.replicas)
+        cycle, index = divmod(self._number(step), self.replicas)
 
         def position(replica: int) -> int:
             return seed_at(self.seed, cycle, replica)
 
-        return (sorted(range(self.replicas), key=position)[place],)
+        return (sorted(range(self.replicas), key=position)[index],)
 
     def turn(self, step: int) -> int:
         """Return a number that is another one in each cycle, so that other workers check."""
@@ -296,7 +296,7 @@ class Verifications:
         return list(self._verified)
 
     def unpack(self, packed: Sequence[int], step: int) -> None:
-        """Continue from `packed`, of a process of the same job; empty if nothing was recorded.
+        """Continue from what another process of the job has packed, which is empty if nothing was recorded.
 
         Args:
             packed: see above.
@@ -774,17 +774,17 @@ class Verifier:
             fault = self._fault(round_, total, parts)
             if fault is None:
                 return round_.total_of(total.leaves)
-            verdict, alone = fault.verdict, len(self._job.view.workers) == 1
+            verdict, is_single = fault.verdict, len(self._job.view.workers) == 1
             if verdict.kind == "sum":
                 summer = summer_of(total.layout, self._job.view, fault.byte)
                 workers = () if summer is None else (summer,)
-                if was_wrong and workers and not alone:
+                if was_wrong and workers and not is_single:
                     verdict = Verdict("worker", workers, "others add up the same summands to another sum")
                 elif not was_wrong:
                     # Nobody knows whether the sum, or a summand on its way, was wrong.
                     verdict = Verdict("repeated", workers)
                 was_wrong = True
-            elif fault.part == "gradient" and alone:
+            elif fault.part == "gradient" and is_single:
                 round_.started.pop(fault.replica)
                 verdict = Verdict("repeated", verdict.workers)
             self._verifications.follow(verdict, fault.what, fault.names, fault.part, fault.replica)
@@ -922,7 +922,7 @@ _PackedAnswer = tuple[int, dict[int, bytes], dict[int, tuple[bytes, int]], dict[
 
 
 def _hashes_of(round_: Round, replica: int) -> Hashes:
-    """Return the hashes of the arrays of a replica that has begun; empty if it contributes nothing."""
+    """Return the hashes of the arrays of a replica, or none if it contributes nothing."""
     (arrays,) = round_.partials([replica]).values()
     parts = round_.named_parts(arrays).values() if replica in round_.started else ()
     return b"".join(map(digest_array, parts))
@@ -951,7 +951,7 @@ def _name_at(round_: Round, layout: Layout, byte: int) -> str:
 
 
 def differing_names(names: Sequence[str], attempts: Sequence[Hashes]) -> list[str]:
-    """Return those of the names of arrays whose hashes differ in two attempts; none if these are equal."""
+    """Return the names of the arrays whose hashes differ in two attempts."""
     other = next((hashes for hashes in attempts if hashes != attempts[0]), attempts[0])
     pairs = zip(names, _parts(attempts[0]), _parts(other), strict=False)
     return [name for name, first, second in pairs if first != second]
@@ -969,13 +969,13 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {count(rest, 'other array')}" if rest > 0 else "")
 
 
-_known: list[tuple[Job, Verifications]] = []
+_current: list[tuple[Job, Verifications]] = []
 
 
 def verifications_of(job: Job) -> Verifications:
     """Return the parts of a job that this process verifies."""
-    if not _known or _known[0][0] is not job:
-        _known[:] = [(job, Verifications(job))]
+    if not _current or _current[0][0] is not job:
+        _current[:] = [(job, Verifications(job))]
         # A loop that neither `fit` nor `strategy.steps` drives has no end that is known before.
-        job.at_exit(_known[0][1].end_call)
-    return _known[0][1]
+        job.at_exit(_current[0][1].end_call)
+    return _current[0][1]

@@ -115,7 +115,7 @@ def texts_of_all(communicator: Communicator, label: str) -> Callable[[str], list
 def chiefs_state(
     job: Job, label: str, to_numpy: Callable[[Any], Array], arrays: Mapping[str, Any]
 ) -> dict[str, Array] | None:
-    """Return the chief's state, if this worker's state differs from it by rounding; None if they are equal.
+    """Return the chief's state if this worker's state differs from it by rounding, or None if not.
 
     Hosts that compute different bits need this: their states diverge, although all apply the same totals.
 

@@ -40,7 +40,7 @@ _BY_DEFAULT = (_WRITTEN_BY_KERAS, "jax", "torch")
 
 @dataclass(frozen=True)
 class Wishes:
-    """The requests for a backend, by source; None for a source without one.
+    """The requests for a backend, by source, or None for a source without one.
 
     Attributes:
         option: the one on the command line.

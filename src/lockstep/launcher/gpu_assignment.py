@@ -107,27 +107,27 @@ def spread(names: Sequence[str], workers: int, gpus: Sequence[Gpu] | None = None
 
 
 def choose(
-    own: Devices, others: Sequence[Devices], used: Collection[str], faults: Collection[str]
+    slot_devices: Devices, others: Sequence[Devices], used: Collection[str], faults: Collection[str]
 ) -> Devices | None:
-    """Return the GPUs of a worker that starts while others run; None if it would get one with a fault.
+    """Return the GPUs of a worker that starts while others run, or None if it would get one with a fault.
 
     It gets its own ones, or unused ones, or some that workers share anyway. It shares the GPUs of a worker
     that has them for itself only if it has no own ones, because that worker may have reserved all memory.
 
     Args:
-        own: those of its slot.
+        slot_devices: those of its slot.
         others: those of all slots.
         used: the names of GPUs that workers use now.
         faults: the names of GPUs that cannot be used.
     """
-    fine = [each for each in (own, *others) if not set(each.names) & set(faults)]
+    fine = [each for each in (slot_devices, *others) if not set(each.names) & set(faults)]
     unused = [each for each in fine if not set(each.names) & set(used)]
     shared = [each for each in fine if each.users > 1]
     return next(iter((*unused, *shared)), None)
 
 
 def describe_sharing(devices: tuple[Devices, ...]) -> str:
-    """Return a text on the GPUs that several of the workers compute on; empty if there are none.
+    """Return a text on the GPUs that several of the workers compute on, or an empty string if there are none.
 
     Args:
         devices: the GPUs of each worker.

@@ -77,7 +77,7 @@ def restart_per_device(devices: Sequence[str] | None) -> None:
 
 
 def decide(devices: Sequence[str] | None, gpus: Sequence[str]) -> Restart | None:
-    """Return how to restart the script; None if a single process uses the device by default.
+    """Return how to restart the script, or None if a single process uses the device by default.
 
     Args:
         devices: the requested devices; None for all of `gpus`.

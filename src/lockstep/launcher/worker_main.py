@@ -313,7 +313,7 @@ def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -
 
 
 def _hint(error: BaseException, device_users: int) -> str:
-    """Return a hint to show after an error of the script; empty if there is none."""
+    """Return a hint to show after an error of the script, or an empty string if there is none."""
     from lockstep.worker import job
 
     # A library may raise such an error without a number, about something else than a path.

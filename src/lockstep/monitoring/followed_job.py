@@ -209,7 +209,7 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
 
 
 def _folder_of_job(name: str) -> Path | None:
-    """Return the run folder whose event log the process of a job has open; None if there is none."""
+    """Return the run folder whose event log the process of a job has open, or None if there is none."""
     watch = JobWatch(name)
     watch.is_running()
     with contextlib.suppress(OSError):

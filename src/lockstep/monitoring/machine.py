@@ -111,7 +111,7 @@ class MachineWatch:
         threading.Thread(target=self._run, name="machine", daemon=True).start()
 
     def newest(self) -> MachineLoad | None:
-        """Return the last look, after waiting for the first one for a limited time; None if it hangs."""
+        """Return the last look, after waiting for the first one for a limited time, or None if it hangs."""
         with self._seen:
             self._seen.wait_for(lambda: self._newest is not None, _PATIENCE)
             return self._newest
@@ -174,7 +174,7 @@ def machine_text(machine: MachineLoad | None, now: float, interval: float) -> st
 
 
 def machine_json(machine: MachineLoad | None) -> str:
-    """Return a JSON object in one line; empty if the look hangs."""
+    """Return a JSON object in one line, or an empty string if the look hangs."""
     return "" if machine is None else msgspec.json.encode(asdict(machine)).decode() + "\n"
 
 

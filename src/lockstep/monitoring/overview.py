@@ -288,7 +288,7 @@ def _steps(run: RunState, info: WorkerInfo) -> npt.NDArray[np.bool_]:
 
 
 def _staleness(run: RunState, info: WorkerInfo, since: float) -> tuple[float, int] | None:
-    """Return the mean and the largest staleness of the steps of a worker since a time; None for none."""
+    """Return the mean and the largest staleness of the steps of a worker since a time, if it took any."""
     if not len(info.steps):
         return None
     chosen = _steps(run, info) & (info.steps.column("time") > since)
@@ -301,7 +301,7 @@ def _staleness(run: RunState, info: WorkerInfo, since: float) -> tuple[float, in
 
 
 def _mean(load: Columns, since: float) -> dict[str, float]:
-    """Return the means since a time; empty without a later measurement."""
+    """Return the means since a time, or an empty dict without a later measurement."""
     if not len(load):
         return {}
     chosen = load.column("time") > since
@@ -364,7 +364,7 @@ def _highest(values: Sequence[int | None]) -> int | None:
 
 
 def _only_host(run: RunState) -> str:
-    """Return the name of the only host of a run; empty if it has several."""
+    """Return the name of the only host of a run, or an empty string if it has several."""
     return str(run.job.get("host", "")) if not run.job.get("hosts") else ""
 
 

@@ -22,7 +22,7 @@ from lockstep.monitoring.training_times import advice, training_times
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns
 from lockstep.observability.run_lines import Happening
-from lockstep.observability.run_state import RunState, WorkerInfo, effective_share, place_of
+from lockstep.observability.run_state import RunState, WorkerInfo, effective_share, location_of
 from lockstep.observability.slowness import shares_of_time
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.system.prose import duration_text
@@ -137,7 +137,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "checkpoints": totals.checkpoints,
         "saved": totals.saved,
         "before": totals.before,
-        "resumed_from": _text(place_of(checkpoints)) if totals.before and checkpoints else "",
+        "resumed_from": _text(location_of(checkpoints)) if totals.before and checkpoints else "",
         "effective": effective_share(totals, run.seconds),
         "advice": [_text(line) for line in advice(run, times)],
         "shares": {_text(part): round(share, 4) for part, share in shares_of_time(times).items()},
@@ -232,12 +232,12 @@ def _worker(run: RunState, info: WorkerInfo) -> dict[str, Any]:
 
 
 def _phase(run: RunState) -> str:
-    """Return the phase of the longest-serving worker, such as `compiling`; empty before it has started."""
+    """Return the phase of the longest-serving worker, such as `compiling`, once it has started."""
     return next((run.workers[worker].phase for worker in run.members if worker in run.workers), "")
 
 
 def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
-    """Return the newest value of each metric of training, and of validation; None if it is not finite.
+    """Return the newest value of each metric of training and of validation, or None if it is not finite.
 
     The trends are their values at the ends of epochs, at most `_TREND` of them.
     """
@@ -268,7 +268,7 @@ def _checkpoints(run: RunState) -> list[dict[str, Any]]:
     kept: dict[str, Any] = {}
     removed: set[str] = set()
     if isinstance(settings := run.job.get("checkpoints"), Mapping):
-        kept[place_of(settings)] = settings.get("keep")
+        kept[location_of(settings)] = settings.get("keep")
     for event in run.events:
         if event.event == "keeps":
             kept[str(event.fields.get("folder"))] = event.fields.get("keep")
@@ -348,7 +348,7 @@ def _fields(event: Happening) -> str:
 
 
 def _told_end(run: RunState, event: Happening) -> str:
-    """Return the last line of a run that has finished; empty for other events."""
+    """Return the last line of a run that has finished, or an empty string for other events."""
     if event.event != "finished" or event.fields is not run.finished or run.finished.get("status") != 0:
         return ""
     return _text(last_line(run.totals, run.seconds, len(run.members), compared=run.compared))
@@ -620,14 +620,14 @@ def _decimated(series: _Series, window: Window) -> dict[str, Any]:
 
 
 def _sums(values: Numbers, left: Indices, right: Indices) -> Numbers:
-    """Return the sums of parts of `values`, which may overlap; none is empty."""
+    """Return the sums of parts of `values`, which may overlap and are not empty."""
     # A part may end at the end, where `reduceat` needs an element.
     sums: Numbers = np.add.reduceat(np.r_[values, 0.0], np.stack((left, right), axis=1).ravel())[::2]
     return sums
 
 
 def _rounded(values: Numbers) -> list[float | None]:
-    """Return values with six significant digits; None for NaN."""
+    """Return values with six significant digits, and None in place of NaN."""
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         scale = 10.0 ** (_DIGITS - 1 - np.floor(np.log10(np.abs(values))))
         rounded = np.where(np.isfinite(scale) & (scale > 0), np.round(values * scale) / scale, values)

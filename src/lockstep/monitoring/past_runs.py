@@ -24,7 +24,7 @@ from lockstep.monitoring.run_catalog import is_active
 from lockstep.monitoring.top_text import csv_lines
 from lockstep.observability.events import FORMAT
 from lockstep.observability.run_lines import happenings, measurement
-from lockstep.observability.run_state import RunState, effective_share, place_of
+from lockstep.observability.run_state import RunState, effective_share, location_of
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import columns, duration_text, percent, printable
@@ -125,7 +125,7 @@ def past_runs(folders: Sequence[Path], now: float) -> list[PastRun]:
 
 
 def _read(folder: Path, now: float) -> PastRun | None:
-    """Return the run in a folder; None if there is none."""
+    """Return the run in a folder, or None if there is none."""
     paths = RunPaths(folder)
     try:
         events = read_regular(paths.events)
@@ -184,7 +184,7 @@ def summarize(
     hosts, tags, totals = job.get("hosts"), job.get("tags"), state.totals
     checkpoints = job.get("checkpoints")
     if isinstance(checkpoints, dict):
-        kept = place_of(checkpoints)
+        kept = location_of(checkpoints)
     return PastRun(
         name=name,
         began=began,
@@ -437,6 +437,6 @@ def _share(share: float | None) -> float | None:
 
 
 def _number(value: Any, otherwise: float | None = None) -> float | None:
-    """Return a time; None if the value is not a number, or not a time that a calendar has."""
+    """Return a time, or None if the value is not a number or its time is in no calendar."""
     is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
     return float(value) if is_valid else otherwise

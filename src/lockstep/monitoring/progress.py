@@ -37,7 +37,7 @@ class TrainingProgress:
 
 
 def progress(run: RunState) -> TrainingProgress | None:
-    """Return the progress of a run; None before its first call that trains."""
+    """Return the progress of a run, or None before its first call that trains."""
     index = max((at for at, call in enumerate(run.calls) if trains(call.name)), default=None)
     if index is None:
         return None

@@ -19,7 +19,7 @@ from lockstep.system.paths import RunPaths
 
 
 def task_of(state: RunState, worker: int) -> str:
-    """Return `chief`, `worker` or `ps` in a job with parameter servers; empty in another one."""
+    """Return `chief`, `worker` or `ps` in a job with parameter servers, otherwise an empty string."""
     processes, servers = int(state.job.get("workers", 0)), int(state.job.get("parameter_servers", 0))
     if not servers:
         return ""

@@ -206,7 +206,7 @@ def csv_heading() -> str:
 
 
 def as_csv(view: Overview) -> str:
-    """Return a line per worker; empty for values that are not measured. Units are those of `WorkerRow`."""
+    """Return CSV with a line per worker, in the units of `WorkerRow`. Unmeasured values are empty."""
     return csv_lines([[_csv_value(view, row, name) for name in _CSV] for row in view.workers])
 
 
@@ -250,7 +250,7 @@ def _cut(text: str) -> str:
 
 
 def clipped(text: str, width: int | None) -> str:
-    """Return the start of a text that is longer than a width, with a mark; None for no limit."""
+    """Return the start of a text that is longer than a width, with a mark. A width of None is no limit."""
     return text if width is None or len(text) <= width else text[: max(0, width - 1)] + "…"
 
 

@@ -28,7 +28,7 @@ def window(run: RunState, now: float) -> float:
 
 
 def advice(run: RunState, times: CallTimes) -> tuple[str, ...]:
-    """Return the causes that slow a run, one line each; empty if none does notably.
+    """Return the causes that slow a run, one line each, or an empty tuple if none does notably.
 
     Args:
         run: the run.

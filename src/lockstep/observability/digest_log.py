@@ -138,7 +138,7 @@ class DigestLog:
 
 
 def segments(folder: Path) -> list[Path]:
-    """Return the segments of a digest log, the oldest first; none if there is no log."""
+    """Return the segments of a digest log, the oldest first, or an empty list if there is no log."""
     paths = [path for path in folder.glob("*.jsonl") if SEGMENT_NAME.fullmatch(path.name)]
     return sorted(paths, key=lambda path: int(path.stem))
 

@@ -68,7 +68,7 @@ class Columns:
         return rows[: self._size, self.names.index(name)]
 
     def last(self) -> dict[str, float]:
-        """Return the last row by column; empty without rows."""
+        """Return the last row by column, or an empty dict without rows."""
         if not self._size:
             return {}
         width = len(self.names)
@@ -142,7 +142,7 @@ class GrowingMap(Mapping[int, _Item], Generic[_Item]):
         return longer
 
     def find(self, key: int) -> _Item | None:
-        """Return the item of an id; None if there is none."""
+        """Return the item of an id, or None if there is none."""
         return self._parts.get(key // _NEIGHBOURS, _NO_ITEMS).get(key)
 
     def __getitem__(self, key: int) -> _Item:
@@ -168,7 +168,7 @@ class Numbering:
         return self._size
 
     def number(self, name: str) -> int | None:
-        """Return the number of a name, from 0; None if it has none."""
+        """Return the number of a name, from 0, or None if it has none."""
         number = self._numbers.get(name)
         return number if number is not None and number < self._size else None
 

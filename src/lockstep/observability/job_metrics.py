@@ -153,7 +153,7 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
 
 
 def _server_families(state: RunState) -> list[Family]:
-    """Return the families of a job with parameter servers; none for another one."""
+    """Return the families of a job with parameter servers, or an empty list for another one."""
     stale = {worker: sums for worker, sums in state.taken.items() if sums.staleness is not None}
     if not stale and not state.served:
         return []

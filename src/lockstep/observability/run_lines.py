@@ -57,7 +57,7 @@ _measurements: msgspec.json.Decoder[_StepsLine | _MetricsLine | _LoadLine] = msg
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line; None if the line has anything else."""
+    """Return the JSON object in a line, or None if the line has anything else."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except _UNREADABLE:
@@ -72,7 +72,7 @@ def json_objects(text: bytes) -> Iterator[dict[str, Any]]:
 
 
 def happening(line: bytes) -> Happening | None:
-    """Return the event in a line of `events.jsonl`; None if there is no event."""
+    """Return the event in a line of `events.jsonl`, or None if there is no event."""
     fields = json_object(line)
     if fields is None:
         return None
@@ -100,7 +100,7 @@ def as_happening(published: PublishedEvent) -> Happening:
 
 
 def measurement(line: bytes) -> PublishedEvent | None:
-    """Return the measurement in a line of `measurements.jsonl`; None if there is no measurement."""
+    """Return the measurement in a line of `measurements.jsonl`, or None if there is no measurement."""
     try:
         event = _measurements.decode(line)
     except _UNREADABLE:

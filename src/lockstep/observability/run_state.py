@@ -669,7 +669,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, totals=replace(self.totals, **changes))
 
 
-def place_of(checkpoints: Mapping[str, Any]) -> str:
+def location_of(checkpoints: Mapping[str, Any]) -> str:
     """Return where a job saves checkpoints, as its settings say: a folder, or the URL of an object store."""
     store = checkpoints.get("store")
     return str(store.get("url") if isinstance(store, Mapping) else checkpoints.get("folder", ""))

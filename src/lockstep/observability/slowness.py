@@ -96,7 +96,7 @@ class _Cause(NamedTuple):
 
 
 def advise(call: CallTimes) -> tuple[str, ...]:
-    """Return the causes that slow a call, with advice, the costliest first; empty if none does notably."""
+    """Return the causes that slow a call notably, with advice, the costliest first."""
     workers = call.workers
     if max((times.seconds for times in workers.values()), default=0.0) < SHORTEST:
         return ()
@@ -171,7 +171,7 @@ def _by_role(workers: Mapping[int, WorkerTimes]) -> tuple[dict[int, WorkerTimes]
 
 
 def slow_workers(call: CallTimes) -> dict[int, str]:
-    """Return the slow part of each slow worker, and why; empty without two workers to compare."""
+    """Return the slow part of each slow worker, and why, or an empty dict without two workers to compare."""
     workers, _ = _by_role(call.workers)
     paces = scores(workers)
     if len(paces) < 2:
@@ -199,7 +199,7 @@ def _slow_part(slow: WorkerTimes, fast: WorkerTimes, fastest: int) -> str:
 
 
 def _why(call: CallTimes, worker: int, fastest: int) -> str:
-    """Return the explanations for a slow worker, the strongest evidence first; empty if there are none."""
+    """Return the explanations for a slow worker, if there are any, the strongest evidence first."""
     slow, host = _loads_of(call, worker)
     fast, fast_host = _loads_of(call, fastest)
     faults = _mean(slow.faults, slow)

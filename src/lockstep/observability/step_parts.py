@@ -75,7 +75,7 @@ def is_first(measured: StepsMeasured) -> bool:
 
 
 def shares(workers: Iterable[WorkerTimes]) -> dict[str, float]:
-    """Return the share of each part in the time of all workers, between 0 and 1; empty without any time."""
+    """Return the share of each part in the time of all workers, between 0 and 1, if any time was measured."""
     sums = dict.fromkeys(STEP_PARTS, 0.0)
     for worker in workers:
         for part, seconds in worker.parts.items():

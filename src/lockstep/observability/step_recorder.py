@@ -196,7 +196,7 @@ def is_single(number: int) -> bool:
 
 
 def finite_values(logs: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the single numbers in Keras's logs, which may be arrays; None for one that is not finite."""
+    """Return the single numbers in Keras's logs, which may be arrays. One that is not finite is None."""
     values: dict[str, float | None] = {}
     for name, value in logs.items():
         with contextlib.suppress(TypeError, ValueError):

@@ -70,7 +70,7 @@ class Checkpoints:
     store: StoreLease | None = None
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """The folder, or the URL of the store, for messages."""
         return str(self.folder) if self.store is None else self.store.url
 
@@ -251,7 +251,7 @@ class JobSpec(JobSettings):
         }
 
     def devices_of(self, slot: int) -> Devices | None:
-        """Return the GPUs of the worker at a slot; None to leave them unchanged.
+        """Return the GPUs of the worker at a slot, or None to leave them unchanged.
 
         A worker beyond the first slots shares the GPUs of one of them.
         """
@@ -300,8 +300,8 @@ class JobSpec(JobSettings):
         if self.chosen:
             parts.append(self.chosen)
         if (kept := self.checkpoints) is not None:
-            began = f"new training with checkpoints in {kept.place},"
+            began = f"new training with checkpoints in {kept.location},"
             if kept.resume is not None:
-                began = f"resuming from {kept.place}/{kept.resume.name}, checkpoints"
+                began = f"resuming from {kept.location}/{kept.resume.name}, checkpoints"
             parts.append(f"{began} {interval(kept.steps, kept.seconds)}")
         return "; ".join(parts)

@@ -101,7 +101,7 @@ class AgentActor:
             self._start(coordinator, *self._begun)
 
     def known_end(self) -> int | None:
-        """Return the exit status of the job, if the agent knows that it has ended; None otherwise."""
+        """Return the exit status of the job, or None if the agent does not know that it has ended."""
         self._hear()
         return self._status
 

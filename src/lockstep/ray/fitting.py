@@ -206,8 +206,8 @@ def fit(
         raise outcome.error
     returned = unpack_result(outcome.result)
     saved = None if checkpoint is None else os.fspath(checkpoint)
-    place = saved if saved is None or "://" in saved else Path(saved)
-    return FitResult(returned.value, returned.metrics, place, Path(outcome.folder), outcome.node)
+    location = saved if saved is None or "://" in saved else Path(saved)
+    return FitResult(returned.value, returned.metrics, location, Path(outcome.folder), outcome.node)
 
 
 def _packed(function: Callable[..., Any], config: Any) -> bytes:

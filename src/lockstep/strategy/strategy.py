@@ -394,5 +394,5 @@ def _refuse_within_replica(name: str) -> None:
 
 
 def entered_strategy() -> Strategy | None:
-    """Return the strategy in whose scope or `run` this thread is; None outside of all strategies."""
+    """Return the strategy in whose scope or `run` this thread is, if it is in one."""
     return _entered.strategies[-1] if _entered.strategies else None

@@ -443,7 +443,7 @@ class State:
 
     @property
     def outgoing(self) -> tuple[int, ...]:
-        """The members that leave with the next view because their hosts retire; none if too few would remain.
+        """The members that leave with the next view because their hosts retire, unless too few would remain.
 
         The remaining members may all be new.
         """

@@ -218,8 +218,8 @@ def faults_of(names: Sequence[str], gpus: Sequence[Gpu]) -> dict[str, str]:
     nameless = next((gpu for gpu in gpus if gpu.fault and not gpu.uuid), None)
     faults = {}
     for name in names:
-        found = [gpus[index] for index in visibility(gpus, name).indices]
-        gpu = found[0] if found else nameless
+        matching = [gpus[index] for index in visibility(gpus, name).indices]
+        gpu = matching[0] if matching else nameless
         if gpu is not None and gpu.fault:
             described = " at ".join(filter(None, (gpu.name, gpu.bus)))
             faults[name] = f"GPU {name}{f' ({described})' if described else ''}: {gpu.fault}"
@@ -246,7 +246,7 @@ def remedy_of_driver(backend: str, wanted: tuple[int, ...], driver: Driver) -> s
 
 
 def too_old(driver: Driver | None, backend: str, cuda: str | None) -> str:
-    """Return a text on a driver that is too old for a backend; empty if it is not.
+    """Return a text on a driver that is too old for a backend, or an empty string if it is not.
 
     Args:
         driver: the driver; None if it does not answer.
@@ -285,7 +285,7 @@ def cuda_of(backend: str) -> str | None:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None if it is not installed."""
+    """Return the version of an installed distribution, or None if it is not installed."""
     # Imported late, because commands start faster without it.
     from importlib import metadata
 

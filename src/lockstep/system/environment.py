@@ -171,7 +171,7 @@ def job_environment(
 
 
 def replaced_hash_seed(seed: int, environ: Mapping[str, str] = os.environ) -> str:
-    """Return the user's `PYTHONHASHSEED` if workers get another value; otherwise an empty text.
+    """Return the user's `PYTHONHASHSEED` if workers get another value, otherwise an empty string.
 
     Args:
         seed: the seed of the job.
@@ -411,7 +411,7 @@ def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | 
 
 
 def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
-    """Return the backends in `KERAS_BACKEND` and in Keras's configuration file; None for a missing one."""
+    """Return the backends in `KERAS_BACKEND` and in Keras's configuration file, or None for a missing one."""
     base = environ.get("HOME") or Path.home()
     # The same search as Keras's.
     home = environ.get("KERAS_HOME") or Path(base if os.access(base, os.W_OK) else "/tmp") / ".keras"

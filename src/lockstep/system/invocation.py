@@ -24,7 +24,7 @@ class Invocation:
 
 
 def parse(original: Sequence[str]) -> Invocation | None:
-    """Return the program that an interpreter was started with; None if it is neither a script nor a module.
+    """Return the script or the module that an interpreter was started with, or None if it is neither.
 
     Args:
         original: the whole command, like `sys.orig_argv`.

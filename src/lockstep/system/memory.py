@@ -85,7 +85,7 @@ def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
 
 
 def _uses(group: Path) -> list[tuple[int, int]]:
-    """Return the bytes that a cgroup uses, without reclaimable ones, and its limit; empty without one."""
+    """Return the bytes that a cgroup uses, without reclaimable ones, and its limit, if it has one."""
     uses = []
     for limit, usage, cache in _FILES:
         most, used = read(group / limit).strip(), read(group / usage).strip()
@@ -95,6 +95,6 @@ def _uses(group: Path) -> list[tuple[int, int]]:
 
 
 def read_numbers(file: Path) -> dict[str, int]:
-    """Return the numbers in a file with a name and a number per line; empty if it cannot be read."""
+    """Return the numbers in a file with a name and a number per line, as far as it can be read."""
     lines = (line.split() for line in read(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}

@@ -148,7 +148,7 @@ class GpuReading:
 
 
 def load() -> Any | None:
-    """Return the module pynvml; None if it is not installed."""
+    """Return the module pynvml, or None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -215,7 +215,7 @@ class _Queries:
         self._errors = (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError))
 
     def query(self, function: str, *arguments: Any) -> Any:
-        """Return the result of a function; None if the device, driver or library does not support it."""
+        """Return the result of a function, or None if the device, driver or library does not support it."""
         if not hasattr(self._library, function):
             return None
         try:
@@ -304,7 +304,7 @@ def _throttles(reasons: int) -> tuple[str, ...]:
 
 
 def _processes(queries: _Queries, handle: Any) -> tuple[Process, ...] | None:
-    """Return the compute and graphics processes, sorted by id; None if the GPU reports neither."""
+    """Return the compute and graphics processes, sorted by id, or None if the GPU reports neither."""
     kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
     answer = [running for running in (queries.query(kind, handle) for kind in kinds) if running is not None]
     if not answer:

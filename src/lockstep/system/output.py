@@ -129,7 +129,7 @@ class Log:
         self._file.write(data)
 
     def tail(self, lines: int) -> list[str]:
-        """Return the last lines that this run wrote, safe for a terminal; none if they cannot be read."""
+        """Return the last lines that this run wrote, as far as they can be read, safe for a terminal."""
         try:
             size = os.fstat(self._file.descriptor).st_size
         except OSError:

@@ -45,7 +45,7 @@ def processor_features(file: Path = _CPUINFO) -> str:
 
 
 def instruction_set(features: str) -> str:
-    """Return the largest instruction set of x86-64 in `processor_features`; empty for other processors."""
+    """Return the largest instruction set of x86-64 in `processor_features`, or an empty string."""
     names = features.split()
     return next((each.name for each in _LARGEST_FIRST if each.feature in names), "")
 
@@ -75,7 +75,7 @@ def limited(environment: Mapping[str, str], limit: str) -> dict[str, str]:
 
 
 def common_limit(name: str) -> str:
-    """Return the instruction set to which hosts with a larger one are limited; empty for those without it.
+    """Return the instruction set to which hosts with a larger one are limited, or an empty string.
 
     Nearly all processors of x86-64 have AVX2.
     """

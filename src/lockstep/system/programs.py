@@ -136,7 +136,7 @@ class ProbeProgram:
         return time.monotonic() - self._begun
 
     def status(self) -> int | None:
-        """Return its exit status; None while it runs."""
+        """Return its exit status, or None while it runs."""
         return self._process.poll()
 
 

@@ -414,7 +414,7 @@ class QuestionArrival:
         self._answer.put((message, arrays))
 
     def answered(self) -> tuple[Answer, Sequence[Array]] | None:
-        """Wait for the answer, and remove it; None if there is none."""
+        """Wait for the answer, and remove it. Return None if there is none."""
         return self._answer.get()
 
     def abandon(self) -> None:

@@ -32,7 +32,7 @@ class WorkerCheckpoints:
 
     @property
     def scheduler(self) -> CheckpointScheduler | None:
-        """Saves checkpoints while this worker is the chief; None if none are saved."""
+        """What saves checkpoints while this worker is the chief, or None if none are saved."""
         return self._scheduler
 
     @property

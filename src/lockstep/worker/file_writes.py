@@ -136,7 +136,7 @@ def is_refused_write(error: BaseException) -> bool:
 
 
 def _path_of(folder: Any) -> str:
-    """Return the path of an open folder, to which a path is relative; empty for the current folder."""
+    """Return the path of an open folder, or an empty string for the current folder."""
     if not isinstance(folder, int) or folder < 0:
         return ""
     try:
@@ -190,7 +190,7 @@ def line_of_program(frame: FrameType | None) -> str | None:
 
 
 def library_of(frame: FrameType | None) -> str:
-    """Return the installed library whose code is innermost on a stack; empty if the program's own code is."""
+    """Return the library whose code is innermost on a stack, or an empty string if the program's own is."""
     while frame is not None and not is_program(frame.f_code.co_filename):
         if name := library_name(frame.f_code.co_filename):
             return name

@@ -140,7 +140,7 @@ def _own_files() -> set[Path]:
 def _named_in(path: Path, pattern: re.Pattern[str]) -> frozenset[str]:
     with contextlib.suppress(OSError):
         text = path.read_text(errors="replace")
-        return frozenset(next(filter(None, found.groups())) for found in pattern.finditer(text))
+        return frozenset(next(filter(None, match.groups())) for match in pattern.finditer(text))
     return frozenset()
 
 

@@ -252,7 +252,7 @@ def is_of_machine(error: BaseException) -> bool:
 
 
 def device_memory_hint(error: BaseException, gpus: Sequence[str], users: int = 1) -> str:
-    """Return a hint to show after a backend's error that a device has too little memory; otherwise empty.
+    """Return a hint to show after a backend's error that a device has too little memory, if it is one.
 
     Args:
         error: the error of the script.
@@ -271,13 +271,13 @@ def device_memory_hint(error: BaseException, gpus: Sequence[str], users: int = 1
 
 
 def gpus_within_patience() -> tuple[str, ...]:
-    """Return the names of the GPUs of this machine; empty if its driver hangs."""
+    """Return the names of the GPUs of this machine, or an empty tuple if its driver hangs."""
     machine = LimitedReader(ask_driver).within(_DRIVER_PATIENCE)
     return shown_gpus(None, machine.gpus).names if machine is not None else ()
 
 
 def gpu_hint(error: BaseException, gpus: Sequence[str], read: Callable[[], Machine]) -> str:
-    """Return a hint on the GPUs or their driver to show after an error of a backend; otherwise empty.
+    """Return a hint on the GPUs or their driver to show after an error of a backend, if there is one.
 
     It names GPUs of the worker that cannot be used any more, or a driver that is too old for the backend.
 
@@ -338,7 +338,7 @@ def keep_original(error: LockstepError) -> None:
 
 
 def original_of(error: BaseException) -> BaseException:
-    """Return the error of Lockstep that a library has converted into its own; otherwise `error` itself."""
+    """Return the error of Lockstep that a library has converted into its own, otherwise `error` itself."""
     for original in _originals:
         if not isinstance(error, LockstepError) and str(original) in str(error):
             return original

@@ -296,7 +296,7 @@ class AssignedVariables:
         def changes(weight: Any) -> dict[str, Any]:
             contributions = {}
             # The only replica of a step contributes what replica 0 does otherwise.
-            place = tf.where(weight == 1, tf.zeros_like(replica), replica)
+            counted_as = tf.where(weight == 1, tf.zeros_like(replica), replica)
             for kind, variables in self.state.items():
                 for i, (variable, start) in enumerate(zip(variables, starts[kind], strict=True)):
                     if kind == "equal" and tf.executing_eagerly() and same_bits(variable, start):
@@ -305,7 +305,7 @@ class AssignedVariables:
                     end = variable.read_value()
                     if kind == "first" and variable.dtype == tf.bool:
                         start, end = (tf.cast(value, tf.uint8) for value in (start, end))
-                    contributions[self._name(kind, i)] = contribution(kind, start, end, place, part, tf)
+                    contributions[self._name(kind, i)] = contribution(kind, start, end, counted_as, part, tf)
             return contributions
 
         yield changes

@@ -554,7 +554,7 @@ class TorchProgram(TorchState):
             _scaled_weights() as scaled,
         ):
             if self._kind == "test":
-                partial = self._test(number, data, weight, results)
+                partial = self._test(data, weight, results)
             else:
                 partial = self._train(data, share, earlier, before, results, kept)
         if gathers.ended:
@@ -574,7 +574,7 @@ class TorchProgram(TorchState):
                 return partial
             return by_density(model, partial, densities, weight, scaled=any(scaled))
 
-    def _test(self, number: int, data: Any, weight: float, results: MetricResults) -> dict[str, Any]:
+    def _test(self, data: Any, weight: float, results: MetricResults) -> dict[str, Any]:
         with torch.no_grad(), suppress(EndOfRound):
             logs = self._model.test_step(data)
             return self._logged_values(logs, results, weight)

@@ -197,11 +197,11 @@ class StepGathers:
         """Return `rows` with those of the replica replaced by `leaf`, through which the gradient goes."""
         ops = keras.ops
         count = ops.shape(leaf)[0]
-        # The place of each row among the replica's own.
-        places = ops.arange(ops.shape(rows)[0], dtype="int32") - ops.cast(self._start, "int32")
-        own = ops.logical_and(places >= 0, places < count)
-        spread = ops.take(self._scaled_gradient(leaf), ops.clip(places, 0, count - 1), axis=0)
-        return ops.where(ops.reshape(own, [-1] + [1] * (len(leaf.shape) - 1)), spread, rows)
+        # The index of each row among the replica's own.
+        indices = ops.arange(ops.shape(rows)[0], dtype="int32") - ops.cast(self._start, "int32")
+        is_own = ops.logical_and(indices >= 0, indices < count)
+        spread = ops.take(self._scaled_gradient(leaf), ops.clip(indices, 0, count - 1), axis=0)
+        return ops.where(ops.reshape(is_own, [-1] + [1] * (len(leaf.shape) - 1)), spread, rows)
 
     def _scaled_gradient(self, leaf: Any) -> Any:
         """Return a tensor with the same values, and the gradient of `leaf` divided by the weight."""
@@ -313,7 +313,7 @@ def computing_with(model: Any, gathers: StepGathers | None, parts: frozenset[Who
 def _whole_loss(
     model: Any, gathers: StepGathers, parts: frozenset[WholePart]
 ) -> AbstractContextManager[None]:
-    compute_loss, own = model.compute_loss, has_own(model, "compute_loss")
+    compute_loss, has_own_loss = model.compute_loss, has_own(model, "compute_loss")
 
     def whole(
         x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, **options: Any
@@ -322,7 +322,7 @@ def _whole_loss(
         if "test_step" in parts and gathers.all_have_rows(named):
             losses = model.losses
             # A loss of the program's own may use those of single layers.
-            if not (losses and own):
+            if not (losses and has_own_loss):
                 gathers.postpone_loss(losses)
                 return keras.ops.zeros(())
         joined = gathers.gather(named)
@@ -377,7 +377,7 @@ def _whole_metrics(model: Any, gathers: StepGathers, parts: frozenset[WholePart]
         compares = "metrics" in parts and may_compare_examples(metric)
         if not (compares and gathers.all_have_rows((args, kwargs))):
             return original(*args, **kwargs)
-        gathers.keep_metrics(lambda _, given: metric.update_state(*given[0], **given[1]), (args, kwargs))
+        gathers.keep_metrics(lambda _, joined: metric.update_state(*joined[0], **joined[1]), (args, kwargs))
         return None
 
     metrics = [*flat_metrics(model.metrics), *([] if tracker is None else [tracker])]
@@ -385,19 +385,19 @@ def _whole_metrics(model: Any, gathers: StepGathers, parts: frozenset[WholePart]
         yield
 
 
-def _compute_metrics(model: Any, given: Mapping[str, Any]) -> Any:
-    return model.compute_metrics(*(given[name] for name in _ARGUMENTS))
+def _compute_metrics(model: Any, arguments: Mapping[str, Any]) -> Any:
+    return model.compute_metrics(*(arguments[name] for name in _ARGUMENTS))
 
 
-def _end_test_step(model: Any, given: Mapping[str, Any]) -> Any:
+def _end_test_step(model: Any, arguments: Mapping[str, Any]) -> Any:
     """Do what Keras's own `test_step` does after its forward pass."""
-    ops, weights = keras.ops, given["sample_weight"]
+    ops, weights = keras.ops, arguments["sample_weight"]
     # On PyTorch, a loss with a mask scales the weights in place, and these belong to a total.
     weights = keras.tree.map_structure(lambda leaf: None if leaf is None else ops.copy(leaf), weights)
-    given = {**given, "sample_weight": weights}
-    rows = next(ops.shape(leaf)[0] for leaf in keras.tree.flatten(given["y_pred"]) if leaf is not None)
-    track_loss(model, given["added"], rows, *(given[name] for name in _ARGUMENTS))
-    return _compute_metrics(model, given)
+    arguments = {**arguments, "sample_weight": weights}
+    rows = next(ops.shape(leaf)[0] for leaf in keras.tree.flatten(arguments["y_pred"]) if leaf is not None)
+    track_loss(model, arguments["added"], rows, *(arguments[name] for name in _ARGUMENTS))
+    return _compute_metrics(model, arguments)
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class CallInputs:
 
 
 def _dataset_of(data: Any) -> Any:
-    """Return the dataset that a program has distributed, or `data` itself; None for pipelines of replicas."""
+    """Return `data`, or the dataset that was distributed as it; None if each replica has a pipeline."""
     if not isinstance(data, DistributedDataset):
         return data
     return data.source.stream.dataset if isinstance(data.source, GlobalBatchSource) else None

@@ -205,7 +205,7 @@ def _own_states(model: Any) -> list[Any]:
 
 
 def _each_part(batch: TriedBatch, compute: Callable[[Any, Any], Result]) -> list[Result]:
-    """Return `compute(x, y)` for some rows of `batch` and for each half of them; empty for fewer than two."""
+    """Return `compute(x, y)` for some rows of `batch` and for each half of them, if there are two or more."""
 
     def of(rows: TriedRows) -> Result:
         x, y, _ = rows.data

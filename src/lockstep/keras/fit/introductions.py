@@ -126,11 +126,11 @@ class Introductions:
         metric of the program may use. The first note says that a script without a strategy is distributed.
         """
         adopts_all = self._models.adopts_all
-        known = growths_of(model)
+        measured = growths_of(model)
         # A process that joins or resumes may have other rows at hand than the first trial.
-        growths = known if known.tried else self._parts.snapshots.growths(model) or known
+        growths = measured if measured.tried else self._parts.snapshots.growths(model) or measured
         tries = kind not in growths.tried or (growths.unweighted and weighs())
-        if kind in known.tried and not tries:
+        if kind in measured.tried and not tries:
             return
         with unchanged(model):
             if tries:

@@ -31,7 +31,7 @@ _REMEDY = (
 
 def metrics_of_program(model: Any) -> list[Any]:
     """Return the metrics of a model whose classes are not Keras's."""
-    return [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
+    return [each for each in flat_metrics(model.metrics) if not type(each).__module__.startswith("keras.")]
 
 
 @contextmanager
@@ -80,10 +80,10 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
                 f"examples contribute, so {_REMEDY}"
             )
     zeros = [keras.ops.zeros_like(variable.value) for variable in metric.variables]
-    alone = [_state(metric, zeros, updates) for updates in (first, second)]
+    separate = [_state(metric, zeros, updates) for updates in (first, second)]
     together = _state(metric, zeros, [*first, *second])
-    for variable, one, other, both in zip(metric.variables, *alone, together, strict=True):
-        if not np.allclose(one + other, both, rtol=1e-4, atol=1e-5, equal_nan=True):
+    for variable, value, other, both in zip(metric.variables, *separate, together, strict=True):
+        if not np.allclose(value + other, both, rtol=1e-4, atol=1e-5, equal_nan=True):
             return (
                 f"the metric variable {variable.path!r} does not add up: after some examples and then others "
                 f"it is not the sum of both alone; {_REMEDY}"
@@ -92,7 +92,7 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
     if not any(np.any(start != 0) for start in starts):
         return None
     for variable, start, value, increment in zip(
-        metric.variables, starts, _state(metric, starts, first), alone[0], strict=True
+        metric.variables, starts, _state(metric, starts, first), separate[0], strict=True
     ):
         tolerance = 1e-5 * max(1.0, float(np.max(np.abs(start), initial=0)))
         if not np.allclose(value - start, increment, rtol=1e-4, atol=tolerance, equal_nan=True):

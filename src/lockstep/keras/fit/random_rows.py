@@ -53,7 +53,7 @@ def equal_draws(note: Callable[[str], object], *, constant: bool = False) -> Ite
 
 
 def _drawing_function() -> str | None:
-    """Return the name of the function of the program that draws numbers; None if a library's layer does."""
+    """Return the name of the program's function that draws numbers, or None if a library's layer does."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

@@ -791,7 +791,7 @@ class Trial:
         )
 
     def _owner(self, name: str, owners: Mapping[int, Any]) -> Any:
-        """Return the metric to which an array of a partial belongs; None if it belongs to none."""
+        """Return the metric to which an array of a partial belongs, or None if it belongs to none."""
         kind, _, rest = name.partition("/")
         return owners.get(id(self._model.metrics_variables[int(rest)])) if kind == "metric" else None
 
@@ -998,13 +998,13 @@ def _graded(leaf: Any) -> Any:
 
 
 def _pairs(outputs: Nest, labels: Nest) -> list[tuple[Any, Any]]:
-    """Return the outputs with their labels; nothing where they do not belong together one by one."""
+    """Return the outputs with their labels, or an empty list where they do not belong together one by one."""
     leaves, targets = keras.tree.flatten(outputs), keras.tree.flatten(labels)
     return list(zip(leaves, targets, strict=True)) if len(leaves) == len(targets) else []
 
 
 def _partly_right(output: Any, label: Any) -> Any:
-    """Return an output that is the label, or its class, for every second example; None if it cannot be."""
+    """Return an output that is the label, or its class, for every second example, or None if it cannot be."""
     array, target = _numpy(output), None if label is None else _numpy(label)
     if target is None or array.dtype.kind != "f" or target.dtype.kind not in "biuf":
         return None

@@ -475,7 +475,7 @@ class _Comparison:
         return StepOutcome(figures, gradients, self._state(state))
 
     def _updated(self, replicas: StepOutcome) -> dict[str, Array]:
-        """Return the variables after Keras's own update from the replicas' gradients; none if unknown."""
+        """Return the variables after Keras's own update from the replicas' gradients, if it is known."""
         if self._kind != "train" or len(self._gradients_in_logs.updated) != 1:
             return {}
         if self._gradients_in_logs.has_occurrences:

@@ -291,8 +291,8 @@ class _Pass:
             job.exchange(partial(self._hand_over, step, []), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
-            alone = len(job.view.workers) == 1 and not job.joins
-            held = self._held[step] = self._made(step, _Plan(step, 0, 1, self._cycle) if alone else None)
+            is_single = len(job.view.workers) == 1 and not job.joins
+            held = self._held[step] = self._made(step, _Plan(step, 0, 1, self._cycle) if is_single else None)
         if step + 1 == self.count:
             self.end()
         identity = f"batch {self._index(step)} in step {step} of pass {self._number}".encode()
@@ -358,9 +358,9 @@ class _Pass:
         if undecided or self._view != view.number:
             worker = self._reader.job.worker
             pays = view.chief == worker and self._division.pays
-            standing = worker, pays, [step for step in steps if self._holds(step)]
-            standings = communicator.gather(msgspec.msgpack.encode(standing), what=what)
-            told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in standings]
+            offer = worker, pays, [step for step in steps if self._holds(step)]
+            offers = communicator.gather(msgspec.msgpack.encode(offer), what=what)
+            told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in offers]
             if undecided:
                 self._division.decide(view, told[0][1])
             holders = {step: member for member, _, held in reversed(told) for step in held}
@@ -504,7 +504,7 @@ class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches; None if they never end."""
+        """The number of batches, or None if they never end."""
         return self._count
 
     def __getitem__(self, number: int) -> _Fetched:

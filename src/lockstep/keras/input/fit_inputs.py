@@ -214,7 +214,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in a pass; None if it never ends."""
+        """The number of batches in a pass, or None if it never ends."""
         batches: int | None = self._inner.num_batches
         return batches if batches is None or self.grouping is None else self.grouping.count(batches)
 
@@ -259,7 +259,7 @@ class ArrayInput(GlobalInput):
         rows = [_rows_of(leaf) for leaf in leaves]
         self.held = sum(getattr(leaf.array, "nbytes", 0) for leaf in rows if hasattr(leaf, "array"))
         self._readers = [_reader(leaf) for leaf in rows]
-        self._known = [reader for reader in self._readers if reader is not _read_nothing]
+        self._hashed_readers = [reader for reader in self._readers if reader is not _read_nothing]
         self._visits = visits(self._count, size, shuffle, seed)
 
     def batches(self) -> Iterator[GlobalBatch]:
@@ -308,12 +308,12 @@ class ArrayInput(GlobalInput):
             lambda: self._check(int(indices[0]), struct.pack("<q", step) + indices.tobytes()),
         )
 
-    def _check(self, first: int, place: bytes) -> bytes:
+    def _check(self, first: int, position: bytes) -> bytes:
         """Hash the row numbers of a step, and its first rows: no worker reads the rows of others."""
-        return digest_arrays(self._read(slice(first, first + 1)), place)
+        return digest_arrays(self._read(slice(first, first + 1)), position)
 
     def _read(self, indices: Indices) -> list[Any]:
-        return [read(indices) for read in self._known]
+        return [read(indices) for read in self._hashed_readers]
 
     def _take(self, indices: Indices) -> Any:
         return self._pack([read(indices) for read in self._readers])

@@ -295,7 +295,7 @@ def _is_numeric(value: Any) -> bool:
     if isinstance(value, np.generic) or type(value) is np.ndarray:
         return value.dtype.kind in "biuf" and value.itemsize <= 8 and value.nbytes <= _NUMERIC_BYTES
     if type(value) in (list, tuple):
-        return len(value) <= _NUMERIC_ITEMS and all(type(one) in (int, float, bool) for one in value)
+        return len(value) <= _NUMERIC_ITEMS and all(type(number) in (int, float, bool) for number in value)
     return value is None or type(value) in (int, float, bool)
 
 

@@ -431,7 +431,7 @@ class _BatchRows:
         self._replicas = current.reader.job.view.replicas
         self._parts: dict[int, tuple[list[Any], Callable[[Sequence[Any]], Any]]] = {}
         self._form: _Form = ()
-        self._asked = False
+        self._was_read = False
 
     def read(self, rows: slice) -> Any:
         """Return some rows as a nest of arrays."""
@@ -466,8 +466,8 @@ class _BatchRows:
         Raises:
             DataError: the rows of replicas do not fit together.
         """
-        if not self._asked:
-            self._asked = True
+        if not self._was_read:
+            self._was_read = True
             self._keep(self._pass.read_ahead(self._batch))
             replicas = sorted({*replicas, *self._pass.replicas_to_read(self._batch)})
         missing = {

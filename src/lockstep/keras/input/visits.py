@@ -234,7 +234,7 @@ class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
         return first_of_pass(self.inner[index] for index in order)
 
     def fact(self) -> str | None:
-        """Describe the source of the order; None for the dataset's own."""
+        """A description of the source of the order, or None for the dataset's own."""
         count = self.num_batches
         return None if self.visits is None or count is None else self.visits.fact(count)
 
@@ -243,6 +243,6 @@ class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches; None if the dataset never ends."""
+        """The number of batches, or None if the dataset never ends."""
         batches: int | None = self.inner.num_batches
         return batches

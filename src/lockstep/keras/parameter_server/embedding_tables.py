@@ -318,7 +318,7 @@ def _line_of(error: BaseException) -> str:
 
 
 def _hindrance(model: Any, layer: Any) -> str:
-    """Return why the rows of a layer's table cannot be read as needed; empty if they may be."""
+    """Return why the rows of a layer's table cannot be read as needed, or an empty string if they may be."""
     if type(layer) is not keras.layers.Embedding and server_table(embedding_table(layer)) is None:
         return f"{type(layer).__name__} is a subclass of Embedding"
     if has_own(model, "train_step") or has_own(model, "compute_loss"):

@@ -633,7 +633,7 @@ def looking_up_for(function: LooksUp) -> Iterator[None]:
 
 
 def look_up_for(function: LooksUp | None) -> None:
-    """Let lookups be those of a scheduled function from now on; None if none runs."""
+    """Let lookups be those of a scheduled function from now on, or of none."""
     _Process.function = function
 
 

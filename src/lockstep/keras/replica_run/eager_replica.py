@@ -272,7 +272,7 @@ class ReplicaComputation:
     def _attempt(
         self, execution: EagerExecution, earlier: Sequence[Total], replica: int
     ) -> dict[str, Any] | None:
-        """Return a replica's partial; None if the profile has changed and the replica must compute again."""
+        """Return a replica's partial, or None if it must compute again, because the profile has changed."""
         rounds = execution.profile.rounds
         changes = VariableChanges(self._backend, execution.profile.prepared)
         seed = seed_of_replica(execution.seed, replica)

@@ -85,7 +85,7 @@ class GraphRun:
         self._function = function
         self._arguments = (tuple(args), dict(kwargs))
         self._leaves = [part for leaf in keras.tree.flatten(self._arguments) for part in parts_of_leaf(leaf)]
-        self._own = [leaf for leaf in self._leaves if isinstance(leaf, SymbolicPerReplica)]
+        self._per_replica = [leaf for leaf in self._leaves if isinstance(leaf, SymbolicPerReplica)]
         self._shared = [leaf for leaf in self._leaves if isinstance(leaf, tf.Tensor)]
         self._scheduler = ReplicaScheduler(rounds, getattr(function, "__name__", "a function"))
         self._count = RoundCount()
@@ -128,7 +128,7 @@ class GraphRun:
 
     def _begin(self) -> Any:
         """Add the beginning of an execution, and return the seed of its random numbers."""
-        origins = [(leaf.store, leaf.leaf) for leaf in self._own]
+        origins = [(leaf.store, leaf.leaf) for leaf in self._per_replica]
 
         def begin(*handles: Any) -> int:
             seed = tf_random_ops.new_seed() if self._draws else 0
@@ -141,14 +141,14 @@ class GraphRun:
             )
             return seed
 
-        seed = call_python(begin, [leaf.handle for leaf in self._own], tf.int64)
+        seed = call_python(begin, [leaf.handle for leaf in self._per_replica], tf.int64)
         seed.set_shape(())
         return seed
 
     def _round(self, order: Any, seed: Any, earlier: list[Partial]) -> tuple[Any, Partial]:
         """Add one round, which begins after the tensor `order`, and return (the next `order`, the total)."""
         number = len(earlier)
-        specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._own, *self._shared)]
+        specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._per_replica, *self._shared)]
         compute = self._traced(earlier, specs)
         if self._draws:
             tf_random_ops.set_seed(seed)
@@ -180,12 +180,12 @@ class GraphRun:
 
     def _values_of(self, replica: Any) -> list[Any]:
         """Return whether a replica has examples, and its own value of each PerReplica among the arguments."""
-        if not self._own:
+        if not self._per_replica:
             return [tf.constant(True)]
-        types = [tf.bool, *(leaf.dtype for leaf in self._own)]
+        types = [tf.bool, *(leaf.dtype for leaf in self._per_replica)]
         tensors = call_python(lambda r: self._scheduler.leaves_of(int(r)), [replica], types)
         tensors[0].set_shape(())
-        for tensor, leaf in zip(tensors[1:], self._own, strict=True):
+        for tensor, leaf in zip(tensors[1:], self._per_replica, strict=True):
             tensor.set_shape(leaf.shape)
         return list(tensors)
 
@@ -323,7 +323,7 @@ class GraphRun:
 
     def _filled(self, tensors: Sequence[Any]) -> Any:
         """Return the function's arguments, with `tensors` instead of each PerReplica and tensor."""
-        own_values, shared = iter(tensors[: len(self._own)]), iter(tensors[len(self._own) :])
+        own_values, shared = iter(tensors[: len(self._per_replica)]), iter(tensors[len(self._per_replica) :])
 
         def value(leaf: Any) -> Any:
             if isinstance(leaf, SymbolicPerReplica):

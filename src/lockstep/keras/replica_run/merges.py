@@ -183,7 +183,7 @@ class RoundMerger(UpdateRecorder):
         self._replica = replica
         self._replicas = replicas
         self._custom_gradient = custom_gradient
-        self._own: tuple[Merge, Sequence[Any]] | None = None
+        self._own_merge: tuple[Merge, Sequence[Any]] | None = None
 
     @property
     def merge(self) -> Merge | None:
@@ -191,14 +191,14 @@ class RoundMerger(UpdateRecorder):
         if self.update is not None:
             names = (None if g is None else f"{SUMMED}{i}" for i, g in enumerate(self.gradients))
             return Merge(tuple(names), self.update)
-        return None if self._own is None else self._own[0]
+        return None if self._own_merge is None else self._own_merge[0]
 
     @property
     def partial(self) -> dict[str, Any]:
         """The contribution of this replica to the round's own merge."""
         if (merge := self.merge) is None:
             return {}
-        leaves = self.gradients if self._own is None else self._own[1]
+        leaves = self.gradients if self._own_merge is None else self._own_merge[1]
         return {name: leaf for name, leaf in zip(merge.names, leaves, strict=True) if name is not None}
 
     def all_reduce(self, op: Op, value: Any) -> Any:
@@ -295,7 +295,7 @@ class RoundMerger(UpdateRecorder):
         number = self._next_number()
         if number < self._number:
             return self._merges[number].leaves(self._totals[number])
-        self._own = Merge(tuple(names)), leaves
+        self._own_merge = Merge(tuple(names)), leaves
         raise EndOfRound
 
 

@@ -46,7 +46,7 @@ class RunRounds:
         self._verifications = verifications_of(job)
         self._verifier = Verifier(self._exchange, job, self._verifications)
         self._runs = 0
-        self._known: set[str] = set()
+        self._names_run: set[str] = set()
         self._is_first = False
         self._digests = recorder_of(job, to_numpy)
         self.to_numpy = to_numpy
@@ -64,8 +64,8 @@ class RunRounds:
             DisagreementError: this worker is to join, and cannot know the others' position.
         """
         self._runs += 1
-        self._is_first = name not in self._known
-        self._known.add(name)
+        self._is_first = name not in self._names_run
+        self._names_run.add(name)
         if self.job.joins and not self.job.driven:
             raise DisagreementError(
                 f"this worker, which is joining, reaches strategy.run of {name} in a custom loop "

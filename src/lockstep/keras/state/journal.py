@@ -158,7 +158,7 @@ class Journal:
                             del attributes[attribute]
                 elif before != (last, name, path):
                     # These states are those of another object, too, so they stay.
-                    self._latest = {key: place for key, place in self._latest.items() if place[0] != last}
+                    self._latest = {key: latest for key, latest in self._latest.items() if latest[0] != last}
 
     @property
     def states(self) -> Mapping[str, Any]:
@@ -174,7 +174,7 @@ class Journal:
         return bool(self._keys)
 
     def key(self, number: int) -> str:
-        """Return the key of the turn of a finished call; empty if the main thread made all calls before."""
+        """Return the key of the turn of a finished call, or an empty string before the first thread."""
         return self._keys.get(number, "")
 
     def packed(self) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class Match:
 
     @property
     def misfits(self) -> str:
-        """A text on the variables that do not fit; empty if all fit."""
+        """A text on the variables that do not fit, or an empty string."""
         return misfits({name: variable.value for name, variable in self.variables.items()}, self.values)
 
     def assign(self) -> None:

@@ -75,7 +75,7 @@ class CompiledModels:
         }
 
     def growths_in(self, packed: Mapping[int, Any], model: Any) -> Growths | None:
-        """Return the growths of a model in another process's value of `growths`; None if it lacks them."""
+        """Return the growths of a model in another process's value of `growths`, or None if it lacks them."""
         for index, reference in enumerate(self._models):
             if reference() is model and index in packed:
                 compilation, values = packed[index]

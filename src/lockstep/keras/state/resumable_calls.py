@@ -185,12 +185,12 @@ class ResumableCalls:
 
     @property
     def resumption(self) -> Resumption | None:
-        """Where this process resumes; None once the script has reached that position."""
+        """Where this process resumes, or None once the script has reached that position."""
         return self._resumption
 
     @property
     def since(self) -> int | None:
-        """The number of calls before the one in which the script requests checkpoints; None without one."""
+        """The number of calls before the one in which the script requests checkpoints, if it does."""
         return self._since
 
     @property

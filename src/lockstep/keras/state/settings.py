@@ -213,7 +213,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_code(owner: type) -> str:
-    """Return a hash of the code of a class and its bases that are the program's own; empty if none is."""
+    """Return a hash of the code of a class and its bases, as far as they are the program's own."""
     owned = [base for base in owner.__mro__ if _is_programs(base.__module__)]
     functions = [(name, part) for base in owned for name, part in sorted(vars(base).items())]
     digests = [f"{name} {_digest(part)}" for name, part in functions if inspect.isfunction(_function(part))]
