@@ -79,7 +79,7 @@ NO_ROWS_ON_JAX = (
 )
 """Why functions on JAX train no tables that only servers have, and what to do."""
 
-_BLOCK = 1 << 16
+_COPIED_AT_ONCE = 1 << 16
 """Number of rows that a new standby copies at a time."""
 
 _Announced = tuple[list[int], list[dict[int, bytes]], list[tuple[int, int]]]
@@ -148,8 +148,8 @@ class ServerTable:
             return
         start, stop = self.ranges[server]
         rows = TableRows(start, np.zeros((stop - start, self.width), self.dtype))
-        for first in range(start, stop, _BLOCK):
-            numbers = np.arange(first, min(first + _BLOCK, stop))
+        for first in range(start, stop, _COPIED_AT_ONCE):
+            numbers = np.arange(first, min(first + _COPIED_AT_ONCE, stop))
             answer, arrays = ask(CopyRows(self.number, self.loads), numbers)
             if not isinstance(answer, CopiedRows):
                 # The script has dropped the layer.

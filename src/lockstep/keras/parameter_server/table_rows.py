@@ -24,7 +24,7 @@ VALUES = -1
 NO_ROWS = np.zeros(0, np.int64)
 """The numbers of no rows."""
 
-_BLOCK = 1 << 16
+_HASHED_AT_ONCE = 1 << 16
 """Number of rows whose digest is computed at a time."""
 
 
@@ -156,8 +156,8 @@ class TableRows:
     def _digest(self, positions: Array | range, arrays: Mapping[int, Array]) -> Array:
         """Return the digest of rows of the arrays of slots."""
         total = np.zeros(2, np.uint64)
-        for first in range(0, len(positions), _BLOCK):
-            block = np.asarray(positions[first : first + _BLOCK])
+        for first in range(0, len(positions), _HASHED_AT_ONCE):
+            block = np.asarray(positions[first : first + _HASHED_AT_ONCE])
             for slot, array in arrays.items():
                 total += digest_of_rows(self.start + block, array[block], slot - VALUES)
         return total
