@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.keras.python_state import ObjectGraph, disturbed, encoded, graph_of, text_of
+from lockstep.keras.python_state import ObjectGraph, disturbed, encoded, graph_of, numbers_of, text_of
 
 _PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
 _VALUES = st.recursive(
@@ -250,3 +250,38 @@ def test_a_disturbed_value_is_another_of_the_same_kind(value: Any) -> None:
     assert type(other) is type(value) or isinstance(other, np.generic)
     assert np.any(np.asarray(other != value))
     assert disturbed(None) is None
+
+
+WEIGHT = 0.25
+
+
+class Numbers(keras.Sequential):
+    inherited = 7
+
+    def compute_loss(self, *_: Any, **__: Any) -> Any:
+        return WEIGHT * self.own
+
+
+def test_numbers_to_which_a_program_refers_can_be_set_and_reset() -> None:
+    enclosed, named = 0.5, {"a": [1, (2, [3.0])], "b": np.array(4.0), "c": "text"}
+
+    def loss(y: Any, p: Any) -> Any:
+        return enclosed * named["b"] * p
+
+    model = Numbers([keras.Input((2,)), keras.layers.Dense(1)])
+    model.own = True
+    model.compile("sgd", loss)
+
+    def values() -> list[float]:
+        return sorted(float(number.value) for number in numbers_of(model))
+
+    expected = [0.25, 0.5, 1, True, 3, 4, 7]
+    numbers = numbers_of(model)
+    assert values() == sorted(expected)
+    for number in numbers:
+        number.set(number.value + 1)
+    assert (model.inherited, WEIGHT, enclosed, named["b"]) == (8, 1.25, 1.5, 5)
+    for number in numbers:
+        number.reset()
+    assert values() == sorted(expected)
+    assert "inherited" not in vars(model)

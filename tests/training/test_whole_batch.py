@@ -471,16 +471,21 @@ class Weighted(keras.utils.PyDataset):
         return tuple(array[9 * index : 9 * index + 9] for array in self._arrays)
 
 
-@pytest.mark.parametrize("given", ["a dataset", "weights by class", "weights of one batch"])
+@pytest.mark.parametrize(
+    "given", ["a dataset", "a dataset to validate with", "weights by class", "weights of one batch"]
+)
 def test_the_first_weights_may_come_later(given: str) -> None:
     """Keras multiplies a loss of one number by the mean of the weights."""
     labels = 1.0 * (X[:, :1] > 0)
 
-    def trained(scope: Any, fit: Any, train_on_batch: Any) -> list[Any]:
+    def trained(scope: Any, fit: Any, train_on_batch: Any) -> Any:
         keras.utils.set_random_seed(5)
         with scope:
             model, _ = one_output(mean_error, y=Y, units=1)()
         options = {"batch_size": 9, "shuffle": False, "verbose": 0}
+        if given == "a dataset to validate with":
+            data = Weighted(X, labels, WEIGHTS)
+            return fit(model, X, labels, validation_data=data, epochs=2, **options).history["val_loss"]
         if given == "a dataset":
             fit(model, Weighted(X, labels), shuffle=False, verbose=0)
             fit(model, Weighted(X, labels, WEIGHTS), shuffle=False, verbose=0)
@@ -664,6 +669,117 @@ def test_gather_outside_of_training() -> None:
         model.predict(X, verbose=0)
     with pytest.raises(ModelError, match=r"get_replica_context\(\)\.all_gather"):
         strategy.run(lambda: lockstep.gather(X))
+
+
+class Weighs(keras.Sequential):
+    """A loss whose comparison has a weight, which is 0 at first."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return ops.mean(ops.square(y_pred)) + self.weight() * contrast(y, y_pred)
+
+
+class ByAttribute(Weighs):
+    later = 0.0
+
+    def weight(self) -> Any:
+        return self.later
+
+    def change(self) -> None:
+        self.later = 0.5
+
+
+class ByVariable(Weighs):
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.later = self.add_weight(name="later", shape=(), initializer="zeros", trainable=False)
+
+    def weight(self) -> Any:
+        return self.later
+
+    def change(self) -> None:
+        self.later.assign(0.5)
+
+
+class ByCount(Weighs):
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.epoch = self.add_weight(
+            name="epoch", shape=(), initializer="zeros", trainable=False, dtype="int32"
+        )
+
+    def weight(self) -> Any:
+        return ops.cast(ops.relu(self.epoch - 500) / 100, "float32")
+
+    def change(self) -> None:
+        self.epoch.assign(600)
+
+
+def by_function(model: Any = None) -> keras.Model:
+    """The weight is in a container of an enclosing function."""
+    weights = {"later": 0.0}
+
+    def weighed(y: Any, p: Any) -> Any:
+        return ops.mean(ops.square(p)) + weights["later"] * contrast(y, p)
+
+    model = keras.Sequential([keras.Input((4,)), hidden(), keras.layers.Dense(2)])
+    model.compile("sgd", weighed, run_eagerly=True)
+    model.change = lambda: weights.update(later=0.5)
+    return model
+
+
+class AddsSum(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        self.later = self.add_weight(name="later", shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self.later * ops.sum(ops.square(x)))
+        return x
+
+
+def by_layer() -> keras.Model:
+    added = AddsSum()
+    model = keras.Sequential([keras.Input((4,)), hidden(), added, keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.change = lambda: added.later.assign(0.01)
+    return model
+
+
+def weighing(kind: Any, **options: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = kind([keras.Input((4,)), hidden(), keras.layers.Dense(2)])
+        model.compile("sgd", **options)
+        return model
+
+    return build
+
+
+CHANGED_LATER = {
+    "a variable": weighing(ByVariable),
+    "a count": weighing(ByCount),
+    "an attribute": weighing(ByAttribute, run_eagerly=True),
+    "a variable of a function": by_function,
+    "a sum of a layer": by_layer,
+}
+
+
+@pytest.mark.ci("a count", "a variable of a function")
+@pytest.mark.parametrize("kind", CHANGED_LATER)
+def test_a_term_may_have_a_weight_of_zero_at_first(kind: str) -> None:
+    """A callback raises it after the first epoch, long after a trial."""
+
+    def trained(scope: Any, fit: Any) -> list[Any]:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = CHANGED_LATER[kind]()
+        changes = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.change())
+        options = {"batch_size": 9, "epochs": 3, "shuffle": False, "verbose": 0, "callbacks": [changes]}
+        losses = fit(model, X, LABELS, **options).history["loss"]
+        return [losses, *map(np.ravel, model.get_weights())]
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    plain = trained(nullcontext(), inspect.unwrap(keras.Model.fit))
+    for value, other in zip(trained(strategy.scope(), keras.Model.fit), plain, strict=True):
+        np.testing.assert_allclose(value, other, rtol=2e-5, atol=2e-6)
 
 
 def never(y: Any, p: Any) -> Any:

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import inspect
 import itertools
+import math
 import random
 import site
 import struct
@@ -25,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -565,9 +566,7 @@ def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
     roots += [] if isinstance(loss, str) else [("the loss", loss)]
     if named:
         parts = [part for _, part in roots if part is not None]
-        members = [member for part in parts for member in getattr(part, "__dict__", {}).values()]
-        inner = [member for member in members if callable(member)]
-        roots += named_objects([*parts, *inner, *keras.tree.flatten(loss)])
+        roots += named_objects([*parts, *_callables_in(parts), *keras.tree.flatten(loss)])
     return ObjectGraph(roots)
 
 
@@ -600,6 +599,14 @@ def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
         parts: functions, and objects whose methods count.
     """
     roots: dict[int, tuple[str, Any]] = {}
+    for _, name, value in _named(parts):
+        if _node_class(value) in (_Generator, _Holder):
+            roots.setdefault(id(value), (f"the variable {name!r}", value))
+    return list(roots.values())
+
+
+def _named(parts: Iterable[Any]) -> Iterator[tuple[types.FunctionType, str, Any]]:
+    """Yield what functions name, each with the function and the name; see `named_objects`."""
     waiting = [function for part in parts for function in _functions_of(part)]
     visited: set[int] = set()
     while waiting:
@@ -608,12 +615,127 @@ def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
             continue
         visited.add(id(function))
         for name, value in _named_by(function):
+            yield function, name, value
             if isinstance(value, types.FunctionType):
                 waiting += [value] if _is_in_program(value.__module__) else []
-            elif _node_class(value) in (_Generator, _Holder) and id(value) not in roots:
-                roots[id(value)] = f"the variable {name!r}", value
+            elif _node_class(value) in (_Generator, _Holder) and id(value) not in visited:
+                visited.add(id(value))
                 waiting += _functions_of(value)
-    return list(roots.values())
+
+
+class Number(NamedTuple):
+    """A place with a number.
+
+    Attributes:
+        value: the number, or an array with one element.
+        set: sets another number of the same type, or another array.
+        reset: sets the value again.
+    """
+
+    value: Any
+    set: Callable[[Any], object]
+    reset: Callable[[], object]
+
+
+def numbers_of(model: Any) -> list[Number]:
+    """Return the numbers outside of Keras's variables that a model, its losses and their functions refer to.
+
+    They are in attributes of the program's objects, in containers, and in global variables and variables of
+    enclosing functions. Variables of TensorFlow, arrays and tensors with one element count, too. Attributes
+    of metrics and optimizers do not.
+    """
+    loss = keras.tree.flatten(getattr(model, "loss", None))
+    parts = [
+        *layers_of(model),
+        *loss,
+        *(module for layer in layers_of(model) for module in modules_of(layer)),
+    ]
+    waiting: list[Number] = []
+    for function, name, value in _named([*parts, *_callables_in(parts)]):
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        if name in cells:
+            setter = functools.partial(setattr, cells[name], "cell_contents")
+            waiting.append(Number(value, setter, functools.partial(setter, value)))
+        else:
+            waiting.append(_item(function.__globals__, name, value))
+    numbers: list[Number] = []
+    seen: set[int] = set()
+    containers = [*parts]
+    while waiting or containers:
+        if containers:
+            waiting += _items(containers.pop())
+            continue
+        number = waiting.pop()
+        value = number.value
+        if type(value) in (bool, int, float):
+            numbers.append(number)
+        elif id(value) not in seen:
+            seen.add(id(value))
+            containers.append(value)
+            numbers += _array(value)
+    return numbers
+
+
+def _item(container: Any, key: Any, value: Any) -> Number:
+    # Not the methods of Keras's containers, which may be locked.
+    kinds = [kind for kind in (dict, list) if issubclass(type(container), kind)] or [type(container)]
+    setter = functools.partial(kinds[0].__setitem__, container, key)
+    return Number(value, setter, functools.partial(setter, value))
+
+
+def _keep(*_: Any) -> None:
+    """Do not set an item of a tuple, which cannot change."""
+
+
+def _items(value: Any) -> list[Number]:
+    """Return the items of a container, or the attributes of an object of the program."""
+    if isinstance(value, dict | list | deque | tuple) and len(value) > _MANY:
+        return []
+    if isinstance(value, tuple):
+        return [Number(item, _keep, _keep) for item in value if type(item) not in _LEAVES]
+    if isinstance(value, dict):
+        return [_item(value, key, item) for key, item in value.items()]
+    if isinstance(value, list | deque):
+        return [_item(value, i, item) for i, item in enumerate(value)]
+    if _node_class(value) is not _Holder or isinstance(value, keras.Metric | keras.Optimizer):
+        return []
+    classes = [each for each in type(value).__mro__ if _is_of_program(each)]
+    if not (classes or isinstance(value, keras.Model)):
+        return []
+    attributes = _Holder("", value).baseline
+    own = [_item(vars(value), name, item) for name, item in attributes.items()]
+    inherited = {name: item for each in reversed(classes) for name, item in vars(each).items()}
+    for name, item in inherited.items():
+        if name not in vars(value) and not name.startswith("__") and type(item) in (bool, int, float):
+            reset = functools.partial(vars(value).pop, name, None)
+            own.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
+    return own
+
+
+def _array(value: Any) -> list[Number]:
+    """Return an array, tensor or variable of TensorFlow as a number if it has one element."""
+    if _is_variable(value):
+        if value.shape.num_elements() != 1:
+            return []
+        before = value.numpy()
+        return [Number(before, value.assign, functools.partial(value.assign, before))]
+    node_class = _node_class(value)
+    if node_class not in (_Array, _Tensor) or math.prod(value.shape) != 1:
+        return []
+    assert node_class is not None
+    node = node_class("", value)
+    before = np.array(keras.ops.convert_to_numpy(node.baseline))
+
+    def write(array: Any) -> None:
+        node.write(array if node_class is _Array else sys.modules["torch"].as_tensor(array))
+
+    return [Number(before, write, functools.partial(node.write, node.baseline))]
+
+
+def _callables_in(parts: Iterable[Any]) -> list[Any]:
+    """Return the attributes of objects that can be called, such as the function of a loss of Keras."""
+    members = [member for part in parts for member in getattr(part, "__dict__", {}).values()]
+    return [member for member in members if callable(member)]
 
 
 def _functions_of(part: Any) -> list[types.FunctionType]:

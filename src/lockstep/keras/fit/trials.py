@@ -22,8 +22,9 @@ compiled model. Measured are
   step's own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
 
 Workers compare the growths with each reduce. What has no effect in a trial can hide a comparison. So labels
-that are all equal are varied (`lockstep.keras.fit.tried_rows`), a loss that is zero counts as not tried, and
-a program's own parts are tried again when a later call has sample weights for the first time.
+that are all equal are varied (`lockstep.keras.fit.tried_rows`), numbers that the program may change later get
+other values (`lockstep.keras.fit.other_values`), a loss that is zero counts as not tried, and a program's own
+parts are tried again when a later call has sample weights for the first time.
 
 A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which
@@ -32,7 +33,7 @@ this is not the gradient of one process.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -44,6 +45,7 @@ import numpy.typing as npt
 
 from lockstep.data.batch import Share
 from lockstep.errors import DataError, ModelError, PeerError
+from lockstep.keras.assignments import reads_observed_by
 from lockstep.keras.backends.common import has_own, without_summaries
 from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
 from lockstep.keras.backends.growth import (
@@ -69,6 +71,7 @@ from lockstep.keras.fit.metric_states import (
     why_not_a_sum,
     why_not_summed,
 )
+from lockstep.keras.fit.other_values import other_values
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -563,15 +566,17 @@ class Trial:
         summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
         names = names or [f"the metric {metric.name}" for metric in of_layers.values()] or [f"{kind}_step"]
-        rounds = self._tried(names, lambda: self._rounds(kind, summed))
+        attempts = self._tried(names, lambda: [self._rounds(kind, summed)])
         measured = dict(self.growths.steps.get(kind, {}))
         figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
-        for number, arrays in enumerate(rounds):
+        for number in range(max(map(len, attempts), default=0)):
             growths_by_name: dict[str, Any] = {}
-            for group in _groups(arrays[0]):
+            rounds = [rounds[number] for rounds in attempts if number < len(rounds)]
+            for group in _groups(rounds[0][0]):
                 if group[0] in figures:
                     continue
+                arrays = rounds[0]
                 is_state = group[0].startswith(_STATES)
                 if is_state and (not (methods or whole) or arrays[0][group[0]].dtype.kind != "f"):
                     continue
@@ -581,8 +586,7 @@ class Trial:
                     and id(self._owner(group[0], owners)) not in of_layers
                 ):
                     continue
-                values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
-                value = self._growth(values, _HALVES, half=_computes_in_half(model))
+                value, values = self._growth_of_group(group, rounds)
                 if summed and group[0].startswith("gradient/"):
                     # The rule has made them what means are.
                     if value not in (MEAN, _NOTHING):
@@ -603,6 +607,22 @@ class Trial:
             steps={**self.growths.steps, kind: measured},
             divisor=self._job.view.replicas if summed else self.growths.divisor,
         )
+
+    def _growth_of_group(
+        self, group: Sequence[str], rounds: Sequence[Sequence[dict[str, Array]]]
+    ) -> tuple[Any, list[Array]]:
+        """Return the growth that some arrays have in all attempts of a round, and values that show it."""
+        half = _computes_in_half(self._model)
+        values_by_growth: dict[Any, list[Array]] = {}
+        for arrays in rounds:
+            if all(name in each for name in group for each in arrays):
+                values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
+                values_by_growth.setdefault(self._growth(values, _HALVES, half=half), values)
+        if len(values_by_growth) > 1:
+            values_by_growth.pop(_NOTHING, None)
+        if len(values_by_growth) > 1:
+            return None, values_by_growth.get(None, next(iter(values_by_growth.values())))
+        return next(iter(values_by_growth.items()))
 
     def _to_set(self, growths_by_name: Mapping[str, Any], owners: Mapping[int, Any]) -> dict[str, int]:
         """Return the growths other than `MEAN`, by the names of the arrays of a partial.
@@ -707,8 +727,10 @@ class Trial:
                 # Reading may draw random numbers, which a trial would undo.
                 if self._batch.count < 2:
                     return []
-                with self._undisturbed():
-                    return attempt()
+                read: dict[int, Any] = {}
+                with self._undisturbed(), reads_observed_by(lambda v: read.setdefault(id(v), v)):
+                    results = attempt()
+                return [*results, *self._repeated(attempt, list(read.values()))]
         except (DataError, PeerError):  # Workers may read the batch together.
             raise
         except Exception:  # The program may call its parts in another way than the trial does.
@@ -717,6 +739,20 @@ class Trial:
         for name in names:
             self._name(name, tried=False)
         return []
+
+    def _repeated(self, attempt: Callable[[], list[Any]], read: Sequence[Any]) -> list[Any]:
+        """Return the results of a trial with other values of the numbers that the program may change.
+
+        Args:
+            attempt: the trial.
+            read: the variables of Keras that it has read.
+        """
+        results: list[Any] = []
+        for values in other_values(self._model, read, runs_python=self._runs_python):
+            # The program may expect one of the values.
+            with suppress(Exception), self._undisturbed(), values:
+                results += attempt()
+        return results
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:

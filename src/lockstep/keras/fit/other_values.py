@@ -1,0 +1,139 @@
+"""Other values of the numbers that a program may change between steps, for trials.
+
+A callback may raise the weight of a term of a loss from 0, or a loss may follow a schedule by a count of
+steps. In the first batch, a term with the weight 0 has no effect, so a trial does not see that it compares
+examples. So a trial is repeated with other values of
+
+* the variables of Keras that it has read, if they have one element or are zero. Those of Keras's own layers
+  and of metrics do not count, and of those of an optimizer only its number of steps;
+* variables of TensorFlow with one element that functions and objects of the program refer to;
+* where Python runs in each step, the numbers 0 and 1.0 and truth values to which they refer.
+
+A value is changed moderately in one repetition, as weights may be, and much in another one, as counts may be.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.keras.private.common import layers_of, loss_tracker, stored_value, with_values
+from lockstep.keras.python_state import Number, numbers_of
+from lockstep.keras.variables import flat_metrics, optimizers_of
+
+_COUNT = 7_654_321
+"""A count late in a training, not the first one of a period."""
+
+_PYTHON = (bool, int, float)
+
+Array = npt.NDArray[Any]
+
+
+def other_values(model: Any, read: Iterable[Any], *, runs_python: bool) -> list[AbstractContextManager[None]]:
+    """Return contexts in which numbers that a program may change have other values.
+
+    Args:
+        model: the model, built and compiled.
+        read: the variables of Keras that a trial has read.
+        runs_python: whether Python runs in each step.
+    """
+    variables = _changeable(model, read)
+    numbers = [number for number in numbers_of(model) if _may_change(number.value, runs_python)]
+    contexts: list[AbstractContextManager[None]] = []
+    for change in (_moderately, _much):
+        values = [(variable, change(_numpy(variable))) for variable in variables]
+        others = [(number, change(np.asarray(number.value))) for number in numbers]
+        changed = [(place, value) for place, value in [*values, *others] if value is not None]
+        if changed:
+            contexts.append(_changed(changed))
+    return contexts
+
+
+@contextmanager
+def _changed(changed: Sequence[tuple[Any, Array]]) -> Iterator[None]:
+    """Within the block, variables of Keras and other numbers have other values."""
+    with ExitStack() as stack:
+        for place, value in changed:
+            if not isinstance(place, Number):
+                _change_variable(place, value, stack)
+            else:
+                stack.callback(place.reset)
+                kind = type(place.value)
+                place.set(kind(value) if kind in _PYTHON else value.astype(place.value.dtype))
+        yield
+
+
+def _change_variable(variable: Any, value: Array, stack: ExitStack) -> None:
+    """Give a variable another value until the end of `stack`. This does not count as an assignment."""
+    stored, tensor = stored_value(variable), keras.ops.convert_to_tensor(value, variable.dtype)
+    if keras.backend.backend() == "jax":
+        stack.enter_context(with_values([variable], [tensor]))
+        return
+    # Functions of the program that were traced, and tapes, hold the variable of the backend.
+    before = keras.ops.copy(stored.detach() if keras.backend.backend() == "torch" else stored)
+    write = stored.assign if keras.backend.backend() == "tensorflow" else stored.data.copy_
+    stack.callback(write, before)
+    write(tensor)
+
+
+def _may_change(value: Any, runs_python: bool) -> bool:
+    """Whether steps may read other values in the place of a number outside of Keras's variables."""
+    if type(value) not in _PYTHON:
+        return runs_python or keras.backend.backend() == "tensorflow"
+    return runs_python and (type(value) is bool or value == 0 or (type(value) is float and value == 1))
+
+
+def _changeable(model: Any, read: Iterable[Any]) -> list[Any]:
+    """Return the variables that a program may change between steps."""
+    layers = layers_of(model)
+    # The innermost layer comes last.
+    owners = {id(variable): layer for layer in layers for variable in layer.variables}
+    attributes = [value for layer in layers for value in vars(layer).values()]
+    metrics = [
+        *flat_metrics(model.metrics),
+        *(value for value in attributes if isinstance(value, keras.Metric)),
+        *([] if (tracker := loss_tracker(model)) is None else [tracker]),
+    ]
+    kept = {id(variable) for metric in metrics for variable in metric.variables}
+    for optimizer in optimizers_of(model):
+        kept |= {id(v) for v in optimizer.variables if v is not optimizer.iterations}
+
+    def may_change(variable: Any) -> bool:
+        owner = owners.get(id(variable))
+        of_keras = type(owner).__module__.startswith("keras.") and not isinstance(owner, keras.Model)
+        if id(variable) in kept or of_keras:
+            return False
+        if np.prod(variable.shape) == 1:
+            return True
+        is_weight = variable.trainable or not keras.backend.is_float_dtype(variable.dtype)
+        return not is_weight and not np.any(_numpy(variable))
+
+    return [variable for variable in read if may_change(variable)]
+
+
+def _moderately(value: Array) -> Array | None:
+    if value.dtype.kind != "f":
+        return None
+    of_zero = np.linspace(0.3, 0.5, value.size).reshape(value.shape)
+    return np.where(value == 0, of_zero, 0.6 * value)
+
+
+def _much(value: Array) -> Array | None:
+    if value.dtype.kind == "b":
+        return np.logical_not(value)
+    if value.dtype.kind in "iu":
+        return np.full_like(value, min(_COUNT, np.iinfo(value.dtype).max // 2))
+    if value.dtype.kind == "f" and np.all(value == np.round(value)):
+        return value + 7654.25
+    return None
+
+
+def _numpy(variable: Any) -> Array:
+    value = variable.value
+    if keras.backend.is_float_dtype(variable.dtype):
+        value = keras.ops.cast(value, "float32")
+    array: Array = keras.ops.convert_to_numpy(value)
+    return array
