@@ -1,6 +1,7 @@
 """A job over hosts has the bits of one machine, however its workers are spread."""
 
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -51,6 +52,28 @@ def test_equal_bits(train: Train, backend: str) -> None:
     wanted = train(backend, 2, "-n", "2")
     names, workers, at = ("node1,node2:2,node3", 4, 4) if backend == "torch" else ("node1,node2", 2, 0)
     assert train(backend, workers, "--hosts", names, at=at) == wanted
+
+
+@pytest.mark.slow
+def test_a_host_lost_within_inner_steps(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> None:
+    """The other computes the inner steps of its replicas; small integers travel between them."""
+    script = TRAINING / "local.py"
+    for host in hosts:
+        shutil.copy(script, host.work)
+    options = "--backend jax --replicas 4 --threads-per-worker 1 --local-steps 5,nesterov,0.7,0.9,int8,reset"
+
+    def train(run: str, where: str, *arguments: str) -> Running:
+        command = ("run", *options.split(), "--run-dir", run, *where.split(), script.name, "162", *arguments)
+        return hosts[0].lockstep(*command, **lean(script, "jax"))
+
+    wanted = digests(train("alone", "-n 1"), "alone", 1)
+    job = train("lost", "--hosts node1,node2 --max-restarts 0", "waits", "1", "13")
+    log = hosts[0].work / "lost" / "worker-1.log"
+    job.wait_until(lambda: log.exists() and "waits" in log.read_text())
+    hosts[1].signal_all(signal.SIGKILL)
+    assert digests(job, "lost", 1) == wanted
+    assert "host node2 was lost" in job.err
+    hosts[1].remove_abandoned()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
     local.py ROWS [KIND WORKER COUNT]
 
-With KIND `lost`, this worker is killed by SIGKILL in its inner step of this number. With KIND `fails`, the
-script raises after this number of outer steps, on all workers.
+With KIND `lost`, this worker is killed by SIGKILL in its inner step of this number; with `waits`, it says so
+and waits there. With KIND `fails`, the script raises after this number of outer steps, on all workers.
 """
 
 import os
@@ -28,12 +28,15 @@ def failing(count: int) -> keras.callbacks.Callback:
     return keras.callbacks.LambdaCallback(on_train_batch_end=end)
 
 
-def dies_in_inner_step(count: int) -> None:
+def stops_in_inner_step(count: int, *, waits: bool) -> None:
     take = LocalProgram._inner_step
 
     def counted(self: object, *args: object) -> object:
         nonlocal count
         count -= 1
+        if not count and waits:
+            print("waits", flush=True)
+            signal.pause()
         if not count:
             os.kill(os.getpid(), signal.SIGKILL)
         return take(self, *args)
@@ -44,8 +47,8 @@ def dies_in_inner_step(count: int) -> None:
 def main() -> None:
     rows, *rest = sys.argv[1:]
     kind, worker, count = rest or ("", "0", "0")
-    if kind == "lost" and job.current().worker == int(worker):
-        dies_in_inner_step(int(count))
+    if kind in ("lost", "waits") and job.current().worker == int(worker):
+        stops_in_inner_step(int(count), waits=kind == "waits")
     random = np.random.default_rng(0)
     x = random.normal(size=(int(rows), 8)).astype("float32")
     y = (x[:, :1] * x[:, 1:2] > 0).astype("float32")

@@ -261,6 +261,31 @@ def test_sums_of_small_integers_have_equal_bits_on_any_number_of_workers() -> No
     assert len(set(np.rint(found[256:512] / np.float32(scale)))) > 20
 
 
+@pytest.mark.parametrize("changing", [None, 3])
+def test_rare_arrays_that_are_zeros_on_all_replicas_are_not_sent(changing: int | None) -> None:
+    """A replica that has another number in one of them is noticed by all, also if that is not a number."""
+
+    def act(job: Job) -> Any:
+        round_ = MadeRound(
+            lambda r: {
+                "rare/a": np.full((2, 3), np.nan if r == changing else 0, "float32"),
+                "rare/b": np.zeros(4, "float16"),
+                "c": np.ones(2, "float32"),
+            },
+            job.worker,
+        )
+        total = job.exchange(round_.sum)
+        return round_.summed, with_bytes(total)
+
+    (alone,) = together(jobs(1), act)
+    assert together(jobs(3), act) == [alone] * 3
+    names, total = alone
+    assert names == ["c"] + (["rare/a"] if changing else [])
+    assert total["rare/b"] == bytes(8)
+    assert np.isnan(np.frombuffer(total["rare/a"], "float32")).all() == bool(changing)
+    assert len(total["rare/a"]) == 24
+
+
 @given(st.integers(1, 70), st.sampled_from([1e-45, 1e-38, 1e-30, 1.0, 1e30]), st.integers(0, 2**32 - 1))
 @settings(max_examples=50, deadline=None)
 def test_sums_of_small_integers_never_overflow(replicas: int, size: float, seed: int) -> None:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.errors import DisagreementError, InternalError, ModelError
 from lockstep.keras.backends.common import refuse_unequal_state
-from lockstep.keras.backends.contract import EQUAL, GATHERED, SCALED, Partial, Total
+from lockstep.keras.backends.contract import EQUAL, GATHERED, RARE, SCALED, Partial, Total
 from lockstep.keras.scaled_sums import limits_of, scales_of, sum_of, summand_of
 from lockstep.keras.worker_exchange import Packed, pack, unpack
 from lockstep.topology import View
@@ -80,6 +80,11 @@ class PartialLayout:
         return tuple(name for name in self.names if name.startswith(SCALED))
 
     @cached_property
+    def rare(self) -> tuple[str, ...]:
+        """The names of arrays that are summed if one of them is not zero."""
+        return tuple(name for name in self.names if name.startswith(RARE))
+
+    @cached_property
     def joined(self) -> tuple[str, ...]:
         """The names of arrays that are joined."""
         return tuple(name for name in self.names if name.startswith(GATHERED))
@@ -104,8 +109,8 @@ class Round(ABC):
         verified: whether other workers have computed some of its partials, too, as far as that was due.
         contributed: the arrays of the replicas that this worker has given to a sum, in the order of the
             layout's names, valid until the next round.
-        sums: what the last sum of the round has returned for the arrays of `PartialLayout.summed`, in their
-            order, valid until the next call of the exchange.
+        sums: what the last sum of the round has returned for the arrays of `summed`, in their order, valid
+            until the next call of the exchange.
     """
 
     advice = "every replica has to compute the same things"
@@ -130,6 +135,7 @@ class Round(ABC):
         self._forms: set[str] = set()
         self._joined: dict[str, Array] = {}
         self._scales: dict[str, Array] = {}
+        self._zeros: frozenset[str] | None = None
         self._differs = False
 
     # What subclasses define.
@@ -282,12 +288,16 @@ class Round(ABC):
             self._joined, self._differs = _joined(layout, contributions, communicator, check, self.what)
         if self._joined and not layout.summed and not self._differs:
             return self._joined
+        if len(self.sums):
+            # A sum that is repeated may be of other partials.
+            self._zeros, self.sums = None, ()
         try:
-            if layout.scaled and not self._scales:
+            if (layout.scaled or layout.rare) and self._zeros is None:
                 # Complete for all members, too.
                 limits = communicator.reduce(self._limits(partials), check=check, what=self.what)
-                sums = zip(layout.scaled, limits, strict=True)
-                self._scales = {name: scales_of(limit, view.replicas) for name, limit in sums}
+                of_names = dict(zip((*layout.scaled, *layout.rare), limits, strict=True))
+                self._scales = {name: scales_of(of_names[name], view.replicas) for name in layout.scaled}
+                self._zeros = frozenset(name for name in layout.rare if not of_names[name])
             summands = self.summands(partials, view.replicas)
             self.sums = communicator.reduce(
                 {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.what
@@ -302,18 +312,28 @@ class Round(ABC):
         return self.total_of(self.sums)
 
     def _limits(self, partials: Mapping[int, Sequence[Array]]) -> dict[Span, list[Array]]:
-        """Return the limits of the arrays that are summed as small integers, for each replica."""
-        assert self.layout is not None
+        """Return, for each replica, the limits of arrays, and whether arrays have others than zeros."""
+        layout = self.layout
+        assert layout is not None
         limits = {}
         for replica, arrays in partials.items():
-            named = dict(zip(self.layout.names, arrays, strict=True))
-            limits[Span(replica, replica + 1)] = [limits_of(named[name]) for name in self.layout.scaled]
+            named = dict(zip(layout.names, arrays, strict=True))
+            limits[Span(replica, replica + 1)] = [
+                *(limits_of(named[name]) for name in layout.scaled),
+                *(np.array([np.any(named[name] != 0)], np.float32) for name in layout.rare),
+            ]
         return limits
+
+    @property
+    def summed(self) -> list[str]:
+        """The names of the arrays that the round sums: those of `PartialLayout.summed` without rare zeros."""
+        assert self.layout is not None
+        return [name for name in self.layout.summed if name not in (self._zeros or ())]
 
     def summands(
         self, partials: Mapping[int, Sequence[Array]], replicas: int
     ) -> Mapping[int, Sequence[Array]]:
-        """Return the arrays of each replica that are summed, in the order of `PartialLayout.summed`.
+        """Return the arrays of each replica that are summed, in the order of `summed`.
 
         Args:
             partials: see `Round.partials`.
@@ -321,9 +341,9 @@ class Round(ABC):
         """
         layout = self.layout
         assert layout is not None
-        if not (layout.scalars or layout.joined or layout.equal or layout.scaled):
+        if not (layout.scalars or layout.joined or layout.equal or layout.scaled or layout.rare):
             return partials
-        summands = {}
+        summands, summed = {}, self.summed
         for replica, arrays in partials.items():
             named = dict(zip(layout.names, arrays, strict=True))
             for name in layout.scalars:
@@ -332,14 +352,15 @@ class Round(ABC):
                 named[name] = evidence(named[name], replica in self.started and self.counts(replica))
             for name in layout.scaled:
                 named[name] = summand_of(named[name], self._scales[name], replicas)
-            summands[replica] = [named[name] for name in layout.summed]
+            summands[replica] = [named[name] for name in summed]
         return summands
 
     def total_of(self, sums: Sequence[Array]) -> Total:
-        """Return the total, given the sums in the order of `PartialLayout.summed`."""
+        """Return the total, given the sums in the order of `summed`."""
         layout = self.layout
         assert layout is not None
-        total = dict(zip(layout.summed, sums, strict=True))
+        total = dict(zip(self.summed, sums, strict=True))
+        total |= {name: np.zeros(*layout.leaves[name]) for name in self._zeros or ()}
         for name in layout.equal:
             shape, dtype = layout.leaves[name]
             value = equal_value(total[name], dtype)

@@ -941,7 +941,7 @@ def _name_at(round_: Round, layout: Layout, byte: int) -> str:
     """Return the name of the part of the total that has a byte."""
     assert round_.layout is not None
     leaf = max(leaf for leaf, start in enumerate(layout.offsets) if start <= byte)
-    name, dtype = round_.layout.summed[leaf], layout.dtypes[leaf]
+    name, dtype = round_.summed[leaf], layout.dtypes[leaf]
     element = (byte - layout.offsets[leaf]) // dtype.itemsize
     if name in round_.layout.equal or name in round_.layout.scalars:
         return name

@@ -34,6 +34,9 @@ SCALED = "scaled/"
 """The prefix of names of floating-point arrays that are summed as small integers; see
 `lockstep.keras.scaled_sums`."""
 
+RARE = "rare/"
+"""The prefix of names of arrays that are mostly zeros on all replicas, and then not sent."""
+
 VARIABLE = "variable"
 """The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""
 

@@ -25,7 +25,7 @@ Slots do not stay with their replica, because another worker would have to know 
 also on another host. Sending them there takes as many bytes as their average.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -38,7 +38,16 @@ import numpy.typing as npt
 
 from lockstep.data.batch import LocalBatches, PendingBatch, Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends.contract import EQUAL, GATHERED, SCALED, Backend, Partial, Program, Total
+from lockstep.keras.backends.contract import (
+    EQUAL,
+    GATHERED,
+    RARE,
+    SCALED,
+    Backend,
+    Partial,
+    Program,
+    Total,
+)
 from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import updating
@@ -54,6 +63,8 @@ Element = TypeVar("Element")
 _CHANGE = "change/"
 """The prefix of names of weighted changes in a partial. The name of a variable follows."""
 _FIGURES = ("metric/", "log/")
+_LARGE = 1 << 14
+"""Bytes of an array that are worth another exchange, to find out whether it changes at all."""
 _ROUNDING = 32
 """The largest error of the sum of weighted changes, as a multiple of a dtype's precision."""
 
@@ -70,8 +81,9 @@ def weighted_change(before: Array, after: Array, weight: float) -> Array:
     """Return the change of an array of floating-point numbers times `weight`, in the array's dtype."""
     # The difference of two infinite values is not a number.
     with np.errstate(invalid="ignore", over="ignore"):
-        change = np.where(after == before, np.zeros_like(before), after - before)
-        return np.asarray(change * before.dtype.type(weight), before.dtype)
+        change = np.asarray((after - before) * before.dtype.type(weight), before.dtype)
+        unknown = np.isnan(change)
+        return np.where(after == before, np.zeros_like(change), change) if unknown.any() else change
 
 
 def changed(before: Array, change: Array) -> Array:
@@ -79,10 +91,12 @@ def changed(before: Array, change: Array) -> Array:
 
     So an average of squares remains one, also if the inner steps have reduced it to almost nothing.
     """
-    after = before + change
-    rounding = np.abs(before) * before.dtype.type(_ROUNDING * float(ml_dtypes.finfo(before.dtype).eps))
-    flipped = (np.signbit(after) != np.signbit(before)) & (np.abs(after) <= rounding)
-    return np.asarray(np.where(flipped, np.zeros_like(after), after), before.dtype)
+    after = np.asarray(before + change, before.dtype)
+    flipped = np.signbit(after) != np.signbit(before)
+    if flipped.any():
+        rounding = np.abs(before) * before.dtype.type(_ROUNDING * float(ml_dtypes.finfo(before.dtype).eps))
+        after = np.where(flipped & (np.abs(after) <= rounding), np.zeros_like(after), after)
+    return after
 
 
 def outer_update(weight: Array, momentum: Array, change: Array, local: LocalSteps) -> tuple[Array, Array]:
@@ -202,7 +216,8 @@ class LocalProgram:
         batches = [_of_step(share, number, data) for number, data in enumerate(share.data())]
         examples = sum(batch.examples for batch in batches)
         figures: dict[str, Array] = {}
-        start = {**before, **self._initial, **{name: np.zeros_like(before[name]) for name in self._counts}}
+        start = before | self._initial | {name: np.zeros_like(before[name]) for name in self._counts}
+        kept = before if state is not None else before | self._copies(None, self._initial)
         try:
             inner = program.load(state, start) if state is not None or self._counts else None
             for batch, size in zip(batches, share.batches, strict=True):
@@ -215,13 +230,12 @@ class LocalProgram:
             after = self._values(inner)
         finally:
             if state is None:
-                program.load(None, before)
+                program.load(None, kept)
         changes: dict[str, Array] = {}
         for number, name in enumerate(self._lasting()):
             if _is_float(before[name]):
-                is_scaled = self._local.changes == "int8" and name in self._weights
                 change = weighted_change(before[name], after[name], share.weight)
-                changes[f"{SCALED if is_scaled else ''}{_CHANGE}{name}"] = change
+                changes[f"{self._way(name, change)}{_CHANGE}{name}"] = change
             else:
                 # Where the count begins with zero, it has not wrapped, and its sum is that of all steps.
                 new = before[name] + after[name] if name in self._counts else after[name]
@@ -268,7 +282,7 @@ class LocalProgram:
         else:
             momenta = {}
         for name, array in total.items():
-            name = name.removeprefix(SCALED)
+            name = name.removeprefix(SCALED).removeprefix(RARE)
             variable = name.removeprefix(_CHANGE)
             if variable in momenta:
                 of_weight = momenta[variable]
@@ -301,14 +315,24 @@ class LocalProgram:
         return "with local steps, an update averages the whole state"
 
     def _values(self, state: Any) -> dict[str, Array]:
-        """Return copies of the arrays of the state."""
-        to_numpy = self._backend.to_numpy
-        return {name: np.array(to_numpy(value)) for name, value in self._program.named_state(state).items()}
+        """Return copies of the arrays of the state, without slots that are reset."""
+        return self._copies(state, self._program.named_state(state).keys() - self._initial.keys())
+
+    def _copies(self, state: Any, names: Collection[str]) -> dict[str, Array]:
+        to_numpy, named = self._backend.to_numpy, self._program.named_state(state)
+        return {name: np.array(to_numpy(value)) for name, value in named.items() if name in names}
 
     def _lasting(self) -> list[str]:
         """Return the names of the state that an outer step changes, besides metrics and momentum."""
         names = self._program.lasting_variables()
         return [name for name in names if not name.startswith(OUTER_MOMENTUM) and name not in self._initial]
+
+    def _way(self, name: str, change: Array) -> str:
+        """Return the prefix of the name of a change, which says how it is sent."""
+        if name in self._weights:
+            return SCALED if self._local.changes == "int8" else ""
+        # Weights of frozen layers do not change.
+        return RARE if change.nbytes >= _LARGE else ""
 
 
 def _of_step(share: Share, number: int, data: Any) -> Share:
