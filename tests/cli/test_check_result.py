@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from lockstep.cli.check import lines, status
+from lockstep.cli.check import check, lines, status
 
 
 def step(*named: str, reason: str = "", reference: str = "") -> dict[str, Any]:
@@ -42,3 +43,17 @@ def test_the_lines_of_a_check() -> None:
         "the check ends here: t.py:1 writes a",
         "the script has failed here, and the rest is not compared: ValueError: no",
     ]
+
+
+def test_a_check_that_compares_nothing_says_why() -> None:
+    (line,) = lines({"compared": [], "ended": "", "failed": ""})
+    assert line.startswith("nothing was compared: the script has called no fit")
+    line, reason = lines({"compared": [], "ended": "t.py:1 writes a", "failed": ""})
+    assert (line, reason) == ("nothing was compared", "the check ends here: t.py:1 writes a")
+
+
+@pytest.mark.parametrize("words", [["-n", "1"], ["-n", "4", "--replicas", "1"]])
+def test_one_replica_is_not_compared(words: list[str]) -> None:
+    done = CliRunner().invoke(check, [*words, "train.py"])
+    assert done.exit_code == 2
+    assert "one replica computes what one process does; give -n 2 or more" in done.output

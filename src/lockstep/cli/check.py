@@ -60,7 +60,10 @@ def check(**options: Any) -> None:
     """
     # The job ends with this process, which removes its folder.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    words = ["--replicas", str(options["replicas"] or options["workers"])]
+    replicas = options["replicas"] or options["workers"]
+    if replicas == 1:
+        raise click.UsageError("one replica computes what one process does; give -n 2 or more")
+    words = ["--replicas", str(replicas)]
     words += ["--tf-distribute"] if options["tf_distribute"] else []
     words += ["--exact-batch"] if options["exact_batch"] else []
     words += ["--seed", str(options["seed"])] if options["seed"] is not None else []
@@ -114,7 +117,11 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
             note = "" if step["reference"] else f" [{named}]"
             yield f"  {part['part']}: {part['deviation']}{begins}{note}"
     if not result["compared"]:
-        yield f"nothing was compared: {NO_CALL}"
+        yield (
+            "nothing was compared"
+            if result["ended"] or result["failed"]
+            else f"nothing was compared: {NO_CALL}"
+        )
     if result["ended"]:
         yield f"the check ends here: {result['ended']}"
     if result["failed"]:

@@ -23,7 +23,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -45,6 +45,7 @@ from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with, keep_priority
 from lockstep.system.prose import count
 from lockstep.system.standard_streams import close_other_descriptors
+from lockstep.worker.program_sources import file_hash
 
 Calls = Literal["off", "first", "every-fit"]
 """The calls of a script to compare: none, the first of each kind for each compiled model, or every one."""
@@ -170,7 +171,9 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     settings = _wait_for_first_step(paths, begun)
     identity = json.dumps([*words, *program, calls, *settings], sort_keys=True)
     saved = cache_folder() / "compared" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
-    if result := read_fields(saved):
+    result = read_fields(saved)
+    # The key has the modules that the script had imported before its first call.
+    if result and result.get("sources") == _hashes(result.get("sources", {}), program):
         _tell(paths, result)
         return
     if reason := _lack_of_protection() or _lack_of_memory(paths, begun):
@@ -180,6 +183,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     folder = paths.root / _FOLDER
     folder.mkdir(exist_ok=True)
     result = compare(words, program, folder, calls)
+    result["sources"] = _sources(RunPaths(folder))
     _tell(paths, result)
     if any(not step["reason"] for step in result["compared"]):
         cache_result(saved, result)
@@ -201,6 +205,27 @@ def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any
         {name: value for name, value in first[event].items() if name not in ("time", "worker")}
         for event in ("program", "settings")
     ]
+
+
+def _sources(paths: RunPaths) -> dict[str, str]:
+    """Return the hashes of the source files that the script of a comparison has imported, by path."""
+    sources: dict[str, str] = {}
+    for path in sorted(paths.digests.glob("*")):
+        for event in _events(path, 0.0):
+            if event["event"] == "program":
+                sources = event["sources"]
+    return sources
+
+
+def _hashes(sources: Iterable[str], program: Sequence[str]) -> dict[str, str]:
+    """Return the present hashes of source files, whose paths may be relative to the script's folder.
+
+    Some modules, such as PyTorch's `_ops`, have the path of no file. Their hash is empty, as in records of a
+    program.
+    """
+    target = program[program.index("--") + 1]
+    folder = Path.cwd().joinpath(*target.split(".")[:-1]) if "-m" in program[:1] else Path(target).parent
+    return {source: file_hash(folder.absolute() / source) or "" for source in sources}
 
 
 def _lack_of_protection() -> str:
