@@ -55,7 +55,11 @@ def join_equal(
     groups: dict[tuple[Any, ...], ToldEvents] = {}
     changes = 0
     for event in events:
-        changes += event.event in _SEPARATING
+        if event.event in _SEPARATING:
+            if len(groups) == most:
+                # Older events belong to no group.
+                break
+            changes += 1
         text = told(event)
         if text is None:
             continue
@@ -111,6 +115,8 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
             return str(fields.get("name", ""))
         case "checkpoint":
             return f"{fields.get('path')}, written in {duration_text(seconds_of(event))}"
+        case "checkpoint removed" | "checkpoint not removed":
+            return f"{fields.get('path')}: {fields.get('reason')}"
         case "resumed":
             return f"after {fields.get('where')}"
         case "warning":
