@@ -81,6 +81,32 @@ def test_a_full_disk_keeps_the_newest(
     assert removed == [f"step-{step:012}" for step in expected]
 
 
+def test_a_full_disk_with_an_old_checkpoint_that_stays_keeps_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next oldest one is removed instead."""
+    limit_space(3, tmp_path, monkeypatch.setattr)
+    original = Path.rename
+
+    def rename(path: Path, target: Path) -> Path:
+        if path.name == f"step-{1:012}" and path.exists():
+            fail(errno.EBUSY)
+        return original(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    store, removed, remained = Store(tmp_path, keep=3), list[str](), set[str]()
+    for step in range(1, 7):
+        store.write(
+            sample(step),
+            lambda path: removed.append(path.name),
+            lambda path, why: remained.add(f"{path.name}: {why}"),
+        )
+        assert is_sample(store.newest(print)[1])
+    assert (steps(tmp_path), leftovers(tmp_path)) == ([1, 5, 6], [])
+    assert removed == [f"step-{step:012}" for step in (2, 3, 4)]
+    assert remained == {f"step-{1:012}: Device or resource busy"}
+
+
 def test_none_is_removed_if_that_would_not_free_enough_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

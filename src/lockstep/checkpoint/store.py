@@ -118,7 +118,7 @@ class Store:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
                 self._clean(remained)
-                self._write_freeing_space(contents, path, removed)
+                self._write_freeing_space(contents, path, removed, remained)
                 self._prune(path, contents.manifest, remained)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -127,32 +127,36 @@ class Store:
             ) from None
         return path
 
-    def _write_freeing_space(self, contents: Contents, path: Path, removed: Callable[[Path], None]) -> None:
+    def _write_freeing_space(
+        self, contents: Contents, path: Path, removed: Callable[[Path], None], remained: _Remained
+    ) -> None:
         needed = sum(array.nbytes for array in contents.arrays.values())
         while True:
             try:
                 self._write(contents, path)
                 return
             except (OSError, SafetensorError) as error:
-                if not is_full(error) or not self._make_room(needed, removed):
+                if not is_full(error) or not self._make_room(needed, removed, remained):
                     raise
 
-    def _make_room(self, needed: int, removed: Callable[[Path], None]) -> bool:
-        """Remove the oldest checkpoint to free space for `needed` bytes; return whether one was removed.
+    def _make_room(self, needed: int, removed: Callable[[Path], None], remained: _Remained) -> bool:
+        """Remove the oldest checkpoint that can be removed; return whether there was one.
 
         Only checkpoints older than the newest complete one are removed, and none if that would not free
-        enough.
+        `needed` bytes.
         """
         paths = self._paths()
         complete = [path for path in paths if _looks_complete(path)]
         older = paths[: paths.index(complete[-1])] if complete else []
         disk = os.statvfs(self._folder)
-        if not older or disk.f_bavail * disk.f_frsize + sum(map(_size, older)) < needed:
+        if disk.f_bavail * disk.f_frsize + sum(map(_size, older)) < needed:
             return False
-        self._remove(older[0])
-        if older[0] in complete:
-            removed(older[0])
-        return True
+        for path in older:
+            if _try(self._remove, path, remained):
+                if path in complete:
+                    removed(path)
+                return True
+        return False
 
     def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
         """Return the folder and the contents of the newest complete checkpoint, or None if there is none.
@@ -343,12 +347,14 @@ class Store:
         shutil.rmtree(removed)
 
 
-def _try(remove: Callable[[Path], None], path: Path, remained: _Remained) -> None:
-    """Remove a folder; if this fails, the next writer tries again."""
+def _try(remove: Callable[[Path], None], path: Path, remained: _Remained) -> bool:
+    """Remove a folder, and return whether this succeeded; if not, the next writer tries again."""
     try:
         remove(path)
     except OSError as error:
         remained(path, reason(error))
+        return False
+    return True
 
 
 def _step(path: Path) -> int:
