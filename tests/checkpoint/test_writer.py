@@ -25,13 +25,18 @@ class BlockedStore(Store):
         self.open = threading.Event()
         self.error: Exception | None = None
 
-    def write(self, contents: Contents, removed: Callable[[Path], None] = print) -> Path:
+    def write(
+        self,
+        contents: Contents,
+        removed: Callable[[Path], None] = print,
+        remained: Callable[[Path, str], None] = print,
+    ) -> Path:
         self.reached.set()
         assert self.open.wait(PATIENCE)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return super().write(contents, removed)
+        return super().write(contents, removed, remained)
 
 
 class Reports:
@@ -105,7 +110,12 @@ def test_a_failure_does_not_lose_the_waiting_request(tmp_path: Path) -> None:
 class EmptyStore(Store):
     """A store that writes nothing."""
 
-    def write(self, contents: Contents, removed: Callable[[Path], None] = print) -> Path:
+    def write(
+        self,
+        contents: Contents,
+        removed: Callable[[Path], None] = print,
+        remained: Callable[[Path, str], None] = print,
+    ) -> Path:
         return Path(str(contents.step))
 
 

@@ -362,9 +362,11 @@ def test_equal_events_of_workers_are_one_line(tmp_path: Path) -> None:
     record(tmp_path, job(), started(0))
     for worker in (0, 2, 1):
         record(tmp_path, event(4659.6, "resumed", worker=worker, where="step 3 of fit 1", step=3))
+    record(tmp_path, event(4660.0, "joined", worker=2, reason="worker 2 joined (3 workers)"))
     record(tmp_path, event(4660.0, "checkpoint not removed", worker=0, path="c/step-20", reason="why"))
     assert seen(tmp_path, now=4700.0).events == (
         "1:01:00 workers 0, 1 and 2 resumed after step 3 of fit 1",
+        "1:01:00 worker 2 joined (3 workers)",
         "1:01:00 an old checkpoint could not be removed: why",
     )
 

@@ -422,7 +422,10 @@ def _told(run: RunState) -> list[str]:
     for group in join_equal(reversed(run.events), told, _SHOWN):
         who = f"{name_workers(group.workers)} " if group.event in _NAMED and group.workers else ""
         often = f" ({group.number} times)" if group.is_repeated else ""
-        lines.append(f"{clock_text(group.last - run.began)} {who}{group.text}{often}")
+        verb, _, reason = group.text.partition(": ")
+        # The reason may say all of it.
+        text = reason if who and reason.startswith(f"{who}{verb}") else f"{who}{group.text}"
+        lines.append(f"{clock_text(group.last - run.began)} {text}{often}")
     return lines
 
 
