@@ -454,6 +454,29 @@ def test_equal_rows_do_not_hide_a_comparison(
     assert "computed per replica: the loss largest_error\n" in nothing_exchanged(capfd.readouterr().err)
 
 
+class AddsLater(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.01 * ops.sum(ops.square(x)))
+        return x
+
+
+def test_a_layer_that_is_added_after_a_training_is_tried() -> None:
+    def losses(scope: Any, fit: Any) -> list[float]:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.SGD(0.003), "mse", run_eagerly=True)
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        first = fit(model, X, Y, **options).history["loss"]
+        model.add(AddsLater())
+        model.predict(X, verbose=0)
+        return [*first, *fit(model, X, Y, **options).history["loss"]]
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    plain = losses(nullcontext(), inspect.unwrap(keras.Model.fit))
+    np.testing.assert_allclose(losses(strategy.scope(), keras.Model.fit), plain, rtol=2e-5)
+
+
 def masked_accuracy(y: Any, p: Any) -> Any:
     """The share of right classes among the labels that are not 0."""
     counts = ops.cast(y[:, 0] > 0, "float32")
@@ -553,6 +576,8 @@ def test_a_checkpoint_keeps_what_trials_have_shown() -> None:
         2,
         frozenset({"loss", "inputs"}),
         {"train": 3, "test": 0},
+        "a digest",
+        True,
         ("the layer centered",),
         ("the loss contrast",),
     )

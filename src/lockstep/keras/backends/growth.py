@@ -20,6 +20,7 @@ import xxhash
 
 from lockstep.keras.backends.contract import StepKind, WholePart
 from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, flat_losses, layers_of
+from lockstep.keras.variables import flat_metrics
 from lockstep.worker.patch_registry import replaced
 
 MEAN, SUM = 0, 1
@@ -53,6 +54,7 @@ class Growths:
         divisor: the divisor of the losses in training. It is R if a step of the program adds up the gradients
             of R replicas, as programs for `tf.distribute` do; otherwise it is 1.
         tried: the number of the call that has read rows to try a kind of step; 0 if no rows were needed.
+        parts: the `parts_digest` of the model that was tried.
         unweighted: whether parts of the program may use sample weights, which the rows that were tried lack.
         names: the names of the parts of the model that are computed per replica.
         exact: the names of those that are computed from the whole batch.
@@ -64,6 +66,7 @@ class Growths:
     divisor: int = 1
     whole: frozenset[WholePart] = frozenset()
     tried: Mapping[StepKind, int] = field(default_factory=dict)
+    parts: str = ""
     unweighted: bool = False
     names: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
@@ -84,6 +87,7 @@ class Growths:
             "divisor": self.divisor,
             "whole": sorted(self.whole),
             "tried": dict(self.tried),
+            "parts": self.parts,
             "unweighted": self.unweighted,
             "names": self.names,
             "exact": self.exact,
@@ -103,16 +107,27 @@ class Growths:
             divisor=values["divisor"],
             whole=frozenset(values["whole"]),
             tried=dict(values["tried"]),
+            parts=values["parts"],
             unweighted=values["unweighted"],
             names=tuple(values["names"]),
             exact=tuple(values["exact"]),
         )
+
+    def has_tried(self, model: Any, kind: StepKind) -> bool:
+        """Whether a trial has measured a kind of step of the model as it is now."""
+        return kind in self.tried and self.parts == parts_digest(model)
 
     def digest(self, kind: StepKind) -> bytes:
         """Return bytes that are equal on workers that combine the values of a kind of step alike."""
         values = [sorted(self.losses.items()), sorted(self.layers.values()), self.divisor, sorted(self.whole)]
         values.append(sorted(self.steps.get(kind, {}).items()))
         return xxhash.xxh3_64_digest(repr(values).encode())
+
+
+def parts_digest(model: Any) -> str:
+    """Return a text that changes if the program adds or removes layers or metrics. Workers have the same."""
+    parts = [*layers_of(model), None, *flat_metrics(model.metrics)]
+    return xxhash.xxh3_64_hexdigest(repr([type(part).__qualname__ for part in parts]).encode())
 
 
 _measured: WeakKeyDictionary[Any, Growths] = WeakKeyDictionary()

@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
-from lockstep.keras.backends.growth import Growths, growths_of, set_growths
+from lockstep.keras.backends.growth import Growths, growths_of, parts_digest, set_growths
 from lockstep.keras.fit.adoption import settings_text
 from lockstep.keras.fit.exactness import (
     introduction,
@@ -123,13 +123,15 @@ class Introductions:
         """Measure how replicas combine the results of a model's step, and name each part that is per replica.
 
         This is done once for a compiled model, and again when the first sample weights come, which a loss or
-        metric of the program may use. The first note says that a script without a strategy is distributed.
+        metric of the program may use, or when the program has added or removed layers or metrics. The first
+        note says that a script without a strategy is distributed.
         """
         adopts_all = self._models.adopts_all
         measured = growths_of(model)
         # A process that joins or resumes may have other rows at hand than the first trial.
         growths = measured if measured.tried else self._parts.snapshots.growths(model) or measured
-        tries = kind not in growths.tried or (growths.unweighted and weighs())
+        changed = bool(measured.tried) and not measured.has_tried(model, kind)
+        tries = changed or kind not in growths.tried or (growths.unweighted and weighs())
         if kind in measured.tried and not tries:
             return
         with unchanged(model):
@@ -152,7 +154,8 @@ class Introductions:
         self, call: NumberedCall, model: Any, kind: StepKind, batch: TriedBatch, before: Growths
     ) -> Growths:
         """Try a model; return what this and earlier trials have shown."""
-        parts = self._parts
+        parts, digest = self._parts, parts_digest(model)
+        earlier = before.tried if before.parts == digest else {}
         # What is computed from the whole batch is the same in both.
         both = kind == "train" or (kind == "test" and "train" in before.tried)
         kinds: list[StepKind] = ["train", "test"] if both else [kind]
@@ -161,7 +164,7 @@ class Introductions:
         )
         if kind == "predict":
             # A trial of training has tried the same layers.
-            if not before.tried or has_own(model, "predict_step"):
+            if not earlier or has_own(model, "predict_step"):
                 trial.name_predictions()
             names, growths = trial.names, before
         else:
@@ -171,7 +174,8 @@ class Introductions:
             growths = replace(growths_of(model), unweighted=unweighted)
         return replace(
             growths,
-            tried={**before.tried, **dict.fromkeys(kinds, call.number if batch.was_read else 0)},
+            tried={**earlier, **dict.fromkeys(kinds, call.number if batch.was_read else 0)},
+            parts=digest,
             names=tuple(dict.fromkeys([*before.names, *names])),
             exact=tuple(dict.fromkeys([*before.exact, *trial.exact])),
         )

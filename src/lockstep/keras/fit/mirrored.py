@@ -300,10 +300,11 @@ class Mirrored:
     def _is_to_try(model: Any, kind: StepKind, batch: Callable[[], Any]) -> bool:
         """Whether a model, of which an earlier call has compared a kind of step, still has to be tried.
 
-        This process may have skipped that call, or the batch may have the first sample weights.
+        This process may have skipped that call, the batch may have the first sample weights, or the program
+        may have added a layer.
         """
         growths = growths_of(model)
-        return kind not in growths.tried or (growths.unweighted and has_weights(batch()))
+        return not growths.has_tried(model, kind) or (growths.unweighted and has_weights(batch()))
 
     def _introduce_batch(
         self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
