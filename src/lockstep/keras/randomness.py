@@ -183,7 +183,7 @@ def _replica_generator(seed: int) -> Any:
     return keras.random.SeedGenerator(seed % 10**9, name="replica")
 
 
-def _set_seeds(seed: int, generator: Any = None) -> None:
+def _set_seeds(seed: int, generator: Any) -> None:
     """Set the states of `_seeded`."""
     _set_plain_seeds(seed)
     set_global_generator(_replica_generator(seed) if generator is None else generator)

@@ -43,7 +43,7 @@ Serve = Callable[[StopChannel], int]
 """Runs a job, given its channel to the command; returns the exit status."""
 
 
-def run_in_job_process(serve: Serve, grace: float, lifeline: int | None = None) -> int:
+def run_in_job_process(serve: Serve, grace: float, lifeline: int | None) -> int:
     """Run a job in a new process; return its exit status once no process of the job remains.
 
     Args:

@@ -531,7 +531,7 @@ def _training(
         yield {name: np.concatenate([rows[name] for rows in pieces]) for name in pieces[0]}
 
 
-def _throughput(run: RunState, axis: str = "time") -> Iterator[_Series]:
+def _throughput(run: RunState, axis: str) -> Iterator[_Series]:
     for rows in _training(run):
         seconds = sum((rows[part] for part in STEP_PARTS), np.zeros(len(rows["time"])))
         keep = seconds > 0

@@ -247,14 +247,14 @@ def visible_gpus(environ: Mapping[str, str] = os.environ, folder: Path = GPU_FOL
     return shown_gpus(environ.get(LISTED), read_machine(folder).gpus).names
 
 
-def hide_gpus(environ: MutableMapping[str, str] = os.environ) -> None:
+def hide_gpus() -> None:
     """Hide all GPUs from every process that this one starts or becomes."""
-    environ[LISTED] = ""
+    os.environ[LISTED] = ""
 
 
-def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
+def show_gpus(names: Sequence[str]) -> None:
     """Let CUDA show only these GPUs to frameworks that have not yet initialized it."""
-    environ[LISTED] = ",".join(names)
+    os.environ[LISTED] = ",".join(names)
 
 
 def variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -262,32 +262,31 @@ def variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(name)
 
 
-def key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+def key_file() -> Path | None:
     """Return the path of the key of the job, or None if it is not set."""
-    return Path(path) if (path := environ.get(KEY_FILE)) else None
+    return Path(path) if (path := os.environ.get(KEY_FILE)) else None
 
 
-def take_engine(environ: MutableMapping[str, str] = os.environ) -> int | None:
+def take_engine() -> int | None:
     """Remove the variable of the engine that has started this process, and return the descriptor in it.
 
     Returns:
         None if no engine has started this process.
     """
-    text = environ.pop(ENGINE, "")
+    text = os.environ.pop(ENGINE, "")
     return int(text) if text.isdecimal() else None
 
 
-def for_engine_process(shared: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def for_engine_process(shared: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a process that an engine starts.
 
     Args:
         shared: the user's `shared_variables`, which replace those that the engine has set.
-        environ: the environment of the part of the engine that starts it.
     """
     kept = ("PYTHONPATH",)
     variables = {
         name: value
-        for name, value in environ.items()
+        for name, value in os.environ.items()
         if name in kept or not name.startswith((*_SHARED, "RAY_", _PREFIX))
     }
     return variables | {name: value for name, value in shared.items() if name not in kept}
@@ -354,9 +353,9 @@ def parse_variables(texts: Iterable[str]) -> dict[str, str | None]:
     return variables
 
 
-def set_recorded(variables: Mapping[str, str | None], environ: MutableMapping[str, str] = os.environ) -> None:
+def set_recorded(variables: Mapping[str, str | None]) -> None:
     """Set the variables that have a value."""
-    environ.update({name: value for name, value in variables.items() if value is not None})
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
 
 
 def unrecorded(
@@ -384,24 +383,24 @@ def numeric_flags(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     }
 
 
-def with_temporary_folder(folder: Path, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def with_temporary_folder(folder: Path) -> dict[str, str]:
     """Return the environment of a process whose temporary files are in a folder."""
-    return {**environ, "TMPDIR": str(folder)}
+    return {**os.environ, "TMPDIR": str(folder)}
 
 
-def repeating(flags: Mapping[str, str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+def repeating(flags: Mapping[str, str]) -> dict[str, str]:
     """Return the environment in which a run with these `numeric_flags` is repeated.
 
     Variables that follow from the number of threads, which the job sets itself, keep their present values.
     """
-    variables = {name: value for name, value in environ.items() if name not in numeric_flags(environ)}
+    variables = {name: value for name, value in os.environ.items() if name not in numeric_flags()}
     threads = _thread_variables(1)
     return variables | {name: value for name, value in flags.items() if name not in threads}
 
 
-def ssh_address(environ: Mapping[str, str] = os.environ) -> str | None:
+def ssh_address() -> str | None:
     """Return the IP address at which the client of `ssh` has reached this host, or None without `ssh`."""
-    parts = environ.get("SSH_CONNECTION", "").split()
+    parts = os.environ.get("SSH_CONNECTION", "").split()
     return parts[2] if len(parts) == 4 else None
 
 
@@ -428,9 +427,9 @@ def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(LEGACY_KERAS)
 
 
-def cublas_is_deterministic(environ: Mapping[str, str] = os.environ) -> bool:
+def cublas_is_deterministic() -> bool:
     """Return whether cuBLAS has a workspace with which it computes equal bits each time."""
-    return environ.get("CUBLAS_WORKSPACE_CONFIG") in _CUBLAS
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG") in _CUBLAS
 
 
 def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

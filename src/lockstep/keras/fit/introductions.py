@@ -66,7 +66,7 @@ class Introductions:
         model: Any,
         kind: StepKind,
         read: Callable[[], Any],
-        weighs: Callable[[], bool] = lambda: False,
+        weighs: Callable[[], bool],
     ) -> None:
         """Try a model, and compare a step of it if the job checks the script.
 

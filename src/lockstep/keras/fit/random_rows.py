@@ -24,7 +24,7 @@ _DROPOUT = "torch.nn.modules.dropout"
 
 
 @contextmanager
-def equal_draws(note: Callable[[str], object], *, constant: bool = False) -> Iterator[None]:
+def equal_draws(note: Callable[[str], object], *, constant: bool) -> Iterator[None]:
     """Within the block, operations that draw an array draw one row of it and repeat the row.
 
     These are the operations of Keras, which its layers use, and the usual ones of the backend. `note` gets

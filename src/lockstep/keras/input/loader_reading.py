@@ -119,7 +119,7 @@ class LoaderReading:
         drawn: whether an item is known to draw random numbers.
     """
 
-    def __init__(self, loader: Any, reader: ReadingWorker, convert: Convert, drawn: bool = False) -> None:
+    def __init__(self, loader: Any, reader: ReadingWorker, convert: Convert, drawn: bool) -> None:
         self._loader = loader
         self._reader = reader
         self._convert = convert

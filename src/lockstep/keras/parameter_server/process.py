@@ -45,8 +45,8 @@ class ServerOptions:
             for any.
     """
 
-    partitioner: Partitioner | None = None
-    max_staleness: int | None = None
+    partitioner: Partitioner | None
+    max_staleness: int | None
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class TaskProcess:
             recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
         return writer, recorded
 
-    def dispatched(self, max_staleness: int | None, here: ComputedHere | None = None) -> DispatchedCall:
+    def dispatched(self, max_staleness: int | None, here: ComputedHere | None) -> DispatchedCall:
         """Return the call for the chief's dispatcher.
 
         Args:

@@ -190,7 +190,7 @@ class TableShard:
         self._snapshots.add(made)
         return made
 
-    def pop_changed(self, *, again: bool = False) -> Array:
+    def pop_changed(self, *, again: bool) -> Array:
         """Return the numbers of the rows that were updated since the last call.
 
         Args:
