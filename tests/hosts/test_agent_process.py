@@ -355,7 +355,7 @@ def test_a_disk_that_never_answers_is_named(disk: Disk) -> None:
         assert disk.waits.wait(PATIENCE)
         assert work.is_over
         with pytest.raises(CheckpointError, match="reading it takes more than 3600 s"):
-            work.take()
+            work.result()
 
 
 @pytest.mark.usefixtures("often")

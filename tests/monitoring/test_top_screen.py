@@ -80,11 +80,11 @@ def test_plus_and_minus_scale_from_the_last_request() -> None:
     assert press(screen, "+") == ScaleRequest(4)
     assert press(screen, "+") == ScaleRequest(5)
     assert press(screen, "-") == ScaleRequest(4)
-    screen.take(ScaleRequest(4), STATUS)
+    screen.see(ScaleRequest(4), STATUS)
     assert last_line(screen) == "workers now 3, wanted 4"
     assert press(screen, "+", view=replace(VIEW, wanted=4)) == ScaleRequest(5)
     # After a refusal, what the job has counts.
-    screen.take(ScaleRequest(5), Refused("there are 4 replicas"))
+    screen.see(ScaleRequest(5), Refused("there are 4 replicas"))
     assert last_line(screen) == "there are 4 replicas"
     assert press(screen, "+", view=replace(VIEW, wanted=4)) == ScaleRequest(5)
 
@@ -115,14 +115,14 @@ def test_a_stack_is_shown_until_escape() -> None:
         'File "/home/me/work/project/train.py", line 12 in load',
         'File "/usr/lib/python3/site-packages/keras/src/trainer.py", line 345 in fit',
     )
-    screen.take(StackRequest(2), StackReply(2, frames))
+    screen.see(StackRequest(2), StackReply(2, frames))
     shown = [line.text for line in screen.lines(VIEW, 100, 40)]
     at = shown.index("worker 2 is here (most recent call first):")
     assert shown[at + 1 : at + 3] == ["  load  work/project/train.py:12", "  fit   keras/src/trainer.py:345"]
     assert VIEW.events[0] not in shown
     press(screen, "escape")
     assert VIEW.events[0] in [line.text for line in screen.lines(VIEW, 100, 40)]
-    screen.take(StackRequest(2), StackReply(2, (), "it has not responded within 2 s"))
+    screen.see(StackRequest(2), StackReply(2, (), "it has not responded within 2 s"))
     assert "worker 2: it has not responded within 2 s" in [line.text for line in screen.lines(VIEW, 100, 40)]
 
 

@@ -57,7 +57,7 @@ def test_a_process_that_is_started_again_takes_the_place_of_the_one_that_has_end
         assert server.is_complete
         assert {slot: one.handle.pid for slot, one in server.waiting.items()} == {0: again.pid, 1: other.pid}
         for worker, end in enumerate((waiting, connected)):
-            slot, process = server.take(worker, lambda shares, worker=worker: admitted[worker])  # type: ignore[misc]
+            slot, process = server.admit(worker, lambda shares, worker=worker: admitted[worker])  # type: ignore[misc]
             ends.callback(process.handle.close)
             assert slot == worker
             while not isinstance(answer := decode_answer(end.recv(MAX_PACKET)), Admitted):

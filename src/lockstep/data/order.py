@@ -55,10 +55,10 @@ class Order:
 def reader_of(array: Any) -> Callable[[Indices], Any]:
     """Return a function that reads the rows of `array` at valid indices; it may return a view for a slice."""
     plain = type(array) is np.ndarray and array.flags.c_contiguous and array.flags.aligned
-    return partial(_take, array) if plain else array.__getitem__
+    return partial(_rows_at, array) if plain else array.__getitem__
 
 
-def _take(array: np.ndarray[Any, Any], indices: Indices) -> Any:
+def _rows_at(array: np.ndarray[Any, Any], indices: Indices) -> Any:
     """Read rows; `take` copies whole rows at once, which indexing with brackets does not do.
 
     For arrays with another memory layout, `take` would first copy all rows.

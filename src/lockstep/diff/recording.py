@@ -156,7 +156,7 @@ def read_recording(folder: Path) -> Recording:
     for record in (record for path in files for record in json_objects(_read(path))):
         if record.get("event") == "job":
             runs.append(_Reader(folder, thinned=runs[-1].thinned))
-        runs[-1].take(record)
+        runs[-1].add(record)
     runs = [run for run in runs if run.recording.steps or run.recording.program]
     if not runs:
         raise ConfigError(f"{folder}: the digest log has no steps")
@@ -167,7 +167,7 @@ def read_recording(folder: Path) -> Recording:
         last.steps = steps | last.steps
         last.settings = earlier.settings | last.settings
     _join_loops(last)
-    _take_events(last, paths.events)
+    _add_events(last, paths.events)
     return last
 
 
@@ -186,7 +186,7 @@ class _Reader:
         self._serials: dict[int, int] = {}
         self.thinned = thinned
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         """Add a line; skip an invalid one."""
         recording = self.recording
         match record:
@@ -214,9 +214,9 @@ class _Reader:
                 recording.lost += max(0, serial - before - 1)
                 self._serials[worker] = serial
                 for step in steps:
-                    self._take_step(step)
+                    self._add_step(step)
 
-    def _take_step(self, step: Any) -> None:
+    def _add_step(self, step: Any) -> None:
         match step:
             case {"step": int(count), "call": str(call), "number": int(number)}:
                 tests = not step.get("trains", True)
@@ -242,7 +242,7 @@ def _read(path: Path) -> bytes:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _take_events(recording: Recording, events: Path) -> None:
+def _add_events(recording: Recording, events: Path) -> None:
     """Add the end of the last run in the event log, and the calls of its script."""
     state, calls = RunState(keeps_history=False), dict[str, bool]()
     for event in happenings(_read(events)) if events.is_file() else ():

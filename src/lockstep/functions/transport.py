@@ -184,7 +184,7 @@ class ResultBox:
             file.flush()
             os.pwrite(self.descriptor, _HEADER.pack(start, length, giver), 0)
 
-    def take(self) -> Returned:
+    def read(self) -> Returned:
         """Return the current result."""
         start, _, giver = self._header()
         if giver == Giver.NONE:

@@ -126,7 +126,7 @@ class AgentCheckpoints:
         try:
             if self._work is not None and self._work.is_over:
                 work, self._work = self._work, None
-                self.channel.send(work.take())
+                self.channel.send(work.result())
             if self._leaving is not None and self.channel.queued < _AHEAD:
                 file, part = next(self._leaving, (0, b""))
                 self.channel.send(CheckpointPart(file, part))
@@ -284,7 +284,7 @@ class SharedCheckpoints:
             begun = self.clock.now()
             while not work.is_over:
                 self._wait("this host writes the checkpoint", begun)
-            work.take()
+            work.result()
 
     def _part(self, host: int) -> CheckpointPart:
         match self._receive(host, "reads"):

@@ -145,14 +145,14 @@ def _show_in_place(
     screen = TopScreen()
     replies: SimpleQueue[tuple[AdminRequest, Reply | str]] = SimpleQueue()
 
-    def take(request: AdminRequest, reply: Reply | str) -> None:
+    def keep(request: AdminRequest, reply: Reply | str) -> None:
         replies.put((request, reply))
         terminal.wake()
 
     due = 0.0
     while True:
         while not replies.empty():
-            screen.take(*replies.get())
+            screen.see(*replies.get())
             due = 0.0
         if (now := time.monotonic()) >= due:
             view, due = followed.look(), now + interval
@@ -167,7 +167,7 @@ def _show_in_place(
             if wanted == QUIT:
                 return 0
             if wanted is not None:
-                contact.ask(wanted, partial(take, wanted))
+                contact.ask(wanted, partial(keep, wanted))
 
 
 def _print_lines(followed: FollowedJob, interval: float, form: Form) -> int:

@@ -88,7 +88,7 @@ class TopScreen:
                 self.stack, self.selected = (), None
         return None
 
-    def take(self, request: AdminRequest, reply: Reply | str) -> None:
+    def see(self, request: AdminRequest, reply: Reply | str) -> None:
         """Process the reply to a request, or why there is none."""
         if isinstance(request, ScaleRequest) and request.workers == self._wanted:
             self._wanted = None

@@ -130,7 +130,7 @@ def launch(
         folder = Path(folder_of_run)
         history = RunHistory(folder)
         status = _run(call_file, box, options)
-        returned = box.take()
+        returned = box.read()
     if returned.giver is Giver.COMMAND:
         raise returned.value
     if status != 0 or returned.giver is Giver.NONE:

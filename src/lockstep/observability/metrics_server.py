@@ -1,8 +1,8 @@
 """Serves the metrics of a job at http://127.0.0.1:PORT/metrics, on a separate thread.
 
 The thread serves all connections without blocking on any: their number, the size of a request and the time of
-each are limited. The page's server has a thread for each connection instead, because an answer of the page may
-take seconds. Here, in the process that starts workers, clients that send nothing must not hold threads.
+each are limited. The page's server has a thread for each connection instead, because an answer of the page
+may take seconds. Here, in the process that starts workers, clients that send nothing must not hold threads.
 """
 
 import contextlib

@@ -103,7 +103,7 @@ class FunctionRun:
             status: the exit status of the coordinator.
             agents: the actors of the agents.
         """
-        refusal = self._refusal.take()
+        refusal = self._refusal.read()
         error: LockstepError | None = None
         result: bytes | None = b""
         if refusal.giver is Giver.COMMAND:

@@ -51,7 +51,7 @@ class StartedProcess:
 class RendezvousServer:
     """Accepts processes, and rejects those that cannot take part; an `Arrivals`.
 
-    Processes that can take part wait until `take` admits them, one per task.
+    Processes that can take part wait until `admit` is called, one per task.
 
     Args:
         first: the first arrival of the job.
@@ -122,7 +122,7 @@ class RendezvousServer:
         for process in self.waiting.values():
             process.tell(KeepWaiting(awaited))
 
-    def take(self, worker: int, admitted: Callable[[int], Admitted]) -> tuple[int, StartedProcess]:
+    def admit(self, worker: int, admitted: Callable[[int], Admitted]) -> tuple[int, StartedProcess]:
         """Admit the process that waits for the first task; return its slot and the process.
 
         Args:
@@ -296,7 +296,7 @@ class RendezvousStarter:
                 device_users=device_users,
             )
 
-        slot, process = self.server.take(worker, admitted)
+        slot, process = self.server.admit(worker, admitted)
         return WorkerHandle(worker, slot, process.handle, None, (), self.paths.stack(worker))
 
 

@@ -43,10 +43,10 @@ class DiskWork(Generic[Result]):
 
     @property
     def is_over(self) -> bool:
-        """Whether `take` returns or raises."""
+        """Whether `result` returns or raises."""
         return self._has_ended or self._clock.now() - self._begun >= PATIENCE
 
-    def take(self) -> Result:
+    def result(self) -> Result:
         """Return the result of the action, which is over.
 
         Raises:

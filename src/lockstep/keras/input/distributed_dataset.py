@@ -51,7 +51,7 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        return self._dataset.distributed(job.current().timer.charging("input", self._take)())
+        return self._dataset.distributed(job.current().timer.charging("input", self._next)())
 
     def get_next(self) -> Any:
         """Return the next element, or raise the error of `next` at the end."""
@@ -89,7 +89,7 @@ class DistributedIterator:
                 ) from None
             self._taken += 1
 
-    def _take(self) -> BatchValues:
+    def _next(self) -> BatchValues:
         batch = next(self._current)
         self._taken += 1
         return self._dataset.source.values(batch, self._taken)

@@ -281,16 +281,16 @@ class ArrayInput(GlobalInput):
     def first(self) -> Any:
         """Return the first rows of a pass."""
         draw_as_a_loader()
-        return self._take(self._visits.sample())
+        return self._rows_at(self._visits.sample())
 
     @property
     def weighs(self) -> bool:
         """Whether the batches have sample weights."""
-        return has_weights(self._take(slice(0, 1)))
+        return has_weights(self._rows_at(slice(0, 1)))
 
     def peek(self) -> Any:
         """Return the first rows in the arrays' order, without drawing random numbers."""
-        return self._take(slice(0, min(self._count, self._inner.batch_size)))
+        return self._rows_at(slice(0, min(self._count, self._inner.batch_size)))
 
     def _batch(self, indices: Indices, step: int) -> GlobalBatch:
         if isinstance(indices, slice):
@@ -298,13 +298,13 @@ class ArrayInput(GlobalInput):
             return GlobalBatch(
                 stop - start,
                 self._job.view.replicas,
-                lambda rows: self._take(slice(start + rows.start, start + rows.stop)),
+                lambda rows: self._rows_at(slice(start + rows.start, start + rows.stop)),
                 lambda: self._check(start, struct.pack("<3q", step, start, stop)),
             )
         return GlobalBatch(
             len(indices),
             self._job.view.replicas,
-            lambda rows: self._take(indices[rows]),
+            lambda rows: self._rows_at(indices[rows]),
             lambda: self._check(int(indices[0]), struct.pack("<q", step) + indices.tobytes()),
         )
 
@@ -315,7 +315,7 @@ class ArrayInput(GlobalInput):
     def _read(self, indices: Indices) -> list[Any]:
         return [read(indices) for read in self._hashed_readers]
 
-    def _take(self, indices: Indices) -> Any:
+    def _rows_at(self, indices: Indices) -> Any:
         return self._pack([read(indices) for read in self._readers])
 
 

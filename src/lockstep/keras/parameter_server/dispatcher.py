@@ -163,7 +163,7 @@ class Dispatcher:
         silent: returns the names of the servers that do not answer within some seconds, once the call fails.
     """
 
-    def __init__(self, call: DispatchedCall, *, scheduled: bool) -> None:
+    def __init__(self, call: DispatchedCall, *, scheduled: bool = False) -> None:
         self.staleness: list[int] = []
         self.when_completed: Callable[[], object] = lambda: None
         self.look: Callable[[], object] = lambda: None

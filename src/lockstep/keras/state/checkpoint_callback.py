@@ -372,7 +372,7 @@ class ScriptCheckpoints:
                     loop.turn(_MEET_EVERY)
                 if work is not None and work.is_over:
                     try:
-                        work.take()
+                        work.result()
                     except LockstepError as error:
                         failure = str(error)
                     work, blob = None, b""
