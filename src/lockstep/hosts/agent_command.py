@@ -11,9 +11,9 @@ from lockstep.errors import UnfitError, with_code
 from lockstep.hosts.agent_process import (
     AgentProcess,
     CoordinatorGone,
+    HostRefused,
     LeftBehind,
     LeftOut,
-    Refused,
     StartedWorkers,
 )
 from lockstep.hosts.engine_link import EngineLink
@@ -164,7 +164,7 @@ def join_and_run(options: AgentOptions) -> int:
                 # An engine may start another coordinator elsewhere.
                 again, refusals = options.engine is None, 0
                 continue
-            except Refused:
+            except HostRefused:
                 refusals += 1
                 if options.engine is None or refusals == _REFUSALS:
                     raise

@@ -90,7 +90,7 @@ class CoordinatorGone(Exception):
     """The connection to the coordinator ended, or is silent, or this agent was stopped in the job."""
 
 
-class Refused(CoordinatorGone):
+class HostRefused(CoordinatorGone):
     """The coordinator closed the connection before anything arrived from it."""
 
 
@@ -272,7 +272,7 @@ class AgentProcess:
         Raises:
             ConfigError: this host cannot take part; `LeftOut` if it may try again later.
             CoordinatorGone: the connection to the coordinator ended, or this agent was stopped in the job;
-                `LeftBehind` if this host may join again, `Refused` if it never joined.
+                `LeftBehind` if this host may join again, `HostRefused` if it never joined.
             Stopped: this agent was stopped before the job began.
         """
         try:
@@ -306,7 +306,7 @@ class AgentProcess:
                 match received := self.channel.receive():
                     case PeerGone():
                         if self.joined and not self.channel.received:
-                            raise Refused(_REFUSED)
+                            raise HostRefused(_REFUSED)
                         raise error("the connection to the coordinator ended")
                     case Unreadable(why):
                         hint = _PLAIN if self.joined and kind is Prepare else ""
