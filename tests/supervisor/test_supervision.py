@@ -26,6 +26,7 @@ from lockstep.observability.events import (
     ScriptEnded,
     StopRequested,
     StrategyInstalled,
+    VerificationFailed,
     WaitReported,
     WorkerExited,
 )
@@ -108,6 +109,11 @@ AT_THE_END = replace(THREE, elastic=True, size=JobSize.of(3, 1, 1)).with_phase(P
 ENDING = replace(TWO, shutdown=Shutdown(Stage.ENDING, 8.0, JobOutcome(3, "because")))
 TERMINATING = at_stage(ENDING, Stage.TERMINATING)
 
+
+def insisting(workers: tuple[int, ...]) -> VerificationFailed:
+    return VerificationFailed(step=3, arrays=("kernel",), workers=workers, verdict="third")
+
+
 PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (r"the script of worker (?P<worker>\d+) ends", partial(ScriptEnded, status=0)),
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", WorkerExited),
@@ -121,6 +127,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
         WaitReported,
     ),
     (r"worker \d+ has a strategy", lambda: StrategyInstalled("jax")),
+    (r"workers (?P<accused>[\d ]+) insist on their bits", lambda accused: insisting(accused)),
     (r"the script distributes", DistributionBegan),
     (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", JoinRequested),
     (
@@ -157,6 +164,7 @@ CONVERT: dict[str, Callable[[str], Any]] = {
     "worker": int,
     "workers": int,
     "waits_for": lambda text: tuple(map(int, text.split())),
+    "accused": lambda text: tuple(map(int, text.split())),
     "step": int,
     "reason": str,
     "status": int,
@@ -599,6 +607,7 @@ changes = st.one_of(
     st.builds(StateMoving, st.integers(0, 1), st.integers(1, 6), others, others, st.floats(0, 9)),
     st.builds(PositionMissed, others, st.integers(1, 6), st.just("lost")),
     st.builds(ScaleRequest, st.integers(1, 6)),
+    st.builds(insisting, st.sampled_from([(0, 1), (1, 2), (0, 2)])),
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),
     st.builds(failure, others, st.just(1), st.just("E"), st.just(False)),
     st.builds(ViewRefused, st.integers(1, 6), st.just("no memory")),

@@ -4,8 +4,8 @@
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `once`: only
 the first time that it computes one in STEP or later. `sum`: once in the total, as it has it. `update`: once
-in a weight, in an update. `memory`: once in a weight, before STEP. `evaluation`: once in a metric, in STEP of
-an evaluation. `random`: from step 3 on, the loss of
+in a weight, in an update; `updates`: in each one from STEP on. `memory`: once in a weight, before STEP.
+`evaluation`: once in a metric, in STEP of an evaluation. `random`: from step 3 on, the loss of
 all workers depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the host
 node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
 """
@@ -28,7 +28,7 @@ from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""
-FAULTS = ("flip", "once", "sum", "update", "memory", "evaluation")
+FAULTS = ("flip", "once", "sum", "update", "updates", "memory", "evaluation")
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
 flips = 0
 
@@ -88,7 +88,9 @@ _apply = GlobalStep._apply
 def apply(step: GlobalStep, state: Any, totals: Any, divided: Any = None) -> Any:
     """Make an update, perhaps a wrong one."""
     logs, state = _apply(step, state, totals, divided)
-    return logs, flipped(step, state) if has("update") else state
+    own = job.current()
+    always = FAULT == "updates" and own.worker == WORKER and verifications_of(own).step >= STEP
+    return logs, flipped(step, state) if always or has("update") else state
 
 
 def take(step: GlobalStep, state: Any, element: Any, original: Any = GlobalStep.take) -> Any:

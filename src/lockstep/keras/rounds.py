@@ -101,6 +101,7 @@ class Round(ABC):
     Attributes:
         what: names the round in messages.
         worker: the id of this worker.
+        number: the number of the round in its step, from 0.
         advice: what to do if replicas compute different things.
         anywhere: whether each worker can compute all replicas; equal on all workers.
         layout: that of the partials, once it is known.
@@ -120,11 +121,13 @@ class Round(ABC):
         what: str,
         worker: int,
         *,
+        number: int = 0,
         layout: PartialLayout | None = None,
         layouts: dict[frozenset[str], PartialLayout] | None = None,
     ) -> None:
         self.what = what
         self.worker = worker
+        self.number = number
         self.anywhere = True
         self.layout = layout
         self.layouts = {} if layouts is None else layouts

@@ -33,6 +33,7 @@ from lockstep.keras.verification import (
     differing_names,
     judge,
     listed,
+    with_earlier,
 )
 from lockstep.system.prose import name_workers
 from lockstep.topology import View
@@ -135,16 +136,19 @@ class StateVerifier:
         Raises:
             WrongStateError: a state is wrong that cannot be computed again, and there is a checkpoint.
             DisagreementError: likewise, and there is none, or it is unknown which state is right.
+            StepWithdrawn: another worker decides which state is right.
         """
         hashes, names = self._hashes(program, result)
         answers = self._answers(before, (hashes,), what, lambda: program.published(result[1]))
+        earlier = self._verifications.answers_before("update")
         if again is None:
             self._compare(answers, names, f"{what}: the state after the step", "update")
-        elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1:
+        elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1 or earlier:
             result = again(program.load(result[1], before.arrays))
             second, names = self._hashes(program, result)
             answers = self._answers(before, (hashes, second), what, lambda: program.published(result[1]))
-            verdict, differing = _judged(answers, names)
+            verdict, differing = _judged(answers, names, earlier)
+            self._verifications.withdraw_step(verdict, differing, "update", _hashes_of(answers))
             self._verifications.follow(verdict, f"{what}: the state after the update", differing, "update")
         self._verifications.note_compared(before.owners, self._verifications.step)
         return result
@@ -190,10 +194,16 @@ class StateVerifier:
         ]
 
 
-def _judged(answers: Sequence[_StateAnswer], names: Sequence[str]) -> tuple[Verdict, list[str]]:
+def _hashes_of(answers: Sequence[_StateAnswer]) -> list[Answer]:
+    return [Answer(answer.worker, answer.attempts) for answer in answers]
+
+
+def _judged(
+    answers: Sequence[_StateAnswer], names: Sequence[str], earlier: Sequence[Answer] = ()
+) -> tuple[Verdict, list[str]]:
     """Return who is at fault, and the names of the arrays that differ."""
-    verdict = judge([Answer(answer.worker, answer.attempts) for answer in answers])
-    return verdict, differing_names(names, [hashes for answer in answers for hashes in answer.attempts])
+    hashed = with_earlier(_hashes_of(answers), earlier)
+    return judge(hashed), differing_names(names, [hashes for answer in hashed for hashes in answer.attempts])
 
 
 def _hashed(arrays: Mapping[str, npt.NDArray[Any]]) -> Hashes:

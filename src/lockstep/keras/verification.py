@@ -17,6 +17,11 @@ total, as each of them has it, with the checker's. If they differ, another worke
 `judge_sum` decides.
 
 What follows the sum, the update, is verified in `lockstep.keras.state_verification`.
+
+Of two workers that insist on different bits, a third one decides. In a step of `fit`, the workers keep the
+answers as `Doubt`, and go back to the state before the step. There, a new worker takes the place of one of
+the two. It gets the doubt with the state, and they take the step again: the new answers and those of the
+worker that has left are three.
 """
 
 import weakref
@@ -42,6 +47,7 @@ from lockstep.keras.seeds import seed_at
 from lockstep.keras.worker_exchange import Facts, agree, compare_all, texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
 from lockstep.protocol.job_spec import Verification
+from lockstep.system.notes import note
 from lockstep.system.prose import count, name_workers
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -176,12 +182,13 @@ class Verdict(NamedTuple):
     Attributes:
         kind: `equal`; `worker`: the `workers` are at fault; `undecided`: some of them are; `step`: the step
             is not deterministic; `everyone`: each worker computes something else; `sum`: all workers have
-            the same wrong sum; `repeated`: likewise, and it is summed again.
+            the same wrong sum; `repeated`: likewise, and it is summed again; `third`: some of them are at
+            fault, and another worker decides.
         workers: see above.
         why: the reason, for people; follows the names of the workers at fault.
     """
 
-    kind: Literal["equal", "worker", "undecided", "step", "everyone", "sum", "repeated"]
+    kind: Literal["equal", "worker", "undecided", "step", "everyone", "sum", "repeated", "third"]
     workers: tuple[int, ...] = ()
     why: str = ""
 
@@ -241,6 +248,12 @@ def judge_sum(readings: Mapping[int, Hashes], sums: Sequence[tuple[int, Hashes]]
     return Verdict("everyone", tuple(sorted({checker, other})))
 
 
+def with_earlier(answers: Sequence[Answer], earlier: Sequence[Answer]) -> list[Answer]:
+    """Return answers, and the earlier ones of workers that have left since."""
+    present = {answer.worker for answer in answers}
+    return [*answers, *(answer for answer in earlier if answer.worker not in present)]
+
+
 def _workers(answers: Sequence[Answer]) -> tuple[int, ...]:
     return tuple(sorted(answer.worker for answer in answers))
 
@@ -252,6 +265,28 @@ def _agree(answers: Sequence[Answer]) -> str:
     return f"{name_workers(workers)} agree"
 
 
+class StepWithdrawn(Exception):
+    """The step in progress has to be taken again, from the state before it, with another worker."""
+
+
+class Doubt(msgspec.Struct, frozen=True):
+    """The answers of workers that insist on different bits of a part of a step, until another one decides.
+
+    Attributes:
+        step: the step.
+        part: "gradient" or "update".
+        replica: the replica; -1 for an update.
+        round: the number of the round in its step.
+        answers: the answers.
+    """
+
+    step: int
+    part: str
+    replica: int
+    round: int
+    answers: tuple[Answer, ...]
+
+
 class Verifications:
     """A record of what the job has verified so far.
 
@@ -261,6 +296,8 @@ class Verifications:
         trains: whether it is a training step.
         count: number of partials that this process knows to be verified.
         compares_hosts: whether each host computes a replica of the step in progress.
+        can_repeat: whether all workers can take the step in progress again with another worker.
+        doubt: the reason for which they take it again; None without one.
     """
 
     def __init__(self, job: Job) -> None:
@@ -269,6 +306,8 @@ class Verifications:
         self.trains = False
         self.count = 0
         self.compares_hosts = False
+        self.can_repeat = False
+        self.doubt: Doubt | None = None
         self._job = job
         self._told = 0
         self._taken_over = 0
@@ -291,17 +330,24 @@ class Verifications:
         return min(self._verified)
 
     @property
+    def packed_doubt(self) -> bytes:
+        """The doubt, for `unpack`; empty if there is none."""
+        return b"" if self.doubt is None else msgspec.msgpack.encode(self.doubt)
+
+    @property
     def packed(self) -> list[int]:
         """The last verified step of each replica, for `unpack`."""
         return list(self._verified)
 
-    def unpack(self, packed: Sequence[int], step: int) -> None:
+    def unpack(self, packed: Sequence[int], step: int, doubt: bytes = b"") -> None:
         """Continue from what another process of the job has packed, which is empty if nothing was recorded.
 
         Args:
             packed: see above.
             step: the last step of the training so far, whose state this worker has taken over.
+            doubt: `packed_doubt`.
         """
+        self.doubt = msgspec.msgpack.decode(doubt, type=Doubt) if doubt else None
         self._verified = list(packed) or self._verified
         self._taken_over = step
 
@@ -333,6 +379,7 @@ class Verifications:
         """
         self.step = step
         self.trains = trains
+        self.can_repeat = False
         self.compares_hosts = self._job.context.over_hosts and (
             first or bool(step and step % _HOSTS_EVERY == 0)
         )
@@ -343,6 +390,41 @@ class Verifications:
         if self.count > self._told and self._job.is_chief:
             self._told = self.count
             self._job.events.publish(ReplicasVerified(self.count, self.up_to))
+
+    def answers_before(self, part: str, replica: int = -1, number: int = 0) -> tuple[Answer, ...]:
+        """Return the answers for a part of the step from before it was repeated; see `Doubt`."""
+        doubt = self.doubt
+        if doubt is None or (doubt.step, doubt.part) != (self.step, part):
+            return ()
+        return doubt.answers if (doubt.replica, doubt.round) == (replica, number) else ()
+
+    def withdraw_step(
+        self,
+        verdict: Verdict,
+        names: Sequence[str],
+        part: str,
+        answers: Sequence[Answer],
+        replica: int = -1,
+        number: int = 0,
+    ) -> None:
+        """Repeat a step with another worker if its workers insist on their bits, and no other has decided.
+
+        Args:
+            verdict: equal on all workers.
+            names: the names of the arrays that differ.
+            part: the part of the step: "gradient" or "update".
+            answers: of the workers of the view.
+            replica: the replica; -1 for an update.
+            number: the number of the round.
+
+        Raises:
+            StepWithdrawn: all workers repeat it.
+        """
+        doubt, self.doubt = self.doubt, None
+        if verdict.kind == "undecided" and doubt is None and self.can_repeat:
+            self.doubt = Doubt(self.step, part, replica, number, tuple(answers))
+            self.publish(Verdict("third", verdict.workers), names, part, replica)
+            raise StepWithdrawn
 
     def follow(self, verdict: Verdict, what: str, names: Sequence[str], part: str, replica: int = -1) -> None:
         """Publish a verdict; end the workers at fault, or all; return on the others.
@@ -360,6 +442,8 @@ class Verifications:
         if verdict.kind == "equal":
             return
         self.publish(verdict, names, part, replica)
+        if verdict.kind == "worker" and self._job.is_chief and not self._is_present(verdict.workers):
+            note(f"{verdict.accusation(what, names)}; it has left")
         shown = listed(names)
         who = name_workers(verdict.workers) if verdict.workers else ""
         if verdict.kind == "worker":
@@ -369,6 +453,9 @@ class Verifications:
         elif verdict.kind != "repeated":
             end = _ENDS[verdict.kind].format(who=who, shown=shown)
             raise DisagreementError(f"{what}: {end}{self._advice()}")
+
+    def _is_present(self, workers: tuple[int, ...]) -> bool:
+        return not set(workers).isdisjoint(self._job.view.workers)
 
     def publish(self, verdict: Verdict, names: Sequence[str], part: str, replica: int = -1) -> None:
         """Publish a verdict, on the chief; see `follow`."""
@@ -709,20 +796,25 @@ class Verifier:
         """Return once all answers for the replicas of a round are equal."""
         while True:
             answers_of = self._exchange(partial(self._answers, round_, drawn, 1), round_.catching_up)
+            doubted = [replica for replica in drawn if self._answers_before(round_, replica)]
             differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
-            if not differing:
+            if not (doubted or differing):
                 self._verified = {r: answers.owner.attempts[0] for r, answers in answers_of.items()}
                 break
-            answers_of = self._exchange(partial(self._answers, round_, differing, 2), round_.catching_up)
+            # The others follow if they still differ without the worker at fault.
+            first = [*doubted, *differing][:1]
+            answers_of = self._exchange(partial(self._answers, round_, first, 2), round_.catching_up)
             for replica, answers in answers_of.items():
                 self._judge(round_, replica, answers)
         self._verifications.note(drawn)
 
     def _judge(self, round_: Round, replica: int, answers: Answers) -> None:
         """End the workers that are at fault for a replica; return on the others."""
-        verdict, names = judge(answers.present), self._differing(round_, answers.present)
+        present = with_earlier(answers.present, self._answers_before(round_, replica))
+        verdict, names = judge(present), self._differing(round_, present)
         what, verifications = f"{round_.what}: replica {replica}", self._verifications
-        guilty = [answer for answer in answers.present if answer.worker in verdict.workers]
+        verifications.withdraw_step(verdict, names, "gradient", answers.present, replica, round_.number)
+        guilty = [answer for answer in present if answer.worker in verdict.workers]
         lasts = any(answer.is_steady and len(answer.attempts) > 1 for answer in guilty)
         since = verifications.up_to
         if verdict.kind == "worker" and lasts and verifications.trains and since < verifications.step - 1:
@@ -731,6 +823,9 @@ class Verifier:
             message = verdict.accusation(what, names)
             verifications.roll_back(message, verdict.workers, since)
         verifications.follow(verdict, what, names, "gradient", replica)
+
+    def _answers_before(self, round_: Round, replica: int) -> tuple[Answer, ...]:
+        return self._verifications.answers_before("gradient", replica, round_.number)
 
     def _answers(
         self, round_: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator

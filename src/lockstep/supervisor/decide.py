@@ -49,6 +49,7 @@ from lockstep.observability.events import (
     StopRequested,
     StrategyInstalled,
     TimeoutSet,
+    VerificationFailed,
     WaitReported,
     WorkerExited,
 )
@@ -124,6 +125,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = Decision(busy, reason="the script distributes its computation")
         case CheckpointsConfigured():
             decision = Decision(replace(state, keeps=True), reason="the script saves checkpoints")
+        case VerificationFailed():
+            decision = _verification_failed(state, event)
         case LastStepEnded() | CheckpointWritten() | CheckpointNotWritten():
             decision = _saving_advanced(state, event)
         case TimeoutSet(seconds):
@@ -472,6 +475,19 @@ def _strategy_installed(state: State, now: float) -> Decision:
     return Decision(replace(state, elastic=True), reason="the script created its strategy")
 
 
+def _verification_failed(state: State, event: VerificationFailed) -> Decision:
+    """Start another worker if workers insist on different bits, of which one leaves for it."""
+    reason = f"{name_workers(event.workers)} computed different bits in step {event.step}"
+    # Otherwise the members give the state, enter the next view without another worker, and stop.
+    can_join = state.stage is Stage.RUNNING and not (state.vital or state.size.closed or state.size.by_hand)
+    if event.verdict != "third" or not can_join:
+        return Decision(state, reason=reason)
+    state = replace(state, admission=replace(state.admission, accused=event.workers))
+    instead = "" if state.replaced is None else f" in place of worker {state.replaced}"
+    reason += f", each the same ones each time; another worker starts{instead}, and decides"
+    return Decision(state, (ShowMessage(reason),), reason)
+
+
 def _saving_advanced(
     state: State, event: LastStepEnded | CheckpointWritten | CheckpointNotWritten
 ) -> Decision:
@@ -523,7 +539,8 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
         reason = f"no worker can join: {event.failure}"
         state, kills = _without_joiners(state, state.joiners)
         size = replace(state.size, min_workers=1, restarts_left=0, closed=True)
-        state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
+        admission = replace(state.admission, backoff_until=None, accused=())
+        state = replace(state, size=size, admission=admission)
         outgoing = state.outgoing
         staying = len(state.staying) - len(outgoing)
         if staying < least:
@@ -684,6 +701,8 @@ def _deadline_passed(state: State, now: float) -> Decision:
         if admission.report_at is not None:
             late = f"the state has not arrived within {state.limits.timeout:g} s (--timeout)"
             return _unreached(state, state.lacking, late, now)
+        if admission.accused:
+            return _admit(_without_accused(state), now, "no other worker has joined to decide")
         number = len(state.staying) + len(state.ready)
         message = f"too few workers for {state.limits.timeout:g} s (--timeout): {number} of at least "
         message += f"{state.size.min_workers} (--min-workers)"
@@ -867,6 +886,12 @@ def _next_view(state: State, how: str, now: float) -> Decision:
 def _admit(state: State, now: float, how: str) -> Decision:
     """Begin a view with the ready joiners, or wait for more workers; the members wait for it."""
     why, size = _why(state, how), state.size
+    if state.admission.accused and not state.ready:
+        if state.joiners or state.filled < size.wanted:
+            reason = "training waits for another worker, which decides"
+            reason, shown = (f"{why}; {reason}", (ShowMessage(f"{why}; {reason}"),)) if why else (reason, ())
+            return Decision(_waiting(state, now), shown, reason)
+        state = _without_accused(state)
     staying, ready, outgoing = state.staying, state.ready, state.outgoing
     # Members whose hosts retire come last, also if they have to stay.
     lasting = sorted((*staying, *ready), key=lambda worker: worker in staying and state.retires(worker))
@@ -895,6 +920,11 @@ def _admit(state: State, now: float, how: str) -> Decision:
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
     return Decision(state, (state.start_view(reason, given), shown), reason)
+
+
+def _without_accused(state: State) -> State:
+    """Begin the next view without another worker, so that those that insist on their bits stop."""
+    return replace(state, admission=replace(state.admission, accused=()))
 
 
 def _waiting(state: State, now: float) -> State:
@@ -954,6 +984,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     paused = admission.backoff_until is not None and now < admission.backoff_until
     # Perhaps the script raises on all workers, and no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
+    replaced = state.replaced
     if missing > 0 and not paused and not unsure:
         for worker in range(first := max(state.workers) + 1, first + missing):
             host, *later = admission.arrivals or (state.roomiest_host(),)
@@ -961,7 +992,8 @@ def _reconciled(decision: Decision, now: float) -> Decision:
                 break
             admission = replace(admission, arrivals=tuple(later))
             state = state.with_worker(worker, WorkerRecord(Phase.JOINING, host, started_at=now))
-            start = StartWorker(worker, joins=True, yielding=tuple(state.leaving))
+            yielding = state.leaving if replaced is None else state.leaving | {replaced}
+            start = StartWorker(worker, joins=True, yielding=tuple(sorted(yielding)))
             actions = (*actions, start)
         admission = replace(admission, backoff_until=None)
     if not admission.given:

@@ -20,6 +20,7 @@ from lockstep.observability.events import (
     StopRequested,
     StrategyInstalled,
     TimeoutSet,
+    VerificationFailed,
     WaitReported,
     WorkerExited,
 )
@@ -70,6 +71,7 @@ Event = (
     | StrategyInstalled
     | DistributionBegan
     | CheckpointsConfigured
+    | VerificationFailed
     | LastStepEnded
     | CheckpointWritten
     | CheckpointNotWritten

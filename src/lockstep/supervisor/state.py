@@ -188,6 +188,8 @@ class Admission:
         young_losses: how many workers in a row were lost soon after their start.
         unreported: the consequences of losses, until a message has reported them.
         arrivals: the hosts of workers that wait because a user has started them by hand.
+        accused: the workers that insist on different bits: the next view waits for another worker, which
+            decides. Empty if there are none.
     """
 
     posted: Notice = Notice.NOTHING
@@ -201,12 +203,20 @@ class Admission:
     young_losses: int = 0
     unreported: str = ""
     arrivals: tuple[int, ...] = ()
+    accused: tuple[int, ...] = ()
 
     def without_state(self) -> "Admission":
         """Return the admission once the wait for the next view is over."""
         none = frozenset[int]()
         return replace(
-            self, given=None, holders=none, receivers=none, moved=(), deadline=None, report_at=None
+            self,
+            given=None,
+            holders=none,
+            receivers=none,
+            moved=(),
+            deadline=None,
+            report_at=None,
+            accused=(),
         )
 
     def with_consequence(self, text: str) -> "Admission":
@@ -443,7 +453,7 @@ class State:
 
     @property
     def outgoing(self) -> tuple[int, ...]:
-        """The members that leave with the next view because their hosts retire, unless too few would remain.
+        """The members that retire, and leave with the next view, unless too few would remain.
 
         The remaining members may all be new.
         """
@@ -453,7 +463,7 @@ class State:
 
     @property
     def filled(self) -> int:
-        """The number of workers that count towards the target, without members whose hosts retire.
+        """The number of workers that count towards the target, without members that retire.
 
         If no worker can join in their place, they count until they leave.
         """
@@ -480,9 +490,17 @@ class State:
         """Return the workers that are in one of `phases`."""
         return frozenset(worker for worker, record in self.workers.items() if record.phase in phases)
 
+    @property
+    def replaced(self) -> int | None:
+        """The accused worker whose place the worker takes that decides; None if there is another place."""
+        staying = self.staying
+        accused = [worker for worker in staying if worker in self.admission.accused]
+        has_place = len(staying) < (self.size.wanted or len(staying))
+        return None if not accused or has_place or len(staying) == 1 else accused[-1]
+
     def retires(self, worker: int) -> bool:
-        """Return whether the host of a worker retires."""
-        return self.workers[worker].host in self.retiring
+        """Return whether a worker leaves: its host retires, or another worker takes its place."""
+        return self.workers[worker].host in self.retiring or worker == self.replaced
 
     def next_view(self, workers: tuple[int, ...]) -> View:
         """Return the next view, with `workers`, the longest-serving first."""
@@ -511,7 +529,8 @@ class State:
 
     def roomiest_host(self) -> int | None:
         """Return the first host that lacks most workers, or None if none lacks any."""
-        there = Counter(self.workers[worker].host for worker in self.running - self.leaving)
+        leaving = self.leaving | {self.replaced}
+        there = Counter(self.workers[worker].host for worker in self.running - leaving)
         lacks = {host: self.slots[host] - there[host] for host in self.hosts}
         roomiest = max(lacks, key=lacks.__getitem__, default=None)
         return roomiest if roomiest is not None and lacks[roomiest] > 0 else None

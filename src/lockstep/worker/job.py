@@ -483,18 +483,22 @@ class Job:
             self.membership.hand_over(take(False), whole=False)
             self.membership.prepare(take(True))
         elif notice is Notice.CHANGE:
-            begun = time.monotonic()
-            lost, expected = PeerLostError("the workers change"), True
-            try:
-                if self.is_chief:
-                    self.membership.hand_over(take(True), whole=True)
-                else:
-                    # The chief never arrives: the coordinator ends this view when it has the state.
-                    self.communicator.barrier(what="the change of workers")
-            except PeerLostError as over:
-                lost, expected = over, False
-            self._enter_next_view(lost, expected=expected)
-            self._tell_of_pause(begun)
+            self.change_workers(take)
+
+    def change_workers(self, take: Callable[[bool], Contents]) -> None:
+        """Give the state for workers that join, and enter the next view; see `between_steps`."""
+        begun = time.monotonic()
+        lost, expected = PeerLostError("the workers change"), True
+        try:
+            if self.is_chief:
+                self.membership.hand_over(take(True), whole=True)
+            else:
+                # The chief never arrives: the coordinator ends this view when it has the state.
+                self.communicator.barrier(what="the change of workers")
+        except PeerLostError as over:
+            lost, expected = over, False
+        self._enter_next_view(lost, expected=expected)
+        self._tell_of_pause(begun)
 
     def _tell_of_pause(self, begun: float) -> None:
         if self.is_chief:

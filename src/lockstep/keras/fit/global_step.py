@@ -33,9 +33,9 @@ from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.seeds import seed_at
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
-from lockstep.keras.state_verification import StateVerifier
+from lockstep.keras.state_verification import StateBefore, StateVerifier
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
-from lockstep.keras.verification import Verifier, verifications_of
+from lockstep.keras.verification import StepWithdrawn, Verifier, verifications_of
 from lockstep.keras.worker_exchange import (
     CHECK_EVERY,
     chiefs_state,
@@ -153,7 +153,11 @@ class GlobalStep:
                 state = self._join_job(state, element)
             if call.steps < call.skipped:
                 return {}, state
-            return self._snapshots.restore(self.model, self.program, state)
+            logs, state = self._snapshots.restore(self.model, self.program, state)
+            if self._verifications.doubt is None:
+                return logs, state
+            # The others go back before this step, to take it again with this worker.
+            call.steps = call.skipped = call.steps - 1
         label, number = call.name, call.steps + 1
         if call.at_end:
             # The time between two calls of one step belongs to the script.
@@ -163,18 +167,8 @@ class GlobalStep:
         self.timer.begin(label)
         batch = self._read(state, element)
         self.timer.lap("input")
-        trains = self.kind == "train"
-        record = self._digests.begin(self.calls.taken + trains, call.name, number, trains=trains)
-        self._verifications.begin(
-            self.calls.taken + 1 if trains else number, first=call.steps == 0, trains=trains
-        )
         traced = self._traced
-        where, totals = self.calls.where(), list[Total]()
-        before = self._states.begin(self.program, state, where, [self.model])
-        logs, state = self._step(state, batch, record, totals, counts=True)
-        if before is not None:
-            again = partial(self._apply, totals=totals)
-            logs, state = self._states.end(before, self.program, (logs, state), where, again)
+        (logs, state), record = self._verified_step(state, batch, call, number)
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
         owned = len(self.job.view.replicas_of(self.job.worker))
@@ -210,6 +204,49 @@ class GlobalStep:
             # The step has reused the memory of the variables' values.
             with self.program.published(state):
                 raise CallFinishedElsewhere
+        return state
+
+    def _verified_step(
+        self, state: Any, batch: Batch, call: NumberedCall, number: int
+    ) -> tuple[tuple[Any, Any], RecordedStep | None]:
+        """Take a step that counts, and verify it if that is due; return ((logs, state), its record).
+
+        If its workers insist on different bits, they take it again with another worker, which decides.
+        """
+        trains, where = self.kind == "train", self.calls.where()
+        while True:
+            record = self._digests.begin(self.calls.taken + trains, call.name, number, trains=trains)
+            self._verifications.begin(
+                self.calls.taken + 1 if trains else number, first=call.steps == 0, trains=trains
+            )
+            totals = list[Total]()
+            before = self._states.begin(self.program, state, where, [self.model])
+            self._verifications.can_repeat = before is not None and self._admits_workers
+            try:
+                logs, state = self._step(state, batch, record, totals, counts=True)
+                if before is not None:
+                    again = partial(self._apply, totals=totals)
+                    logs, state = self._states.end(before, self.program, (logs, state), where, again)
+            except StepWithdrawn:
+                assert before is not None
+                state = self._withdraw(state, before)
+            else:
+                return (logs, state), record
+
+    @property
+    def _admits_workers(self) -> bool:
+        """Whether a worker can join before a step, with the state before it."""
+        return self._local is None and not self.calls.current.at_end and len(self.calls.stack) == 2
+
+    def _withdraw(self, state: Any, before: StateBefore) -> Any:
+        """Go back to the state before a step, which is returned, and let another worker join there."""
+        self._digests.settle()
+        if self.program.varies:
+            self.python.undo()
+        state, logs = self.program.load(state, before.arrays), self.calls.current.logs
+        self._snapshots.change_workers(
+            lambda whole: self._snapshots.take(whole, self.model, logs, self.program, state)
+        )
         return state
 
     def _step(
@@ -393,14 +430,15 @@ class StepRound(Round):
         if layout is not None and layout.joined:
             # Sample weights are gathered only where there are some.
             layout = None
-        super().__init__(step.calls.where(), step.job.worker, layout=layout, layouts=layouts)
+        super().__init__(
+            step.calls.where(), step.job.worker, number=len(earlier), layout=layout, layouts=layouts
+        )
         call = step.calls.current
         self._seed = seed_at(call.seed, call.number, call.steps)
         self._step = step
         self._state = state
         self._batch = batch
         self._earlier = earlier
-        self._number = len(earlier)
         self._record = record
         self._examples = {} if examples is None else examples
         self.shares: dict[int, Share] = {}
@@ -443,7 +481,7 @@ class StepRound(Round):
         except Exception as error:
             self._explain(error, share)
             raise
-        if step.program.is_last(self._number):
+        if step.program.is_last(self.number):
             self._examples.pop(replica, None)
         else:
             self._examples[replica] = data
@@ -452,7 +490,7 @@ class StepRound(Round):
     def _compute_in_python(self, run: Callable[[int], Partial], share: Share) -> Partial:
         # Rounds that gather run only a part of the step.
         program, python, replica = self._step.program, self._step.python, share.replica
-        first_round = not updating(self._earlier) and self._number not in self._step.gathering
+        first_round = not updating(self._earlier) and self.number not in self._step.gathering
         program.keep_passes(python.computes_once(replica, first_round=first_round))
         partial = python.compute(run, replica, share.examples, self.what, first_round=first_round)
         if python.has_written:
@@ -465,8 +503,8 @@ class StepRound(Round):
         step, program = self._step, self._step.program
         if not program.varies:
             return None
-        changed = step.python.form() if step.kind != "predict" and program.is_last(self._number) else ""
-        return f"{changed}; {program.form(self._number)}" if changed else program.form(self._number)
+        changed = step.python.form() if step.kind != "predict" and program.is_last(self.number) else ""
+        return f"{changed}; {program.form(self.number)}" if changed else program.form(self.number)
 
     def check(self, names: Sequence[str]) -> bytes:
         """Return a hash of the batch, of what trials have measured, of the names, and of the form."""
@@ -480,7 +518,7 @@ class StepRound(Round):
 
     def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total by their names in the program."""
-        return self._step.program.parts(self._number, arrays)
+        return self._step.program.parts(self.number, arrays)
 
     def entered(self) -> None:
         """Note that this worker has waited for the view."""

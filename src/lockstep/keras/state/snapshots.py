@@ -100,6 +100,10 @@ class Snapshots:
                 scheduler.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
 
+    def change_workers(self, take_snapshot: Callable[[bool], Contents]) -> None:
+        """Let workers join and leave before a step that is taken again; see `Verifications.doubt`."""
+        self._job.change_workers(lambda whole: self._for_joiners(take_snapshot(whole)))
+
     def _for_joiners(self, contents: Contents) -> Contents:
         manifest = {**contents.manifest, "host": report_for_joiners(self._job)}
         return replace(contents, manifest=manifest)
@@ -139,9 +143,11 @@ class Snapshots:
         callbacks have processed the end of the step, and the state is in the variables of `model`.
         """
         call = self._calls.current
+        doubt = verifications_of(self._job).packed_doubt
         position = {
             "journal": self.resumable.journal.packed(),
-            "steps": call.steps if program is not None else 0,
+            # A worker that joins for a step that is taken again goes up to it, past the callbacks before it.
+            "steps": call.steps + bool(doubt) if program is not None else 0,
             "looks": call.samples,
             "passes": call.passes,
             "states": dict(call.states),
@@ -172,6 +178,7 @@ class Snapshots:
             "verified": verifications_of(self._job).packed,
             "built": self.models.built,
             "python": saved_python(model),
+            **({"doubt": doubt} if doubt else {}),
         }
         packed, converted = self._packed(training, arrays)
         manifest = {"job": self.job_facts(), **packed}
@@ -287,7 +294,9 @@ class Snapshots:
             assign(model, current, whole=True)
         call = self._calls.current
         self._calls.move_to(training["methods"], training["taken"])
-        verifications_of(self._job).unpack(training.get("verified", ()), training["taken"])
+        verifications_of(self._job).unpack(
+            training.get("verified", ()), training["taken"], training.get("doubt", b"")
+        )
         try:
             if program is not None:
                 call.inner = dict(training["inner"])
