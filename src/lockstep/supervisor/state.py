@@ -493,6 +493,8 @@ class State:
     @property
     def replaced(self) -> int | None:
         """The accused worker whose place the worker takes that decides; None if there is another place."""
+        if not self.admission.accused:
+            return None
         staying = self.staying
         accused = [worker for worker in staying if worker in self.admission.accused]
         has_place = len(staying) < (self.size.wanted or len(staying))
