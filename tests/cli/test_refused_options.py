@@ -53,6 +53,7 @@ VALUES = {
     "--grace": "3s",
     "--verify-every": "2",
     "--verify-replicas": "all",
+    "--avoid-host-after": "2",
     "--exact-batch": None,
     "--local-steps": "20",
     "--allow-unlike": None,
@@ -172,6 +173,10 @@ REFUSALS = [
         "share one",
     ),
     ("--verify-replicas not --verify-every", "--verify-replicas all needs --verify-every K"),
+    (
+        "--avoid-host-after not --verify-every",
+        "--avoid-host-after needs --verify-every K, which names workers",
+    ),
     (
         "--local-steps --update",
         "--local-steps excludes --update divided: an update averages the whole state",

@@ -110,8 +110,8 @@ ENDING = replace(TWO, shutdown=Shutdown(Stage.ENDING, 8.0, JobOutcome(3, "becaus
 TERMINATING = at_stage(ENDING, Stage.TERMINATING)
 
 
-def insisting(workers: tuple[int, ...]) -> VerificationFailed:
-    return VerificationFailed(step=3, arrays=("kernel",), workers=workers, verdict="third")
+def insisting(workers: tuple[int, ...], verdict: str = "third") -> VerificationFailed:
+    return VerificationFailed(step=3, arrays=("kernel",), workers=workers, verdict=verdict)
 
 
 PATTERNS: list[tuple[str, Callable[..., Event]]] = [
@@ -128,6 +128,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     ),
     (r"worker \d+ has a strategy", lambda: StrategyInstalled("jax")),
     (r"workers (?P<accused>[\d ]+) insist on their bits", lambda accused: insisting(accused)),
+    (r"a verification names worker (?P<accused>\d+)", lambda accused: insisting(accused, "worker")),
     (r"the script distributes", DistributionBegan),
     (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", JoinRequested),
     (
@@ -238,6 +239,8 @@ def trace(scenario: str) -> str:
             hosts = tuple(tuple(islice(ids, int(number))) for number in match[1].split())
             view = place_on_hosts(state.view.replicas, hosts, 1)
             state = replace(State.of(view, state.limits, state.size), distributes=True)
+        elif match := re.fullmatch(r"avoids a host after (\d+)", line):
+            state = replace(state, avoid_host_after=int(match[1]))
         elif line == "workers are started by hand":
             state = replace(state, size=JobSize(len(state.running), by_hand=True))
         elif line == "nothing is distributed yet":

@@ -141,7 +141,7 @@ _GROUPS = {
             "--tf-distribute",
             "--no-adopt",
         ),
-        *("--verify-every", "--verify-replicas", "--witness"),
+        *("--verify-every", "--verify-replicas", "--avoid-host-after", "--witness"),
     ),
     "Checkpoints": ("--checkpoint-every", "--keep", "--one-writer", "--accept-changes"),
     "Losses and ends": ("--timeout", "--min-workers", "--max-restarts", "--restart-job", "--grace"),
@@ -399,6 +399,13 @@ _GROUPS = {
     default="one",
     show_default=True,
     help="With --verify-every, verify one replica and its part of the sum, each in turn, or all of them.",
+)
+@click.option(
+    "--avoid-host-after",
+    type=click.IntRange(min=1, max=_TIMES),
+    metavar="N",
+    help="With --verify-every, start no more workers on a host whose workers were named N times for wrong "
+    "bits, if there is another host.  [default: never]",
 )
 @click.option(
     "--allow-unlike",
@@ -931,6 +938,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
             grace=parse_seconds(options["grace"], "--grace"),
             min_workers=options["min_workers"],
             max_restarts=options["max_restarts"],
+            avoid_host_after=options["avoid_host_after"] or 0,
         ),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
@@ -979,6 +987,8 @@ def _verification(options: Mapping[str, Any], replicas: int) -> Verification:
         )
     if every is None and verifies_all:
         raise ConfigError("--verify-replicas all needs --verify-every K")
+    if every is None and options["avoid_host_after"] is not None:
+        raise ConfigError("--avoid-host-after needs --verify-every K, which names workers")
     return Verification(every or 0, verifies_all)
 
 

@@ -137,7 +137,7 @@ class HostJoined(_Event, frozen=True, tag="host joined"):
 
 
 class HostLost(_Event, frozen=True, tag="host lost"):
-    """A host was lost, with the workers there."""
+    """A host was lost, with the workers there, or no worker starts there any more (`--avoid-host-after`)."""
 
     host: str
     reason: str

@@ -95,12 +95,15 @@ class JobLimits(msgspec.Struct, frozen=True):
         grace: seconds that a stopped job has to complete its step and write a checkpoint.
         min_workers: training waits while there are fewer workers.
         max_restarts: how many lost workers are replaced.
+        avoid_host_after: how often verifications name workers of a host until no worker starts there; 0 for
+            never.
     """
 
     timeout: float = 600.0
     grace: float = GRACE
     min_workers: int = 1
     max_restarts: int = 0
+    avoid_host_after: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

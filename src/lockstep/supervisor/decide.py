@@ -126,7 +126,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case CheckpointsConfigured():
             decision = Decision(replace(state, keeps=True), reason="the script saves checkpoints")
         case VerificationFailed():
-            decision = _verification_failed(state, event)
+            decision = _verification_failed(state, event, now)
         case LastStepEnded() | CheckpointWritten() | CheckpointNotWritten():
             decision = _saving_advanced(state, event)
         case TimeoutSet(seconds):
@@ -475,8 +475,10 @@ def _strategy_installed(state: State, now: float) -> Decision:
     return Decision(replace(state, elastic=True), reason="the script created its strategy")
 
 
-def _verification_failed(state: State, event: VerificationFailed) -> Decision:
-    """Start another worker if workers insist on different bits, of which one leaves for it."""
+def _verification_failed(state: State, event: VerificationFailed, now: float) -> Decision:
+    """Start another worker if workers insist on different bits, or avoid a host that was named too often."""
+    if event.verdict == "worker":
+        return _workers_named(state, event, now)
     reason = f"{name_workers(event.workers)} computed different bits in step {event.step}"
     # Otherwise the members give the state, enter the next view without another worker, and stop.
     can_join = state.stage is Stage.RUNNING and not (state.vital or state.size.closed or state.size.by_hand)
@@ -486,6 +488,27 @@ def _verification_failed(state: State, event: VerificationFailed) -> Decision:
     instead = "" if state.replaced is None else f" in place of worker {state.replaced}"
     reason += f", each the same ones each time; another worker starts{instead}, and decides"
     return Decision(state, (ShowMessage(reason),), reason)
+
+
+def _workers_named(state: State, event: VerificationFailed, now: float) -> Decision:
+    """Count the hosts of workers at fault; let a host retire that was named too often, unless it is alone."""
+    hosts = tuple(state.workers[worker].host for worker in event.workers)
+    state = replace(state, named=(*state.named, *hosts))
+    reason, most = (
+        f"{name_workers(event.workers)} computed wrong bits in step {event.step}",
+        state.avoid_host_after,
+    )
+    for host in hosts:
+        times = state.named.count(host)
+        if not most or times < most or host not in state.hosts:
+            continue
+        named = f"workers of host {state.names[host]} were named {count(times, 'time')} for wrong bits"
+        if len(state.hosts) == 1:
+            text = f"{named}, and no other host could continue (--avoid-host-after {most})"
+            return Decision(state, (ShowMessage(text),), text)
+        text = f"{named}: no worker starts there any more (--avoid-host-after {most})"
+        return _host_retires(state, HostRetires(host, text), now)
+    return Decision(state, reason=reason)
 
 
 def _saving_advanced(

@@ -298,6 +298,8 @@ class State:
         vital: the workers without which a job with parameter servers cannot continue. Such a job keeps its
             number of workers.
         servers: the parameter servers, which are not replaced.
+        named: the hosts of workers that verifications have named, once for each time.
+        avoid_host_after: how often a host is named until it retires; 0 for never.
         cut_off: whether no other host was heard for so long that this host seems to be cut off.
         heard_from: the time at which hosts count as heard that were not heard later.
         workers: every worker that was ever started, by id.
@@ -333,6 +335,8 @@ class State:
     vital: frozenset[int] = frozenset()
     servers: frozenset[int] = frozenset()
     names: tuple[str, ...] = ()
+    named: tuple[int, ...] = ()
+    avoid_host_after: int = 0
     cut_off: bool = False
     heard_from: float = 0.0
 
@@ -371,7 +375,7 @@ class State:
         """
         wanted, limits = spec.workers, spec.limits
         size = JobSize.of(wanted, limits.min_workers, limits.max_restarts)
-        return cls.of(
+        begun = cls.of(
             spec.view,
             TimeLimits(timeout=limits.timeout, save=limits.grace, cut_off=limits.timeout, hold=spec.hold),
             JobSize(wanted, by_hand=True) if by_hand else size,
@@ -381,6 +385,7 @@ class State:
             vital=spec.vital,
             servers=spec.servers,
         )
+        return replace(begun, avoid_host_after=limits.avoid_host_after)
 
     @property
     def stage(self) -> Stage:
