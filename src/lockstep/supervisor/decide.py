@@ -912,8 +912,9 @@ def _admit(state: State, now: float, how: str) -> Decision:
     if state.admission.accused and not state.ready:
         if state.joiners or state.filled < size.wanted:
             reason = "training waits for another worker, which decides"
-            reason, shown = (f"{why}; {reason}", (ShowMessage(f"{why}; {reason}"),)) if why else (reason, ())
-            return Decision(_waiting(state, now), shown, reason)
+            if not why:
+                return Decision(_waiting(state, now), reason=reason)
+            return Decision(_waiting(state, now), (ShowMessage(f"{why}; {reason}"),), f"{why}; {reason}")
         state = _without_accused(state)
     staying, ready, outgoing = state.staying, state.ready, state.outgoing
     # Members whose hosts retire come last, also if they have to stay.
