@@ -78,7 +78,8 @@ def is_own(path: str) -> bool:
     """Whether the module at a path is the program's own, not of an installed library."""
     file = Path(path)
     installed = not _LIBRARIES.isdisjoint(file.parents) or not _INSTALLED.isdisjoint(file.parts)
-    return not installed and not file.name.startswith(_GENERATED)
+    # Frames of Cython have the path of a source file that is not installed.
+    return not installed and not file.name.startswith(_GENERATED) and file.suffix != ".pyx"
 
 
 @cache
