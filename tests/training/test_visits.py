@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
+import lockstep
 from lockstep import show_input
 from lockstep.keras.input.fit_inputs import AN_ITERATOR, global_input
 from lockstep.keras.input.readings import ReadingWorker
@@ -223,3 +224,24 @@ def test_the_table_says_how_an_input_is_read(make: Source, way: str) -> None:
     table = show_input(make(), batch_size=4, shuffle=False, replicas=2, steps=1)
     assert str(table).splitlines()[0] == table.way == way
     assert [list(reading.rows.numbers) for reading in table] == [[0, 1], [2, 3]]
+
+
+class OwnLoss(keras.Model):
+    """Never calls the compiled loss, which Keras therefore never counts as built."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, *args: Any, **options: Any) -> Any:
+        return keras.ops.mean(keras.ops.square(y_pred - y))
+
+
+@pytest.mark.ci
+def test_a_sample_batch_is_drawn_once(job_of_one_worker: job.Job) -> None:
+    x = np.random.default_rng(0).normal(size=(20, 3)).astype("float32")
+    histories = []
+    for loss in (None, "mae"):
+        keras.utils.set_random_seed(1)
+        with lockstep.MultiWorkerMirroredStrategy().scope():
+            inputs = keras.Input((3,))
+            model = OwnLoss(inputs, keras.layers.Dense(1)(inputs))
+            model.compile(keras.optimizers.SGD(0.5), loss=loss, metrics=["mse"], run_eagerly=True)
+        histories.append(model.fit(x, x[:, :1], batch_size=4, verbose=0).history)
+    assert histories[0] == histories[1]

@@ -117,8 +117,11 @@ class CallInputs:
             data.plain_first = not all(layer.built for layer in layers_of(model))
 
     def first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield the first batch in the form of Keras's epoch iterators. It is read when it is needed."""
-        yield 0, 0, [self.sample(data, model, "train")]
+        """Yield the first batch in the form of Keras's epoch iterators. It is read when it is needed.
+
+        Keras asks again if the program's own `compute_loss` leaves the compiled loss without a call.
+        """
+        yield 0, 0, [data.peek() if self._calls.current.samples else self.sample(data, model, "train")]
 
 
 def _dataset_of(data: Any) -> Any:
