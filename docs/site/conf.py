@@ -34,6 +34,7 @@ NAVIGATION = {
         "docs/plain-scripts",
         "docs/every-worker",
         "docs/input",
+        "docs/data",
         "docs/custom-loops",
         "docs/checkpoints",
         "docs/parameter-server",

@@ -1,13 +1,15 @@
 """What reading changes in a dataset: found by path, given as plain values, and restored in another one."""
 
 import random
+import sysconfig
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.keras.input.held_state import ChangedNumbers, states_held
+from lockstep.keras.input.held_state import ChangedNumbers, held_iterator, states_held
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.journal import Journal
 
@@ -204,3 +206,35 @@ def test_calls_that_change_nothing_keep_no_order_of_their_own() -> None:
     calls = [held["numbers of x"].get("x", {}) for held in held_after]
     assert ["rows" in numbers for numbers in calls] == [False, False, False, False, False, True]
     assert calls[5]["rows"].tolist() == data.rows.tolist()
+
+
+class Proxy:
+    """Has methods of all classes, as parts of some libraries do."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.held)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.held)
+
+    def __next__(self) -> Any:
+        return next(self.held)
+
+
+def test_a_proxy_iterates_if_what_it_stands_for_does() -> None:
+    assert held_iterator(("data", [Proxy(1)])) is None
+    assert held_iterator(("data", [Proxy(iter("ab"))])) == "data[0] is a Proxy"
+
+
+def test_globals_of_installed_packages_are_not_iterators_of_the_program() -> None:
+    for folder, path in (
+        (sysconfig.get_path("purelib"), None),
+        ("/home", "module.NAMES is a str_ascii_iterator"),
+    ):
+        members: dict[str, Any] = {"NAMES": iter("ab"), "__name__": "module"}
+        exec(compile("def read(): return next(NAMES)", f"{folder}/module.py", "exec"), members)
+        assert held_iterator(("data", [members["read"]])) == path

@@ -19,6 +19,7 @@ import numpy as np
 from lockstep.keras.private.common import KERAS_HOLDERS, TRACKED_CONTAINERS
 from lockstep.keras.randomness import global_generators, same_state
 from lockstep.system.notes import RepeatedNotes
+from lockstep.worker.program_sources import is_own
 
 _OBJECTS = 20_000
 """The number of objects that are searched."""
@@ -29,8 +30,20 @@ _MEMBERS = 200
 _LIBRARIES = frozenset(
     {
         *sys.stdlib_module_names,
-        *("absl", "grain", "jax", "jaxlib", "keras", "lockstep", "ml_dtypes", "numpy", "pandas", "PIL"),
-        *("pyarrow", "scipy", "tensorflow", "torch", "torchvision"),
+        *(
+            "absl",
+            "aiobotocore",
+            "botocore",
+            "datasets",
+            "fsspec",
+            "grain",
+            "jax",
+            "jaxlib",
+            "keras",
+            "lockstep",
+        ),
+        *("ml_dtypes", "numpy", "pandas", "PIL", "pyarrow", "s3fs", "scipy", "tensorflow", "torch"),
+        "torchvision",
     }
 )
 """Packages whose functions and classes hold no generators except the global ones."""
@@ -181,11 +194,13 @@ def held_iterator(*roots: tuple[str, Any]) -> str | None:
     """Return the path of an iterator, such as a generator, that one of the objects holds, or None.
 
     Whoever reads an item takes the next element from it. Files, which can be read at any offset, do not
-    count, nor do counters within other objects.
+    count, nor do counters within other objects, nor globals of installed packages. A proxy has all methods,
+    and the class of what it stands for.
     """
-    for path, held in _objects(roots):
+    for path, held in _objects(roots, only_program=True):
         counts = isinstance(held, count) and path.count(".") > 1
-        if isinstance(held, Iterator) and not (counts or isinstance(held, IOBase)):
+        iterates = isinstance(held, Iterator) and issubclass(held.__class__, Iterator)
+        if iterates and not (counts or isinstance(held, IOBase)):
             return f"{path} is a {type(held).__qualname__}"
     return None
 
@@ -311,8 +326,8 @@ def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:
         attributes[name] = copy.copy(value)
 
 
-def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
-    """Yield objects and their paths, the nearest first."""
+def _objects(roots: tuple[tuple[str, Any], ...], *, only_program: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield objects and their paths, the nearest first; with `only_program`, without globals of packages."""
     waiting = deque(roots)
     seen: dict[int, Any] = {}
     while waiting and len(seen) < _OBJECTS:
@@ -321,10 +336,10 @@ def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
             continue
         seen[id(held)] = held  # Keeps the object, so that no other gets its id.
         yield path, held
-        waiting.extend(_members(path, held))
+        waiting.extend(_members(path, held, only_program))
 
 
-def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
+def _members(path: str, held: Any, only_program: bool) -> Iterator[tuple[str, Any]]:
     """Yield the members of an object, with their paths."""
     if isinstance(held, Mapping) and type(held).__module__ in ("builtins", "collections"):
         items = islice(held.items(), _MEMBERS)
@@ -334,7 +349,7 @@ def _members(path: str, held: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(held, list | tuple | deque) and _iterates_as_a_builtin(held):
         yield from ((f"{path}[{index}]", value) for index, value in enumerate(islice(held, _MEMBERS)))
     if isinstance(held, FunctionType):
-        yield from _of_function(path, held)
+        yield from _of_function(path, held, only_program)
     elif isinstance(held, MethodType | BuiltinFunctionType):
         yield f"{path}.__self__", held.__self__
         yield f"{path}.__func__", getattr(held, "__func__", None)
@@ -355,7 +370,7 @@ def _iterates_as_a_builtin(container: Any) -> bool:
     )
 
 
-def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+def _of_function(path: str, function: FunctionType, only_program: bool) -> Iterator[tuple[str, Any]]:
     if _library(_module(function)):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
@@ -365,6 +380,8 @@ def _of_function(path: str, function: FunctionType) -> Iterator[tuple[str, Any]]
             continue  # It is not assigned yet.
     yield f"{path}.__defaults__", function.__defaults__
     yield f"{path}.__kwdefaults__", function.__kwdefaults__
+    if only_program and not is_own(function.__code__.co_filename):
+        return
     names = sorted(_names(function.__code__))
     for name in sorted(_globals(function.__code__)):
         value = function.__globals__.get(name)
