@@ -15,7 +15,7 @@ import pytest
 from object_server import s3_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
-WAYS = dict(re.findall(r"## ([\w ]+)\n[^#]*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+WAYS = dict(re.findall(r"\n## ([\w ]+)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
 PACKAGES = {
     "Parquet": ("jax", ["pyarrow.parquet", "s3fs"]),
     "Hugging Face datasets": ("torch", ["torch", "datasets", "pyarrow.parquet", "s3fs"]),
