@@ -120,6 +120,13 @@ def test_one_difference_is_one_sentence(first: dict[str, str], second: dict[str,
     assert said(first, second) == [text]
 
 
+def test_another_seed_of_the_job_is_no_other_seed_of_the_script() -> None:
+    first, second = (recording({"the seeds of the script": str(seed)}, seed=seed) for seed in (7, 8))
+    assert [described(head) for head in head_differences(first, second)] == [
+        "seed is 7 in the first run and 8 in the second"
+    ]
+
+
 def test_of_a_long_value_the_part_that_differs_is_shown() -> None:
     config = {f"key_{number:02}": number for number in range(12)}
     other = {**config, "key_11": 12}

@@ -104,8 +104,11 @@ def head_differences(first: Recording, second: Recording) -> Iterator[HeadDiffer
         there = ["present" if name in some else ABSENT for some in features]
         yield _difference("processor", f"processor feature {name}", there)
     yield from _source_differences(first, second)
+    same_seed = ours.get("seed") == theirs.get("seed")
     for call in [call for call in first.settings if call in second.settings]:
-        yield from _setting_differences(call, first.settings[call], second.settings[call])
+        settings = _setting_differences(call, first.settings[call], second.settings[call])
+        # Seeds within the script follow from that of the job.
+        yield from (difference for difference in settings if same_seed or difference.cause != "seed")
     yield from _variable_differences(first, second)
     words = [[*map(str, recording.job.get("arguments", ()))] for recording in (first, second)]
     arguments = [" ".join(each) or "none" for each in words]
