@@ -285,3 +285,20 @@ def test_numbers_to_which_a_program_refers_can_be_set_and_reset() -> None:
         number.reset()
     assert values() == sorted(expected)
     assert "inherited" not in vars(model)
+
+
+def test_an_attribute_may_have_the_name_of_a_global_variable_and_of_an_enclosing_one() -> None:
+    config = SimpleNamespace(WEIGHT=1.0)
+
+    def loss_of(WEIGHT: float) -> Any:
+        return lambda y, p: WEIGHT * config.WEIGHT * p
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", loss_of(2.0))
+    numbers = numbers_of(model)
+    for number in numbers:
+        number.set(number.value + 1)
+    for number in reversed(numbers):
+        number.reset()
+    assert model.loss(None, 1.0) == 2.0
+    assert WEIGHT == 0.25

@@ -599,14 +599,28 @@ def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
         parts: functions, and objects whose methods count.
     """
     roots: dict[int, tuple[str, Any]] = {}
-    for _, name, value in _named(parts):
+    for name, value, *_ in _named(parts):
         if _node_class(value) in (_Generator, _Holder):
             roots.setdefault(id(value), (f"the variable {name!r}", value))
     return list(roots.values())
 
 
-def _named(parts: Iterable[Any]) -> Iterator[tuple[types.FunctionType, str, Any]]:
-    """Yield what functions name, each with the function and the name; see `named_objects`."""
+class _Named(NamedTuple):
+    """What a function names.
+
+    Attributes:
+        name: the name.
+        value: the object.
+        place: the variable of an enclosing function, or the global variables of the function's module.
+    """
+
+    name: str
+    value: Any
+    place: types.CellType | dict[str, Any]
+
+
+def _named(parts: Iterable[Any]) -> Iterator[_Named]:
+    """Yield what functions name; see `named_objects`."""
     waiting = [function for part in parts for function in _functions_of(part)]
     visited: set[int] = set()
     while waiting:
@@ -614,8 +628,9 @@ def _named(parts: Iterable[Any]) -> Iterator[tuple[types.FunctionType, str, Any]
         if id(function) in visited:
             continue
         visited.add(id(function))
-        for name, value in _named_by(function):
-            yield function, name, value
+        for named in _named_by(function):
+            yield named
+            value = named.value
             if isinstance(value, types.FunctionType):
                 waiting += [value] if _is_in_program(value.__module__) else []
             elif _node_class(value) in (_Generator, _Holder) and id(value) not in visited:
@@ -651,13 +666,12 @@ def numbers_of(model: Any) -> list[Number]:
         *(module for layer in layers_of(model) for module in modules_of(layer)),
     ]
     waiting: list[Number] = []
-    for function, name, value in _named([*parts, *_callables_in(parts)]):
-        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        if name in cells:
-            setter = functools.partial(setattr, cells[name], "cell_contents")
+    for name, value, place in _named([*parts, *_callables_in(parts)]):
+        if isinstance(place, types.CellType):
+            setter = functools.partial(setattr, place, "cell_contents")
             waiting.append(Number(value, setter, functools.partial(setter, value)))
         else:
-            waiting.append(_item(function.__globals__, name, value))
+            waiting.append(_item(place, name, value))
     numbers: list[Number] = []
     seen: set[int] = set()
     containers = [*parts]
@@ -751,18 +765,18 @@ def _functions_of(part: Any) -> list[types.FunctionType]:
     return [member for member in functions if isinstance(member, types.FunctionType)]
 
 
-def _named_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+def _named_by(function: types.FunctionType) -> Iterator[_Named]:
     """Yield the global variables, and variables of enclosing functions, that a function names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # It has no value yet.
-            yield name, cell.cell_contents
+            yield _Named(name, cell.cell_contents, cell)
     codes = [function.__code__]
     while codes:
         code = codes.pop()
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         for name in code.co_names:
             if name in function.__globals__:
-                yield name, function.__globals__[name]
+                yield _Named(name, function.__globals__[name], function.__globals__)
 
 
 def unchanged(model: Any) -> "Kept":
