@@ -240,7 +240,7 @@ def test_the_last_line_summarizes_the_job(stage: Stage) -> None:
     outcome = stage.run(trains, trains)
     line = outcome.stderr.splitlines()[-1]
     assert line.startswith("lockstep: finished in ")
-    assert line.endswith(" s: 3 steps on 2 workers; 2 checkpoints; digest 1f3c of model 'small'")
+    assert line.endswith("s: 3 steps on 2 workers; 2 checkpoints; digest 1f3c of model 'small'")
     (finished,) = outcome.events_of("finished")
     expected = {"lost": 0, "joined": 0, "checkpoints": 2, "before": 0, "steps": 3, "model": "small"}
     assert finished.items() >= {**expected, "digest": "1f3c"}.items()

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
 from lockstep.monitoring.run_folder import RunFolder
+from lockstep.monitoring.told_events import details
 from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns, GrowingMap
+from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import LOAD_COLUMNS, METRIC_COLUMNS, RunState, WorkerInfo
 
 from .made_runs import END, EVENTS, HOSTILE, MEASURED, event, job, make_hostile_run, make_run, metrics, steps
@@ -460,3 +462,12 @@ def test_a_lone_surrogate_does_not_break_the_json(tmp_path: Path) -> None:
 def test_measurements_without_events(tmp_path: Path) -> None:
     data = read(make_run(tmp_path / "run", [], MEASURED))
     assert next(one["id"] for one in parts(data, active=True)["charts"]) == "metric:loss"
+
+
+def test_the_cause_of_an_exit_follows_its_status() -> None:
+    fields = {"status": -9, "cause": "by the kernel, because memory ran out"}
+    texts = [details(Happening(0.0, "exited", 1, each), str) for each in (fields, {"status": -9})]
+    assert texts == [
+        "was killed by SIGKILL, by the kernel, because memory ran out",
+        "was killed by SIGKILL",
+    ]

@@ -301,7 +301,7 @@ class Store:
             if path.name.startswith("."):
                 path.rename(self.path(_step(path)))
         for path in self._folder.glob(".step-*"):
-            _try(shutil.rmtree, path, remained)
+            _try(_remove_folder, path, remained)
 
     def _write(self, contents: Contents, path: Path) -> None:
         temporary = self._folder / f".{path.name}.writing"
@@ -344,7 +344,14 @@ class Store:
     def _remove(self, path: Path) -> None:
         removed = self._folder / f".{path.name}.removed"
         path.rename(removed)
-        shutil.rmtree(removed)
+        _remove_folder(removed)
+
+
+def _remove_folder(path: Path) -> None:
+    """Remove all files of a folder that can be removed; raise why one can't be."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.exists():
+        shutil.rmtree(path)
 
 
 def _try(remove: Callable[[Path], None], path: Path, remained: _Remained) -> bool:

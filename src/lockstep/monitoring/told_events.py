@@ -103,7 +103,7 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
         case "paused":
             return duration_text(seconds_of(event))
         case "exited" if isinstance(status := fields.get("status"), int):
-            return f"{describe_exit(status)}{fields.get('cause') or ''}"
+            return ", ".join(filter(None, (describe_exit(status), str(fields.get("cause") or ""))))
         case "done" if isinstance(status := fields.get("status"), int):
             return f"exit status {status}"
         case "call":

@@ -821,7 +821,7 @@ class NetworkCommunicator:
         grown, _ = self._on_host(call, lambda: pool.grow(extents.end) if self._local == 0 else None)
         if grown:
             return Standing.UNFIT, grown
-        unmapped, memory = self._on_host(call, lambda: pool.map(extents.end))
+        unmapped, memory = self._on_host(call, lambda: np.frombuffer(pool.map(extents.end), np.uint8))
         if unmapped:
             return Standing.UNFIT, unmapped
         assert memory is not None

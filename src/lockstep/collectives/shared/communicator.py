@@ -161,7 +161,9 @@ class SharedCommunicator:
         )
         pool = self._buffers.pool
         self._on_all_members(call, lambda: pool.grow(sizes.whole) if self._rank == 0 else None)
-        self._buffers.use(sizes, self._on_all_members(call, lambda: pool.map(sizes.whole)))
+        self._buffers.use(
+            sizes, self._on_all_members(call, lambda: np.frombuffer(pool.map(sizes.whole), np.uint8))
+        )
         self._has_room = True
 
     def _on_all_members(self, call: CollectiveCall, act: Callable[[], Result]) -> Result:

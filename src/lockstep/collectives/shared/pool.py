@@ -12,9 +12,6 @@ import mmap
 import os
 from typing import Self
 
-import numpy as np
-
-from lockstep.collectives.contract import Bytes
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.memory import Available, available_memory
 
@@ -28,7 +25,7 @@ class SharedPool:
     def __init__(self, fd: int, available: Available = available_memory) -> None:
         self.fd = fd
         self._available = available
-        self._mapping: Bytes = np.empty(0, np.uint8)
+        self._mapping = memoryview(b"")
 
     @classmethod
     def create(cls) -> Self:
@@ -69,7 +66,7 @@ class SharedPool:
         if size > end:
             allocate(self.fd, end, size - end, self._available)
 
-    def map(self, size: int) -> Bytes:
+    def map(self, size: int) -> memoryview:
         """Return a mapping of the first `size` bytes or more, the last one if that suffices.
 
         An earlier mapping stays valid while anything refers to it.
@@ -81,7 +78,7 @@ class SharedPool:
             # With MAP_POPULATE, all page faults happen now instead of in the first reduction.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
             try:
-                self._mapping = np.frombuffer(mmap.mmap(self.fd, size, flags=flags), np.uint8)
+                self._mapping = memoryview(mmap.mmap(self.fd, size, flags=flags))
             except OSError as error:
                 raise SharedMemoryError(
                     f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "

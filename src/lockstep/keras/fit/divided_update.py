@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.shared.divided_state import Array, DividedLayout, DividedState
@@ -161,4 +162,4 @@ class DividedUpdate:
         return state
 
     def _mapped(self, layout: DividedLayout) -> DividedState:
-        return DividedState(layout, self._pool.map(layout.size))
+        return DividedState(layout, np.frombuffer(self._pool.map(layout.size), np.uint8))

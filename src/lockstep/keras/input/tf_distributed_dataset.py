@@ -187,7 +187,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         try:
             while True:
                 try:
-                    values = self._take()
+                    values = self._next()
                 except StopIteration:
                     return
                 if values.specs != specs:
