@@ -1,8 +1,10 @@
 """What reading changes in a dataset: found by path, given as plain values, and restored in another one."""
 
 import random
+import sys
 import sysconfig
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -238,3 +240,15 @@ def test_globals_of_installed_packages_are_not_iterators_of_the_program() -> Non
         members: dict[str, Any] = {"NAMES": iter("ab"), "__name__": "module"}
         exec(compile("def read(): return next(NAMES)", f"{folder}/module.py", "exec"), members)
         assert held_iterator(("data", [members["read"]])) == path
+
+
+def test_a_module_of_the_program_may_have_the_name_of_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file, paths in (
+        ("/home/datasets.py", ["numbers of data"]),
+        (f"{sysconfig.get_path('purelib')}/d.py", []),
+    ):
+        module = ModuleType("datasets")
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, "datasets", module)
+        monkeypatch.setattr(Part, "__module__", "datasets")
+        assert list(states_held(("data", Part()))) == paths

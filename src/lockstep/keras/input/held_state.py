@@ -6,7 +6,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from io import IOBase
 from itertools import count, islice
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -441,7 +441,18 @@ def _module(held: Any) -> str:
 
 
 def _library(module: str) -> bool:
-    return not module or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
+    package = module.partition(".")[0]
+    return not module or (package in _LIBRARIES and module != "__main__" and not _is_shadowed(package))
+
+
+def _is_shadowed(package: str) -> bool:
+    """Whether the program has a package or module of the name of a library, such as `datasets`."""
+    module = sys.modules.get(package)
+    file = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
+    return package != "lockstep" and file is not None and _is_own(file)
+
+
+_is_own = cache(is_own)
 
 
 def _is_generator(held: Any) -> bool:
