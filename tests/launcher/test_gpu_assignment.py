@@ -197,3 +197,14 @@ def test_the_gpus_of_a_replacement(
 ) -> None:
     mine = choose(entries[slot], entries, used, faults)
     assert (mine and mine.visible) == chosen
+
+
+@pytest.mark.parametrize(
+    ("entries", "used", "chosen"), [(ALONE, "0", "2"), (ALONE, "02", "1"), (PAIRS, "0", "1")]
+)
+def test_the_gpu_of_a_worker_that_leaves_is_used_last(
+    entries: tuple[Devices, ...], used: str, chosen: str
+) -> None:
+    mine = choose(entries[1], entries, used, "", yielding="1")
+    assert mine is not None
+    assert mine.visible == chosen

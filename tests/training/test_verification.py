@@ -26,6 +26,7 @@ from lockstep.keras.verification import (
     VerificationPlan,
     Verifier,
     judge,
+    judge_again,
 )
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import VerificationFailed
@@ -121,6 +122,38 @@ def test_a_step_that_is_not_deterministic_accuses_no_worker() -> None:
     assert judge(two[:1]).kind == "step"
     own = [Answer(worker, (attempts[0],) * 2) for worker, attempts in enumerate(noisy)]
     assert judge([*own[:2], Answer(2, noisy[2][:1])]).kind == "everyone"
+
+
+@pytest.mark.parametrize(
+    ("places", "third_agrees_with", "verdict"),
+    [
+        # Each worker, also the third one, is on the host and the GPU that these letters name.
+        (("a0", "a1", "a1"), 0, ("worker", (1,))),
+        (("a0", "a1", "a1"), 1, ("undecided", (0, 1))),
+        (("a0", "a1", "a2"), 1, ("worker", (0,))),
+        (("a0", "a0", "a0"), 1, ("worker", (0,))),
+        (("a0", "b0", "b0"), 0, ("worker", (1,))),
+        (("a0", "b0", "b0"), 1, ("undecided", (0, 1))),
+        (("a0", "b0", "b1"), 1, ("undecided", (0, 1))),
+        (("a0", "b0", "c0"), 1, ("worker", (0,))),
+        (("a0", "a1", "b0"), 1, ("worker", (0,))),
+    ],
+)
+def test_workers_of_one_host_or_gpu_do_not_outvote_another(
+    places: tuple[str, ...], third_agrees_with: int, verdict: tuple[str, tuple[int, ...]]
+) -> None:
+    attempts = [(b"0", b"0"), (b"1", b"1"), (str(third_agrees_with).encode(),)]
+    first, second, third = (
+        Answer(worker, made, (f"host {place[0]}", f"GPU {place[1]} of host {place[0]}"))
+        for worker, (made, place) in enumerate(zip(attempts, places, strict=True))
+    )
+    found = judge_again([first, third._replace(attempts=third.attempts * 2)], [first, second])
+    assert found[:2] == verdict
+    assert (" (workers 1 and 2 agree, but they share " in found.why) == (verdict[0] == "undecided")
+    # Without an earlier step, and if a worker does not get the same bits twice, places do not matter.
+    assert judge_again([first, second, third])[:2] == ("worker", (1 - third_agrees_with,))
+    shaky = first._replace(attempts=(b"0", b"2"))
+    assert judge_again([shaky, third._replace(attempts=(b"1",))], [second, first])[:2] == ("worker", (0,))
 
 
 class VerifiedRound(Round):
@@ -246,8 +279,8 @@ def test_of_two_workers_that_always_differ_both_are_named(monkeypatch: pytest.Mo
         assert error.workers == ()
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_a_third_worker_decides_between_two(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("guilty", "hosts"), [(0, "aaa"), (1, "aaa"), (0, "abb"), (1, "abb")])
+def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_current", [])
     settings = JobSettings(workers=2, threads=1, verification=Verification(1, True))
     failed: list[VerificationFailed] = []
@@ -259,7 +292,8 @@ def test_a_third_worker_decides_between_two(guilty: int, monkeypatch: pytest.Mon
         def act(worker: int) -> Any:
             events = Bus(SystemClock(), worker)
             events.subscribe(lambda published: failed.append(published.event), VerificationFailed)
-            job = Job(JobContext(worker, events, settings), (view, hub.member(view.workers.index(worker))))
+            context = JobContext(worker, events, settings, host=f"{hosts}bb"[worker])
+            job = Job(context, (view, hub.member(view.workers.index(worker))))
             job.membership = NextPlace((alone := place(REPLICAS, (2,), 3), by_itself(alone)))
             verifications = verification.Verifications(job)
             verifications.unpack((), 0, doubt)
@@ -282,7 +316,17 @@ def test_a_third_worker_decides_between_two(guilty: int, monkeypatch: pytest.Mon
     first, second = take(place(REPLICAS, (0, 1)), b"")
     assert first == second != b""
     results = take(place(REPLICAS, (0, 2), 2), first)
-    assert [(event.verdict, event.workers) for event in failed] == [("third", (0, 1)), ("worker", (guilty,))]
+    verdicts = [(event.verdict, event.workers) for event in failed]
+    if (guilty, hosts) == (0, "abb"):
+        # Perhaps the host of workers 1 and 2 is at fault.
+        assert verdicts == [("third", (0, 1)), ("undecided", (0, 1))]
+        for error in results:
+            assert "no third worker can decide which are right (workers 1 and 2 agree, but they share" in str(
+                error
+            )
+            assert error.workers == ()
+        return
+    assert verdicts == [("third", (0, 1)), ("worker", (guilty,))]
     if guilty == 0:
         assert "workers 1 and 2 agree" in str(results[0])
     else:

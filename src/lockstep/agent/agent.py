@@ -294,14 +294,12 @@ class Agent:
                 self._tell(StartFailed(start.worker, start.joins, os_error(error), recurs))
 
     def _start(self, start: StartWorker) -> None:
-        others = [
-            worker
-            for worker in self._workers.values()
-            if not worker.exited and worker.worker not in start.yielding
-        ]
+        running = [worker for worker in self._workers.values() if not worker.exited]
+        others = [worker for worker in running if worker.worker not in start.yielding]
+        yielding = [worker for worker in running if worker.worker in start.yielding]
         if start.joins:
             self._look_at_gpus()
-        worker = self.starter.start(start.worker, others, joins=start.joins)
+        worker = self.starter.start(start.worker, others, joins=start.joins, yielding=yielding)
         self._workers[start.worker] = worker
         network, settings = self.network, self.spec.settings
         worker.channel.send(

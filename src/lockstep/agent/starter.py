@@ -39,13 +39,21 @@ class Starter(Protocol):
     def faults(self) -> dict[str, str]:
         """Return why GPUs of its workers cannot be used, by name; takes at most a second."""
 
-    def start(self, worker: int, others: Sequence[WorkerHandle], *, joins: bool) -> WorkerHandle:
+    def start(
+        self,
+        worker: int,
+        others: Sequence[WorkerHandle],
+        *,
+        joins: bool,
+        yielding: Sequence[WorkerHandle] = (),
+    ) -> WorkerHandle:
         """Start a worker, or use a process that waits to become one.
 
         Args:
             worker: its id.
             others: the other workers that run.
             joins: whether it joins a running job.
+            yielding: further workers that run, whose slots it may take.
 
         Raises:
             NoGpuLeft: none of the GPUs that the worker could get can be used.
@@ -118,7 +126,14 @@ class LocalStarter:
             self._faults = faults_of(names, machine.gpus)
         return self._faults
 
-    def start(self, worker: int, others: Sequence[WorkerHandle], *, joins: bool) -> WorkerHandle:
+    def start(
+        self,
+        worker: int,
+        others: Sequence[WorkerHandle],
+        *,
+        joins: bool,
+        yielding: Sequence[WorkerHandle] = (),
+    ) -> WorkerHandle:
         """Start a worker at the first free slot.
 
         Raises:
@@ -130,7 +145,8 @@ class LocalStarter:
         devices = self.spec.devices_of(slot - self.first_slot)
         if joins and devices is not None:
             used = {name for other in others for name in other.gpus}
-            chosen = choose(devices, self.spec.devices, used, self._faults)
+            left = {name for other in yielding for name in other.gpus}
+            chosen = choose(devices, self.spec.devices, used, self._faults, left)
             if chosen is None:
                 raise NoGpuLeft(f"{'; '.join(self._faults.values())}; no other GPU is free")
             devices = chosen

@@ -31,7 +31,7 @@ from lockstep.keras.verification import (
     Verdict,
     Verifications,
     differing_names,
-    judge,
+    judge_again,
     listed,
     with_earlier,
 )
@@ -64,11 +64,13 @@ class _StateAnswer(NamedTuple):
         worker: its id.
         compared: the last step after which it has known that all states are equal.
         attempts: the hashes, of one attempt or of two.
+        places: see `Answer`.
     """
 
     worker: int
     compared: int
     attempts: tuple[Hashes, ...]
+    places: tuple[str, ...]
 
 
 class StateVerifier:
@@ -183,19 +185,21 @@ class StateVerifier:
     ) -> list[_StateAnswer]:
         """Return the answers of all workers."""
         compared = self._verifications.compared(before.owners)
-        blob = msgspec.msgpack.encode((self._job.worker, compared, attempts))
+        blob = msgspec.msgpack.encode(
+            _StateAnswer(self._job.worker, compared, attempts, self._verifications.places)
+        )
 
         def gather(_: View, communicator: Communicator) -> list[bytes]:
             return communicator.gather(blob, what=f"the verification of the state in {what}")
 
         return [
-            _StateAnswer(*msgspec.msgpack.decode(other, type=tuple[int, int, tuple[bytes, ...]]))
+            msgspec.msgpack.decode(other, type=_StateAnswer)
             for other in self._job.exchange(gather, catching_up)
         ]
 
 
 def _hashes_of(answers: Sequence[_StateAnswer]) -> list[Answer]:
-    return [Answer(answer.worker, answer.attempts) for answer in answers]
+    return [Answer(answer.worker, answer.attempts, answer.places) for answer in answers]
 
 
 def _judged(
@@ -203,7 +207,9 @@ def _judged(
 ) -> tuple[Verdict, list[str]]:
     """Return who is at fault, and the names of the arrays that differ."""
     hashed = with_earlier(_hashes_of(answers), earlier)
-    return judge(hashed), differing_names(names, [hashes for answer in hashed for hashes in answer.attempts])
+    return judge_again(_hashes_of(answers), earlier), differing_names(
+        names, [hashes for answer in hashed for hashes in answer.attempts]
+    )
 
 
 def _hashed(arrays: Mapping[str, npt.NDArray[Any]]) -> Hashes:

@@ -21,9 +21,12 @@ What follows the sum, the update, is verified in `lockstep.keras.state_verificat
 Of two workers that insist on different bits, a third one decides. In a step of `fit`, the workers keep the
 answers as `Doubt`, and go back to the state before the step. There, a new worker takes the place of one of
 the two. It gets the doubt with the state, and they take the step again: the new answers and those of the
-worker that has left are three.
+worker that has left are three. Two that agree prove nothing if they share a host or a GPU that the other does
+not use; see `judge_again`.
 """
 
+import os
+import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +50,7 @@ from lockstep.keras.seeds import seed_at
 from lockstep.keras.worker_exchange import Facts, agree, compare_all, texts_of_all
 from lockstep.observability.events import ReplicasVerified, VerificationFailed
 from lockstep.protocol.job_spec import Verification
+from lockstep.system.cuda import LISTED
 from lockstep.system.notes import note
 from lockstep.system.prose import count, name_workers
 from lockstep.topology import View
@@ -64,8 +68,8 @@ _SUM = "the sum over all replicas"
 
 _ENDS = {
     "undecided": "{who} get different bits in {shown}, each time the same, and no third worker can decide "
-    "which are right: the processor, the memory or a library of one of their hosts is at fault, or the step "
-    "depends on the worker",
+    "which are right{why}: the processor, the memory or a library of one of their hosts is at fault, or the "
+    "step depends on the worker",
     "step": "the step is not deterministic: computed again from the same state and examples, {who} got other "
     "bits in {shown}; look for random numbers that no seed of Keras determines, for the time, and for "
     "operations that are not deterministic",
@@ -147,10 +151,17 @@ class Roles(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The hashes that a worker has computed for a replica, of each attempt."""
+    """The hashes that a worker has computed for a replica.
+
+    Attributes:
+        worker: its id.
+        attempts: the hashes of each attempt.
+        places: names of its host and its GPUs, each of which may be at fault.
+    """
 
     worker: int
     attempts: tuple[Hashes, ...]
+    places: tuple[str, ...] = ()
 
     @property
     def is_steady(self) -> bool:
@@ -185,7 +196,8 @@ class Verdict(NamedTuple):
             the same wrong sum; `repeated`: likewise, and it is summed again; `third`: some of them are at
             fault, and another worker decides.
         workers: see above.
-        why: the reason, for people; follows the names of the workers at fault.
+        why: the reason, for people; follows the names of the workers at fault. If `undecided`: why a third
+            worker has not decided; empty if there is none.
     """
 
     kind: Literal["equal", "worker", "undecided", "step", "everyone", "sum", "repeated", "third"]
@@ -246,6 +258,30 @@ def judge_sum(readings: Mapping[int, Hashes], sums: Sequence[tuple[int, Hashes]]
         if set(readings.values()) == {right} and len(readings) > 1:
             return Verdict("worker", (guilty,), "all workers have another sum")
     return Verdict("everyone", tuple(sorted({checker, other})))
+
+
+def judge_again(answers: Sequence[Answer], earlier: Sequence[Answer] = ()) -> Verdict:
+    """Decide as `judge` does, also from the answers of workers that have left. Pure.
+
+    If those that agree share a host or a GPU that the other one does not use, they prove nothing: that host
+    or that GPU may be at fault.
+
+    Args:
+        answers: see `judge`.
+        earlier: the answers of the workers that have insisted on different bits before; empty if none have.
+    """
+    answers = with_earlier(answers, earlier)
+    verdict = judge(answers)
+    guilty = [answer for answer in answers if answer.worker in verdict.workers]
+    if not earlier or verdict.kind != "worker" or not all(answer.is_steady for answer in guilty):
+        return verdict
+    others = [answer for answer in answers if answer.worker not in verdict.workers]
+    elsewhere = {place for answer in guilty for place in answer.places}
+    first, *rest = others
+    for place in first.places:
+        if place not in elsewhere and all(place in answer.places for answer in rest):
+            return Verdict("undecided", _workers(earlier), f" ({_agree(others)}, but they share {place})")
+    return verdict
 
 
 def with_earlier(answers: Sequence[Answer], earlier: Sequence[Answer]) -> list[Answer]:
@@ -313,6 +349,13 @@ class Verifications:
         self._taken_over = 0
         self._compared: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._verified = [0] * self.plan.replicas
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """See `Answer`, for this worker."""
+        host = f"host {self._job.context.host or socket.gethostname()}"
+        gpus = os.environ.get(LISTED, "").split(",")
+        return (host, *(f"GPU {gpu.strip()} of {host}" for gpu in gpus if gpu.strip()))
 
     @property
     def turn(self) -> int:
@@ -451,7 +494,7 @@ class Verifications:
                 message = verdict.accusation(what, names)
                 self._job.membership.end_differing(DisagreementError(message, verdict.workers))
         elif verdict.kind != "repeated":
-            end = _ENDS[verdict.kind].format(who=who, shown=shown)
+            end = _ENDS[verdict.kind].format(who=who, shown=shown, why=verdict.why)
             raise DisagreementError(f"{what}: {end}{self._advice()}")
 
     def _is_present(self, workers: tuple[int, ...]) -> bool:
@@ -810,8 +853,9 @@ class Verifier:
 
     def _judge(self, round_: Round, replica: int, answers: Answers) -> None:
         """End the workers that are at fault for a replica; return on the others."""
-        present = with_earlier(answers.present, self._answers_before(round_, replica))
-        verdict, names = judge(present), self._differing(round_, present)
+        earlier = self._answers_before(round_, replica)
+        present = with_earlier(answers.present, earlier)
+        verdict, names = judge_again(answers.present, earlier), self._differing(round_, present)
         what, verifications = f"{round_.what}: replica {replica}", self._verifications
         verifications.withdraw_step(verdict, names, "gradient", answers.present, replica, round_.number)
         guilty = [answer for answer in present if answer.worker in verdict.workers]
@@ -846,15 +890,15 @@ class Verifier:
             elif worker == roles.third and attempts > 1:
                 made_here.append((replica, "third", self._made(replica, 1)))
         round_.settle()
-        blob = msgspec.msgpack.encode((worker, made_here))
+        blob = msgspec.msgpack.encode((worker, self._verifications.places, made_here))
         answers_of: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
         # With several hosts, they may be of an earlier view, in which the workers had other roles.
         for other in communicator.gather(blob, what=f"the verification of {round_.what}"):
-            sender, made_there = msgspec.msgpack.decode(
-                other, type=tuple[int, list[tuple[int, str, list[Hashes]]]]
+            sender, places, made_there = msgspec.msgpack.decode(
+                other, type=tuple[int, tuple[str, ...], list[tuple[int, str, list[Hashes]]]]
             )
             for replica, role, hashes in made_there:
-                answers_of[replica][role] = Answer(sender, tuple(hashes))
+                answers_of[replica][role] = Answer(sender, tuple(hashes), places)
         return {replica: Answers(**answers) for replica, answers in answers_of.items()}
 
     def _made(self, replica: int, number: int) -> list[Hashes]:

@@ -107,7 +107,11 @@ def spread(names: Sequence[str], workers: int, gpus: Sequence[Gpu] | None = None
 
 
 def choose(
-    slot_devices: Devices, others: Sequence[Devices], used: Collection[str], faults: Collection[str]
+    slot_devices: Devices,
+    others: Sequence[Devices],
+    used: Collection[str],
+    faults: Collection[str],
+    yielding: Collection[str] = (),
 ) -> Devices | None:
     """Return the GPUs of a worker that starts while others run, or None if it would get one with a fault.
 
@@ -119,11 +123,14 @@ def choose(
         others: those of all slots.
         used: the names of GPUs that workers use now.
         faults: the names of GPUs that cannot be used.
+        yielding: the names of GPUs of workers that leave, which it gets if no others are unused: such a
+            worker may hold memory, or may have computed wrongly.
     """
     fine = [each for each in (slot_devices, *others) if not set(each.names) & set(faults)]
     unused = [each for each in fine if not set(each.names) & set(used)]
+    free = [each for each in unused if not set(each.names) & set(yielding)]
     shared = [each for each in fine if each.users > 1]
-    return next(iter((*unused, *shared)), None)
+    return next(iter((*free, *unused, *shared)), None)
 
 
 def describe_sharing(devices: tuple[Devices, ...]) -> str:

@@ -277,7 +277,14 @@ class RendezvousStarter:
         """Return nothing: the user chooses the GPUs."""
         return {}
 
-    def start(self, worker: int, others: Sequence[WorkerHandle], *, joins: bool) -> WorkerHandle:
+    def start(
+        self,
+        worker: int,
+        others: Sequence[WorkerHandle],
+        *,
+        joins: bool,
+        yielding: Sequence[WorkerHandle] = (),
+    ) -> WorkerHandle:
         """Admit a process that waits. Its slot is that of its task, whichever slots the others have.
 
         Raises:

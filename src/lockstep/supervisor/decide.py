@@ -485,6 +485,8 @@ def _verification_failed(state: State, event: VerificationFailed, now: float) ->
     if event.verdict != "third" or not can_join:
         return Decision(state, reason=reason)
     state = replace(state, admission=replace(state.admission, accused=event.workers))
+    if not _another_can_join(state):
+        return Decision(_without_accused(state), reason=reason)
     instead = "" if state.replaced is None else f" in place of worker {state.replaced}"
     reason += f", each the same ones each time; another worker starts{instead}, and decides"
     return Decision(state, (ShowMessage(reason),), reason)
@@ -910,7 +912,7 @@ def _admit(state: State, now: float, how: str) -> Decision:
     """Begin a view with the ready joiners, or wait for more workers; the members wait for it."""
     why, size = _why(state, how), state.size
     if state.admission.accused and not state.ready:
-        if state.joiners or state.filled < size.wanted:
+        if _another_can_join(state):
             reason = "training waits for another worker, which decides"
             if not why:
                 return Decision(_waiting(state, now), reason=reason)
@@ -944,6 +946,12 @@ def _admit(state: State, now: float, how: str) -> Decision:
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
     return Decision(state, (state.start_view(reason, given), shown), reason)
+
+
+def _another_can_join(state: State) -> bool:
+    """Whether a worker that decides between others is on its way, or can start."""
+    room = state.filled < state.size.wanted and state.roomiest_host() is not None
+    return bool(state.joiners) or room
 
 
 def _without_accused(state: State) -> State:

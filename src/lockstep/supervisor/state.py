@@ -502,8 +502,15 @@ class State:
             return None
         staying = self.staying
         accused = [worker for worker in staying if worker in self.admission.accused]
-        has_place = len(staying) < (self.size.wanted or len(staying))
+        has_place = len(staying) < (self.size.wanted or len(staying)) and self._has_place
         return None if not accused or has_place or len(staying) == 1 else accused[-1]
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether a host lacks a worker, or lacked one until a joiner started there."""
+        lacks = self._lacks(self.leaving)
+        joined = {self.workers[worker].host for worker in self.joiners}
+        return any(lack > 0 or (lack == 0 and host in joined) for host, lack in lacks.items())
 
     def retires(self, worker: int) -> bool:
         """Return whether a worker leaves: its host retires, or another worker takes its place."""
@@ -535,12 +542,19 @@ class State:
         return tuple(host for host, at in heard.items() if now >= max(at, self.heard_from) + silence)
 
     def roomiest_host(self) -> int | None:
-        """Return the first host that lacks most workers, or None if none lacks any."""
-        leaving = self.leaving | {self.replaced}
+        """Return the first host that lacks most workers, or None if none lacks any.
+
+        A worker that decides between others starts on another host than theirs, if one lacks workers.
+        """
+        lacks = self._lacks(self.leaving | {self.replaced})
+        accused = {self.workers[worker].host for worker in self.admission.accused}
+        lacking = [host for host, lack in lacks.items() if lack > 0]
+        return max(lacking, key=lambda host: (host not in accused, lacks[host]), default=None)
+
+    def _lacks(self, leaving: frozenset[int | None]) -> dict[int, int]:
+        """Return how many workers each host lacks if those of `leaving` are not counted."""
         there = Counter(self.workers[worker].host for worker in self.running - leaving)
-        lacks = {host: self.slots[host] - there[host] for host in self.hosts}
-        roomiest = max(lacks, key=lacks.__getitem__, default=None)
-        return roomiest if roomiest is not None and lacks[roomiest] > 0 else None
+        return {host: self.slots[host] - there[host] for host in self.hosts}
 
     def with_slots(self, workers: int) -> "State":
         """Return the state with slots for `workers`; new slots are where each worker gets most cores.
