@@ -1,10 +1,11 @@
 """Losses and metrics that compare the examples of a batch have the numbers of plain Keras on any replicas."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import keras
@@ -782,6 +783,36 @@ def test_a_term_may_have_a_weight_of_zero_at_first(kind: str) -> None:
         np.testing.assert_allclose(value, other, rtol=2e-5, atol=2e-6)
 
 
+class Options(Weighs):
+    """A program that another value of one of its numbers ends, so its numbers are tried one by one."""
+
+    later, limit, extra, writes = 0.0, 1.0, 0, False
+    written: ClassVar[list[Any]] = []
+
+    def weight(self) -> Any:
+        for i in range(self.extra):
+            self.written.append(i)
+        if self.writes:
+            self.written.append("text")
+        if self.limit != 1:
+            sys.exit()
+        return self.later
+
+
+def trial_of(model: Any, *rows: Any) -> trials.Trial:
+    """Return a trial of a compiled model, after a step of plain Keras."""
+    inspect.unwrap(keras.Model.train_on_batch)(model, *rows)
+    trial = trials.Trial(job.current(), adapter().steps(), model, TriedBatch(lambda: rows), nullcontext)
+    trial.measure(["train", "test"])
+    return trial
+
+
+def test_a_trial_does_not_start_code_that_the_program_does_not_run() -> None:
+    trial = trial_of(weighing(Options, run_eagerly=True)(), X[:9], LABELS[:9])
+    assert (trial.exact, trial.names) == (["compute_loss of Options"], [])
+    assert Options.written == []
+
+
 def never(y: Any, p: Any) -> Any:
     return ops.mean(ops.relu(ops.square(p[:, :1] - ops.transpose(p[:, :1])) - 1e9))
 
@@ -807,10 +838,7 @@ def test_what_a_trial_does_not_show_is_computed_from_the_whole_batch(
     """A value is zero for all rows, is kept in a queue, or has the rounding of one layer's half precision."""
     built = model([keras.Input((4,)), hidden(dtype=dtype), keras.layers.Dense(2)])
     built.compile("sgd", **options)
-    rows = X[:9], np.zeros((9, 1 if options.get("loss") is hinge else 2), "float32")
-    inspect.unwrap(keras.Model.train_on_batch)(built, *rows)
-    trial = trials.Trial(job.current(), adapter().steps(), built, TriedBatch(lambda: rows), nullcontext)
-    trial.measure(["train", "test"])
+    trial = trial_of(built, X[:9], np.zeros((9, 1 if options.get("loss") is hinge else 2), "float32"))
     assert (trial.exact, trial.names) == ([name], [])
 
 

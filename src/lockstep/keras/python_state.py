@@ -656,8 +656,8 @@ def numbers_of(model: Any) -> list[Number]:
     """Return the numbers outside of Keras's variables that a model, its losses and their functions refer to.
 
     They are in attributes of the program's objects, in containers, and in global variables and variables of
-    enclosing functions. Variables of TensorFlow, arrays and tensors with one element count, too. Attributes
-    of metrics and optimizers do not.
+    enclosing functions: numbers of Python with a fraction, arrays and tensors of such numbers with one
+    element, and variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
     """
     loss = keras.tree.flatten(getattr(model, "loss", None))
     parts = [
@@ -681,7 +681,7 @@ def numbers_of(model: Any) -> list[Number]:
             continue
         number = waiting.pop()
         value = number.value
-        if type(value) in (bool, int, float):
+        if type(value) is float:
             numbers.append(number)
         elif id(value) not in seen:
             seen.add(id(value))
@@ -720,14 +720,14 @@ def _items(value: Any) -> list[Number]:
     own = [_item(vars(value), name, item) for name, item in attributes.items()]
     inherited = {name: item for each in reversed(classes) for name, item in vars(each).items()}
     for name, item in inherited.items():
-        if name not in vars(value) and not name.startswith("__") and type(item) in (bool, int, float):
+        if name not in vars(value) and not name.startswith("__") and type(item) is float:
             reset = functools.partial(vars(value).pop, name, None)
             own.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
     return own
 
 
 def _array(value: Any) -> list[Number]:
-    """Return an array, tensor or variable of TensorFlow as a number if it has one element."""
+    """Return an array or tensor of floats, or a variable of TensorFlow, as a number if it has one element."""
     if _is_variable(value):
         if value.shape.num_elements() != 1:
             return []
@@ -739,6 +739,8 @@ def _array(value: Any) -> list[Number]:
     assert node_class is not None
     node = node_class("", value)
     before = np.array(keras.ops.convert_to_numpy(node.baseline))
+    if before.dtype.kind != "f":
+        return []
 
     def write(array: Any) -> None:
         node.write(array if node_class is _Array else sys.modules["torch"].as_tensor(array))

@@ -7,14 +7,18 @@ examples. So a trial is repeated with other values of
 * the variables of Keras that it has read, if they have one element or are zero. Those of Keras's own layers
   and of metrics do not count, and of those of an optimizer only its number of steps;
 * variables of TensorFlow with one element that functions and objects of the program refer to;
-* where Python runs in each step, the numbers 0 and 1.0 and truth values to which they refer.
+* where Python runs in each step, the numbers 0.0 and 1.0 to which they refer.
+
+Whole numbers and truth values of Python do not get other values: they decide which code runs, how often, and
+how much memory it takes, so a program may write files, or not come to an end. The same holds for truth values
+in variables where Python runs in each step. Whole numbers in variables are counts, which a training reaches.
 
 A value is changed moderately in one repetition, as weights may be, and much in another one, as counts may be.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
@@ -27,42 +31,44 @@ from lockstep.keras.variables import flat_metrics, optimizers_of
 _COUNT = 7_654_321
 """A count late in a training, not the first one of a period."""
 
-_PYTHON = (bool, int, float)
-
 Array = npt.NDArray[Any]
+Change: TypeAlias = tuple[Any, Array]
+"""A variable of Keras or a `Number`, and its other value."""
 
 
-def other_values(model: Any, read: Iterable[Any], *, runs_python: bool) -> list[AbstractContextManager[None]]:
-    """Return contexts in which numbers that a program may change have other values.
+def other_values(model: Any, read: Iterable[Any], *, runs_python: bool) -> list[list[Change]]:
+    """Return, for some repetitions of a trial, other values of the numbers that a program may change.
 
     Args:
         model: the model, built and compiled.
         read: the variables of Keras that a trial has read.
         runs_python: whether Python runs in each step.
     """
-    variables = _changeable(model, read)
-    numbers = [number for number in numbers_of(model) if _may_change(number.value, runs_python)]
-    contexts: list[AbstractContextManager[None]] = []
-    for change in (_moderately, _much):
-        values = [(variable, change(_numpy(variable))) for variable in variables]
-        others = [(number, change(np.asarray(number.value))) for number in numbers]
-        changed = [(place, value) for place, value in [*values, *others] if value is not None]
-        if changed:
-            contexts.append(_changed(changed))
-    return contexts
+    values = [(variable, _numpy(variable)) for variable in _changeable(model, read)]
+    values += [
+        (number, np.asarray(number.value))
+        for number in numbers_of(model)
+        if _may_change(number.value, runs_python)
+    ]
+    values = [(place, value) for place, value in values if not (runs_python and value.dtype.kind == "b")]
+    repetitions = [
+        [(place, other) for place, value in values if (other := change(value)) is not None]
+        for change in (_moderately, _much)
+    ]
+    return [changes for changes in repetitions if changes]
 
 
 @contextmanager
-def _changed(changed: Sequence[tuple[Any, Array]]) -> Iterator[None]:
+def changed(changes: Sequence[Change]) -> Iterator[None]:
     """Within the block, variables of Keras and other numbers have other values."""
     with ExitStack() as stack:
-        for place, value in changed:
+        for place, value in changes:
             if not isinstance(place, Number):
                 _change_variable(place, value, stack)
             else:
                 stack.callback(place.reset)
-                kind = type(place.value)
-                place.set(kind(value) if kind in _PYTHON else value.astype(place.value.dtype))
+                is_python = type(place.value) is float
+                place.set(float(value) if is_python else value.astype(place.value.dtype))
         yield
 
 
@@ -81,9 +87,9 @@ def _change_variable(variable: Any, value: Array, stack: ExitStack) -> None:
 
 def _may_change(value: Any, runs_python: bool) -> bool:
     """Whether steps may read other values in the place of a number outside of Keras's variables."""
-    if type(value) not in _PYTHON:
-        return runs_python or keras.backend.backend() == "tensorflow"
-    return runs_python and (type(value) is bool or value == 0 or (type(value) is float and value == 1))
+    if type(value) is float:
+        return runs_python and value in (0, 1)
+    return runs_python or keras.backend.backend() == "tensorflow"
 
 
 def _changeable(model: Any, read: Iterable[Any]) -> list[Any]:

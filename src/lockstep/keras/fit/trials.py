@@ -71,7 +71,7 @@ from lockstep.keras.fit.metric_states import (
     why_not_a_sum,
     why_not_summed,
 )
-from lockstep.keras.fit.other_values import other_values
+from lockstep.keras.fit.other_values import Change, changed, other_values
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -99,6 +99,9 @@ _OF_METRICS = ("the metric ", "the figure ")
 
 DRAWS = "random numbers of "
 """The beginning of the name of a function, or of one of `LIBRARIES`, that draws numbers."""
+
+_FEW = 8
+"""The most numbers that get other values one by one after the program has failed with all of them."""
 
 LIBRARIES = ("Python", "NumPy")
 """Libraries with a global generator, whose draws are not equal for all rows."""
@@ -748,10 +751,18 @@ class Trial:
             read: the variables of Keras that it has read.
         """
         results: list[Any] = []
-        for values in other_values(self._model, read, runs_python=self._runs_python):
+
+        def succeeds(changes: Sequence[Change]) -> bool:
             # The program may expect one of the values.
-            with suppress(Exception), self._undisturbed(), values:
-                results += attempt()
+            with suppress(Exception, SystemExit), self._undisturbed(), changed(changes):
+                results.extend(attempt())
+                return True
+            return False
+
+        for changes in other_values(self._model, read, runs_python=self._runs_python):
+            if not succeeds(changes) and 1 < len(changes) <= _FEW:
+                for change in changes:
+                    succeeds([change])
         return results
 
     @contextmanager
