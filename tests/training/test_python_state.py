@@ -1,5 +1,6 @@
 """The state in Python attributes: what a step changes is found, undone, and made again."""
 
+import argparse
 import collections
 import copy
 import random
@@ -253,13 +254,14 @@ def test_a_disturbed_value_is_another_of_the_same_kind(value: Any) -> None:
 
 
 WEIGHT = 0.25
+OPTIONS = argparse.Namespace(weight=np.float32(6), steps=3, verbose=True)
 
 
 class Numbers(keras.Sequential):
     inherited, depth = 7.0, 2
 
     def compute_loss(self, *_: Any, **__: Any) -> Any:
-        return WEIGHT * self.own
+        return WEIGHT * self.own * OPTIONS.weight
 
 
 def test_numbers_to_which_a_program_refers_can_be_set_and_reset() -> None:
@@ -275,15 +277,16 @@ def test_numbers_to_which_a_program_refers_can_be_set_and_reset() -> None:
     def values() -> list[float]:
         return sorted(float(number.value) for number in numbers_of(model))
 
-    expected = [0.25, 0.5, 3, 4, 7]
+    expected = [0.25, 0.5, 3, 4, 6, 7]
     numbers = numbers_of(model)
     assert values() == sorted(expected)
     for number in numbers:
         number.set(number.value + 1)
-    assert (model.inherited, WEIGHT, enclosed, named["b"]) == (8, 1.25, 1.5, 5)
+    assert (model.inherited, WEIGHT, enclosed, named["b"], OPTIONS.weight) == (8, 1.25, 1.5, 5, 7)
     for number in numbers:
         number.reset()
     assert values() == sorted(expected)
+    assert type(OPTIONS.weight) is np.float32
     assert "inherited" not in vars(model)
 
 

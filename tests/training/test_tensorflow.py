@@ -49,6 +49,7 @@ if HERE:
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import assign, borrowed, executable, read
     from lockstep.keras.fit.exactness import summed_occurrences
+    from lockstep.keras.fit.other_values import changed, other_values
     from lockstep.keras.fit.trials import Trial
     from lockstep.keras.fit.tried_rows import TriedBatch
     from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
@@ -322,6 +323,12 @@ def test_trials_leave_variables_of_tensorflow() -> None:
     trial.measure(["train"])
     assert model.kept() == [0, 0]
     assert trial.names == []
+    weights, counts = other_values(model, [], runs_python=False)
+    with changed(weights):
+        assert model.kept() == [0, pytest.approx(0.3)]
+    with changed(counts):
+        assert model.kept() == [7_654_321, 7654.25]
+    assert model.kept() == [0, 0]
 
 
 @here

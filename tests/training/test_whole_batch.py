@@ -1,5 +1,6 @@
 """Losses and metrics that compare the examples of a batch have the numbers of plain Keras on any replicas."""
 
+import argparse
 import inspect
 import sys
 from collections.abc import Callable
@@ -754,22 +755,35 @@ def weighing(kind: Any, **options: Any) -> Callable[[], keras.Model]:
     return build
 
 
+OPTIONS = argparse.Namespace(later=np.float32(0))
+
+
+class ByOption(Weighs):
+    def weight(self) -> Any:
+        return OPTIONS.later
+
+    def change(self) -> None:
+        OPTIONS.later = 0.5
+
+
 CHANGED_LATER = {
     "a variable": weighing(ByVariable),
     "a count": weighing(ByCount),
     "an attribute": weighing(ByAttribute, run_eagerly=True),
     "a variable of a function": by_function,
+    "an option": weighing(ByOption, run_eagerly=True),
     "a sum of a layer": by_layer,
 }
 
 
-@pytest.mark.ci("a count", "a variable of a function")
+@pytest.mark.ci("a count", "an option", "a variable of a function")
 @pytest.mark.parametrize("kind", CHANGED_LATER)
 def test_a_term_may_have_a_weight_of_zero_at_first(kind: str) -> None:
     """A callback raises it after the first epoch, long after a trial."""
 
     def trained(scope: Any, fit: Any) -> list[Any]:
         keras.utils.set_random_seed(5)
+        OPTIONS.later = np.float32(0)
         with scope:
             model = CHANGED_LATER[kind]()
         changes = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.change())

@@ -656,8 +656,8 @@ def numbers_of(model: Any) -> list[Number]:
     """Return the numbers outside of Keras's variables that a model, its losses and their functions refer to.
 
     They are in attributes of the program's objects, in containers, and in global variables and variables of
-    enclosing functions: numbers of Python with a fraction, arrays and tensors of such numbers with one
-    element, and variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
+    enclosing functions: floats of Python and NumPy, arrays and tensors of floats with one element, and
+    variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
     """
     loss = keras.tree.flatten(getattr(model, "loss", None))
     parts = [
@@ -681,13 +681,18 @@ def numbers_of(model: Any) -> list[Number]:
             continue
         number = waiting.pop()
         value = number.value
-        if type(value) is float:
+        if is_float(value):
             numbers.append(number)
         elif id(value) not in seen:
             seen.add(id(value))
             containers.append(value)
             numbers += _array(value)
     return numbers
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a float of Python or NumPy, which cannot change, and not an array."""
+    return type(value) is float or isinstance(value, np.floating)
 
 
 def _item(container: Any, key: Any, value: Any) -> Number:
@@ -706,7 +711,7 @@ def _items(value: Any) -> list[Number]:
     if isinstance(value, dict | list | deque | tuple) and len(value) > _MANY:
         return []
     if isinstance(value, tuple):
-        return [Number(item, _keep, _keep) for item in value if type(item) not in _LEAVES]
+        return [Number(item, _keep, _keep) for item in value if not (type(item) in _LEAVES or is_float(item))]
     if isinstance(value, dict):
         return [_item(value, key, item) for key, item in value.items()]
     if isinstance(value, list | deque):
@@ -714,13 +719,13 @@ def _items(value: Any) -> list[Number]:
     if _node_class(value) is not _Holder or isinstance(value, keras.Metric | keras.Optimizer):
         return []
     classes = [each for each in type(value).__mro__ if _is_of_program(each)]
-    if not (classes or isinstance(value, keras.Model)):
+    if not (classes or isinstance(value, (keras.Model, *_PLAIN_HOLDERS))):
         return []
     attributes = _Holder("", value).baseline
     own = [_item(vars(value), name, item) for name, item in attributes.items()]
     inherited = {name: item for each in reversed(classes) for name, item in vars(each).items()}
     for name, item in inherited.items():
-        if name not in vars(value) and not name.startswith("__") and type(item) is float:
+        if name not in vars(value) and not name.startswith("__") and is_float(item):
             reset = functools.partial(vars(value).pop, name, None)
             own.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
     return own
@@ -731,7 +736,7 @@ def _array(value: Any) -> list[Number]:
     if _is_variable(value):
         if value.shape.num_elements() != 1:
             return []
-        before = value.numpy()
+        before = np.asarray(value.numpy())
         return [Number(before, value.assign, functools.partial(value.assign, before))]
     node_class = _node_class(value)
     if node_class not in (_Array, _Tensor) or math.prod(value.shape) != 1:

@@ -7,11 +7,12 @@ examples. So a trial is repeated with other values of
 * the variables of Keras that it has read, if they have one element or are zero. Those of Keras's own layers
   and of metrics do not count, and of those of an optimizer only its number of steps;
 * variables of TensorFlow with one element that functions and objects of the program refer to;
-* where Python runs in each step, the numbers 0.0 and 1.0 to which they refer.
+* where Python runs in each step, the floats 0.0 and 1.0 of Python and NumPy to which they refer.
 
-Whole numbers and truth values of Python do not get other values: they decide which code runs, how often, and
-how much memory it takes, so a program may write files, or not come to an end. The same holds for truth values
-in variables where Python runs in each step. Whole numbers in variables are counts, which a training reaches.
+Whole numbers and truth values of Python and NumPy do not get other values: they decide which code runs, how
+often, and how much memory it takes, so a program may write files, or not come to an end. The same holds for
+truth values in variables where Python runs in each step. Whole numbers in variables are counts, which a
+training reaches.
 
 A value is changed moderately in one repetition, as weights may be, and much in another one, as counts may be.
 """
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.keras.private.common import layers_of, loss_tracker, stored_value, with_values
-from lockstep.keras.python_state import Number, numbers_of
+from lockstep.keras.python_state import Number, is_float, numbers_of
 from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _COUNT = 7_654_321
@@ -67,8 +68,8 @@ def changed(changes: Sequence[Change]) -> Iterator[None]:
                 _change_variable(place, value, stack)
             else:
                 stack.callback(place.reset)
-                is_python = type(place.value) is float
-                place.set(float(value) if is_python else value.astype(place.value.dtype))
+                kind = type(place.value)
+                place.set(kind(value) if is_float(place.value) else value.astype(place.value.dtype))
         yield
 
 
@@ -87,7 +88,7 @@ def _change_variable(variable: Any, value: Array, stack: ExitStack) -> None:
 
 def _may_change(value: Any, runs_python: bool) -> bool:
     """Whether steps may read other values in the place of a number outside of Keras's variables."""
-    if type(value) is float:
+    if is_float(value):
         return runs_python and value in (0, 1)
     return runs_python or keras.backend.backend() == "tensorflow"
 
