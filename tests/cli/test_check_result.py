@@ -24,6 +24,7 @@ def step(*named: str, reason: str = "", reference: str = "") -> dict[str, Any]:
         ([step(), step("", reference="jax")], "", "", 1),
         ([step()], "", "ValueError: no", 2),
         ([step(reason="it has steps")], "", "", 2),
+        ([step(reason="it has steps"), step(reference="jax") | {"differences": []}], "", "", 2),
         ([], "", "", 2),
     ],
 )

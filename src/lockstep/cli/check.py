@@ -132,5 +132,6 @@ def status(result: Mapping[str, Any]) -> int:
     """Return the exit status for the result of a check."""
     if unnamed(result):
         return 1
-    is_complete = not result["failed"] and any(not step["reason"] for step in result["compared"])
-    return 0 if is_complete else 2
+    # Plain Keras on two backends says nothing about replicas.
+    compared = [step for step in result["compared"] if not step["reason"] and not step["reference"]]
+    return 0 if compared and not result["failed"] else 2
