@@ -85,6 +85,46 @@ def test_a_checked_program_changes_nothing_outside_of_its_process(tmp_path: Path
     ], done.stderr
 
 
+ERRORS = """
+import errno, os, sqlite3
+from pathlib import Path
+from lockstep.worker import file_writes
+
+os.access = lambda path, mode: not str(path).endswith("secret.npy")
+can_restrict = {landlock}
+file_writes.can_restrict = lambda: can_restrict
+file_writes.refuse_effects(file_writes.LibraryFolders([], Path("/nowhere"), Path.cwd()), print)
+Path("secret.npy").touch()
+Path("old.csv").touch()
+
+def denied(*path):
+    return PermissionError(errno.EACCES, os.strerror(errno.EACCES), *path)
+
+def connect(path, **options):
+    try:
+        sqlite3.connect(path, **options)
+    except sqlite3.Error as error:
+        return error
+
+errors = [denied(), denied("old.csv"), denied("new.csv"), OSError("h5: Permission denied")]
+print([file_writes.is_refused_write(error) for error in errors])
+print([file_writes.is_refused_write(denied("secret.npy")), file_writes.is_refused_write(ValueError("no"))])
+# Connecting to a folder fails as a refused creation does.
+for path in ("missing/x.db", "file:missing/x.db?mode=rw", "."):
+    print(file_writes.is_refused_write(connect(path, uri=True)))
+"""
+
+
+@pytest.mark.parametrize("landlock", [True, False])
+def test_an_error_of_reading_is_not_a_refused_write(tmp_path: Path, landlock: bool) -> None:
+    text = ERRORS.replace("{landlock}", str(landlock))
+    done = subprocess.run(
+        [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    expected = [str([landlock] * 4), "[False, False]", "False", "False", str(landlock)]
+    assert done.stdout.splitlines() == expected, done.stderr
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> LibraryFolders:
     return LibraryFolders([tmp_path / "run"], tmp_path / "home", tmp_path / "home/.hidden/work")

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lockstep.system.landlock import can_restrict
 from lockstep.worker.program_sources import is_program, library_name
 
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -27,8 +28,11 @@ _EFFECTS = frozenset(
     }
 )
 """The audit events of calls that change something outside of the process."""
-_REFUSED = ("permission denied", "readonly database", "unable to open database file")
+_NO_DATABASE = "unable to open database file"
+_REFUSED = ("permission denied", "readonly database", _NO_DATABASE)
 """Texts of errors of files that cannot be written, in lower case; the last two are SQLite's."""
+_last_database: list[str] = []
+"""The database to which a script that is only checked has last connected: SQLite's errors do not name it."""
 _MOST = 1000
 _SYSTEM = ("/dev", "/proc", "/sys")
 _OF_MACHINES = (".lock", ".pyc")
@@ -119,6 +123,8 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
         return ""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "sqlite3.connect":
+            _last_database[:] = [os.fsdecode(arguments[0])]
         if event not in _EFFECTS or os.getpid() != process:
             return
         if (predicate := effect(event, arguments)) and (
@@ -130,9 +136,26 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
 
 
 def is_refused_write(error: BaseException) -> bool:
-    """Whether an error of a script that is only checked may be due to a write that the kernel has refused."""
+    """Whether an error of a script that is only checked may be due to a write that Landlock has refused.
+
+    It refuses neither to read nor to create a database in a folder that does not exist.
+    """
     text = str(error).lower()
-    return any(refused in text for refused in _REFUSED)
+    if not can_restrict() or not any(refused in text for refused in _REFUSED):
+        return False
+    if _NO_DATABASE in text and _last_database:
+        path = Path(_last_database[0].removeprefix("file:").partition("?")[0])
+        return path.absolute().parent.is_dir()
+    refused = error.filename if isinstance(error, PermissionError) else None
+    return refused is None or _is_readable_or_absent(refused)
+
+
+def _is_readable_or_absent(path: Any) -> bool:
+    try:
+        os.stat(path)  # noqa: PTH116 - a descriptor, too
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return os.access(path, os.R_OK)
 
 
 def _path_of(folder: Any) -> str:
