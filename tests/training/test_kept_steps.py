@@ -1,6 +1,9 @@
 """Steps that a check keeps for its jobs on other backends."""
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,4 +34,15 @@ def test_a_kept_step_is_the_same_afterwards(tmp_path: Path) -> None:
 def test_nothing_is_pickled(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Python objects"):
         step([np.array([object()])]).save(tmp_path / "step.npz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(file: Any, *arrays: Any) -> None:
+        file.write(b"PK")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(np, "savez", full)
+    with pytest.raises(OSError, match="No space left"):
+        step([np.array([1, 2])]).save(tmp_path / "step.npz")
     assert list(tmp_path.iterdir()) == []

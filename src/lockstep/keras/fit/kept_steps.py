@@ -66,10 +66,11 @@ class KeptStep:
     layers: Sequence[LayerRows]
 
     def save(self, path: Path) -> None:
-        """Save it.
+        """Save it, whole or not at all.
 
         Raises:
             ValueError: the batch has Python objects.
+            OSError: the file cannot be written.
         """
         outcome, arrays = self.outcome, list[Array]()
 
@@ -91,7 +92,13 @@ class KeptStep:
             "state": names(outcome.state),
             "layers": [[rows.name, added(rows.inputs), added(rows.outputs)] for rows in self.layers],
         }
-        np.savez(path, np.frombuffer(json.dumps(header).encode(), "uint8"), *arrays)
+        partial = path.with_suffix(".partial")
+        try:
+            with partial.open("wb") as file:
+                np.savez(file, np.frombuffer(json.dumps(header).encode(), "uint8"), *arrays)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> "KeptStep":

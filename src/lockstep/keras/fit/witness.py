@@ -154,20 +154,26 @@ class Witness:
         if folder is None:
             return []
         path = folder / f"{call} {kind}.npz"
-        if not path.exists():
-            # Rows of objects, such as ragged ones, cannot be kept.
-            with contextlib.suppress(ValueError, OSError):
-                comparison.kept().save(path)
-            return []
         equal: list[str] = []
         differences: list[Difference] = []
         reference, reason = "another backend", ""
-        try:
-            kept = KeptStep.load(path)
-            reference = kept.backend
-            equal, differences = comparison.unlike(kept)
-        except Exception as error:
-            reason = _reason(error)
+        if path.exists():
+            try:
+                kept = KeptStep.load(path)
+                reference = kept.backend
+                equal, differences = comparison.unlike(kept)
+            except Exception as error:
+                reason = _reason(error)
+        else:
+            try:
+                comparison.kept().save(path)
+            except ValueError:
+                # Rows of objects, such as ragged ones, cannot be kept.
+                return []
+            except OSError as error:
+                reason = f"the step cannot be kept in {folder.parent}: {_reason(error)}"
+            else:
+                return []
         event = StepCompared(
             call=call,
             model=model.name,
