@@ -22,10 +22,14 @@ from lockstep.keras.backends.growth import (
     SUM,
     TOLERANCE,
     Growths,
+    growths_of,
     measured_growth,
     nearest_growth,
+    parts_digest,
 )
 from lockstep.keras.fit.trials import Trial
+from lockstep.keras.state.models import CompiledModels
+from lockstep.keras.state.snapshots import Snapshots
 from lockstep.worker.job import Job
 
 ops = keras.ops
@@ -584,6 +588,43 @@ def test_a_checkpoint_keeps_what_trials_have_shown() -> None:
     assert removed.packed(model) == growths.packed(model)
     packed, arrays = pack(growths.packed(model), "growths")
     assert Growths.unpacked(model, unpack(json.loads(json.dumps(packed)), arrays)) == growths
+
+
+def test_growths_of_a_checkpoint_are_taken_once_if_they_are_of_this_model() -> None:
+    model, _ = one_output("mse", ["mae"])()
+    unused: Any = None
+    models = CompiledModels(unused)
+    models.add(model)
+    values = Growths({0: SUM}, tried={"train": 1}, parts=parts_digest(model)).packed(model)
+    # The metrics of `compile` are built with the first training.
+    model.predict(X, verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    packed = {0: (1, values)}
+    taken = models.taken_growths(packed, model)
+    assert taken is not None
+    assert taken.losses == {0: SUM}
+    assert models.taken_growths(packed, model) is None
+    assert models.taken_growths({0: (2, values)}, model) is None
+    # A checkpoint of a version that did not keep them.
+    without = {name: value for name, value in values.items() if name != "parts"}
+    assert models.taken_growths({0: (1, without)}, model) is None
+    model.add(AddsLater())
+    assert models.taken_growths({0: (1, values)}, model) is None
+
+
+def test_a_process_that_joins_again_takes_the_trials_of_a_changed_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has tried the model before the program added a layer; the members have tried it afterwards."""
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, _ = one_output("mse")()
+    model.fit(X, Y, batch_size=29, verbose=0)
+    model.add(AddsLater())
+    members = replace(growths_of(model), parts=parts_digest(model), names=("the members' name",))
+    monkeypatch.setattr(Snapshots, "growths", lambda self, model: members)
+    monkeypatch.setattr(Trial, "measure", lambda self, kinds: pytest.fail("it has tried the model"))
+    model.fit(X, Y, batch_size=29, verbose=0)
+    assert growths_of(model) is members
 
 
 def test_the_metrics_of_a_compiled_model_within_another_one_are_not_tried(

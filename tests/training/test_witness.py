@@ -1,5 +1,7 @@
 """A step of replicas is compared with plain Keras: what is equal, what is named, and every planted fault."""
 
+import errno
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -583,6 +585,20 @@ def test_what_an_earlier_call_has_learned_is_seen(
     assert differing(compared()) == {}
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches that are known as they come."""
+
+    def __init__(self, batches: Any) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+
 class Tripled(keras.layers.Layer):
     def call(self, x: Any) -> Any:
         return 3 * x
@@ -626,6 +642,37 @@ def test_a_step_that_another_backend_has_taken_is_taken_again(
     deviations = {part.part: part.deviation for part in other.differences}
     assert {"loss", "gradient sequential/hidden/kernel"} <= deviations.keys()
     assert deviations["update sequential/last/kernel"] == "half (differs by 50 %)"
+
+
+def test_a_step_that_cannot_be_kept_says_why(
+    compared: Callable[[], list[StepCompared]],
+    job_of_one_worker: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def full(file: Any, *arrays: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    settings = replace(job_of_one_worker.settings, kept_steps=tmp_path)
+    monkeypatch.setattr(job_of_one_worker, "_context", replace(job_of_one_worker.context, settings=settings))
+    monkeypatch.setattr(np, "savez", full)
+    model = eager(hidden())
+    model.evaluate(X, Y, batch_size=29, verbose=0)
+    own, of_others = compared()
+    assert (own.reference, own.reason) == ("", "")
+    assert of_others.reference == "another backend"
+    assert of_others.reason.endswith("OSError: [Errno 28] No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_validation_is_compared_once(
+    compared: Callable[[], list[StepCompared]], job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it may bring the first sample weights, so that it is tried again."""
+    check("every-fit", job_of_one_worker, monkeypatch)
+    model = built(hidden(), loss=lambda y, p: ops.mean(ops.square(y - p)), run_eagerly=True)
+    model.fit(X, Y, batch_size=29, verbose=0, validation_data=Batches([(X[:8], Y[:8])]))
+    assert [(step.call.split()[0], step.kind) for step in compared()] == [("fit", "train"), ("fit", "test")]
 
 
 def test_only_the_first_batches_of_a_check_train(

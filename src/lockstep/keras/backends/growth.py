@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.keras.backends.contract import StepKind, WholePart
-from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, flat_losses, layers_of
+from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, compiled_metrics, flat_losses, layers_of
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.patch_registry import replaced
 
@@ -125,8 +125,13 @@ class Growths:
 
 
 def parts_digest(model: Any) -> str:
-    """Return a text that changes if the program adds or removes layers or metrics. Workers have the same."""
-    parts = [*layers_of(model), None, *flat_metrics(model.metrics)]
+    """Return a text that changes if the program adds or removes layers or metrics. Workers have the same.
+
+    The metrics of `compile` do not count: they exist from the first training or evaluation on.
+    """
+    compiled = {id(metric) for metric in flat_metrics(compiled_metrics(model))}
+    own = [metric for metric in flat_metrics(model.metrics) if id(metric) not in compiled]
+    parts = [*layers_of(model), None, *own]
     return xxhash.xxh3_64_hexdigest(repr([type(part).__qualname__ for part in parts]).encode())
 
 

@@ -81,7 +81,7 @@ class Introductions:
             ModelError: a metric does not add up over replicas.
         """
         with self.compared(call, model, kind, read):
-            self._measure(call, model, kind, read, weighs)
+            self.measure(call, model, kind, read, weighs)
 
     def compared(
         self, call: NumberedCall, model: Any, kind: StepKind, read: Callable[[], Any]
@@ -112,7 +112,7 @@ class Introductions:
             steps[kind] = self._new_step(model, kind)
         return steps[kind]
 
-    def _measure(
+    def measure(
         self,
         call: NumberedCall,
         model: Any,
@@ -128,11 +128,11 @@ class Introductions:
         """
         adopts_all = self._models.adopts_all
         measured = growths_of(model)
+        fits = bool(measured.tried) and measured.parts == parts_digest(model)
         # A process that joins or resumes may have other rows at hand than the first trial.
-        growths = measured if measured.tried else self._parts.snapshots.growths(model) or measured
-        changed = bool(measured.tried) and not measured.has_tried(model, kind)
-        tries = changed or kind not in growths.tried or (growths.unweighted and weighs())
-        if kind in measured.tried and not tries:
+        growths = measured if fits else self._parts.snapshots.growths(model) or measured
+        tries = not growths.has_tried(model, kind) or (growths.unweighted and weighs())
+        if growths is measured and not tries:
             return
         with unchanged(model):
             if tries:

@@ -144,8 +144,8 @@ class Mirrored:
                 self.steps_ended(training)
             with self._resumable.call("validation") as call:
                 if growths_of(model).unweighted and isinstance(data := kwargs["x"], GlobalInput):
-                    # The first sample weights may be those of validation data.
-                    self._introduce(call, model, "test", data.batch_to_try, weighs=lambda: data.weighs)
+                    # The first sample weights may be those of validation data. `fit` has compared a step.
+                    self._introductions.measure(call, model, "test", data.batch_to_try, lambda: data.weighs)
                 parts.record.begin(call, model, dict)
                 return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)

@@ -438,6 +438,13 @@ def weighted_metrics(model: Any) -> list[Any]:
     return [metrics for metrics in lists or () if metrics is not None]
 
 
+def compiled_metrics(model: Any) -> list[Any]:
+    """Return the metrics that `compile` made. Once they are built, some are containers with `metrics`."""
+    loss, metrics = (getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics"))
+    made = [loss_tracker(model), metrics, *([] if loss is None else loss.metrics)]
+    return [metric for metric in made if metric is not None]
+
+
 def loss_tracker(model: Any) -> Any:
     """Return the metric that gets the loss of each step, or None if the model was not compiled."""
     return getattr(model, "_loss_tracker", None)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.keras.backends.contract import Backend, StepKind
-from lockstep.keras.backends.growth import Growths, growths_of
+from lockstep.keras.backends.growth import Growths, growths_of, parts_digest
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.variables import all_variables, assign, named_arrays
 
@@ -74,12 +74,16 @@ class CompiledModels:
             if model is not None and (growths := growths_of(model)).tried
         }
 
-    def growths_in(self, packed: Mapping[int, Any], model: Any) -> Growths | None:
-        """Return the growths of a model in another process's value of `growths`, or None if it lacks them."""
+    def taken_growths(self, packed: dict[int, Any], model: Any) -> Growths | None:
+        """Take the growths of a model out of another process's value of `growths`.
+
+        None means that it lacks them, or that they are of the model before it was compiled again, or before
+        the program added or removed a layer.
+        """
         for index, reference in enumerate(self._models):
             if reference() is model and index in packed:
-                compilation, values = packed[index]
-                if compilation == self._compilations[model]:
+                compilation, values = packed.pop(index)
+                if compilation == self._compilations[model] and values.get("parts") == parts_digest(model):
                     return Growths.unpacked(model, values)
         return None
 

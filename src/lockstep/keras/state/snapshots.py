@@ -319,9 +319,10 @@ class Snapshots:
         return training["logs"], state
 
     def growths(self, model: Any) -> Growths | None:
-        """Return what trials of a model have shown before this process has resumed or joined.
+        """Return, once, what trials of a model have shown before this process has resumed or joined.
 
-        None means that the model has to be tried, also because the program has changed.
+        None means that the model has to be tried, also because the program has changed. A later call returns
+        None, because the other workers have forgotten it, too, when the program has added a layer.
 
         Raises:
             CheckpointError: the state with which this process has begun cannot be read.
@@ -330,7 +331,7 @@ class Snapshots:
         if self._job.checkpoints.accepts_changes or _changed_sources(training):
             return None
         try:
-            return self.models.growths_in(training.get("growths", {}), model)
+            return self.models.taken_growths(training.get("growths", {}), model)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"cannot read the trials of models in the checkpoint: {error!r}") from error
 
