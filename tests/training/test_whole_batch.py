@@ -827,6 +827,38 @@ def test_a_trial_does_not_start_code_that_the_program_does_not_run() -> None:
     assert Options.written == []
 
 
+class Sums(keras.Metric):
+    """Sums of values with signs, which cancel each other, and of their sizes."""
+
+    def __init__(self) -> None:
+        super().__init__(name="sums")
+        self.sums = self.add_variable(shape=(2,), initializer="zeros", name="sums")
+
+    def update_state(self, values: Any, *_: Any, **__: Any) -> None:
+        for column in (values[:, 0], values[:, 1]):
+            self.sums.assign_add(ops.stack([ops.sum(column), ops.sum(ops.abs(column))]))
+
+    def result(self) -> Any:
+        return self.sums[1]
+
+
+class Scales(keras.Sequential):
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.scale = self.add_weight(name="scale", shape=(), initializer="ones", trainable=False)
+        self.sums = Sums()
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        self.sums.update_state(self.scale * x)
+        return {"sums": self.sums.result()}
+
+
+def test_a_metric_adds_up_whatever_the_rounding_of_other_values() -> None:
+    model = compiled(Scales([keras.Input((4,)), keras.layers.Dense(1)]), "mse")
+    trial = trial_of(model, np.concatenate([X[:5], -X[:5]]), Y[:10])
+    assert (trial.exact, trial.names) == ([], [])
+
+
 def never(y: Any, p: Any) -> Any:
     return ops.mean(ops.relu(ops.square(p[:, :1] - ops.transpose(p[:, :1])) - 1e9))
 
