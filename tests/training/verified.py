@@ -10,6 +10,7 @@ all workers depends on a number that no seed determines. `long`: trains 10,000 s
 node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
 """
 
+import importlib
 import os
 import random
 import sys
@@ -111,6 +112,24 @@ class Noisy(keras.losses.Loss):  # type: ignore[misc]
         return noise * keras.ops.mean((y_true - y_pred) ** 2, -1)
 
 
+class Counting(keras.layers.Layer):  # type: ignore[misc]
+    """Counts the steps of training outside of Keras's variables: in an attribute, or in a `tf.Variable`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.calls = 0
+        if keras.backend.backend() == "tensorflow":
+            self.counter = importlib.import_module("tensorflow").Variable(0.0, trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        """Return the inputs."""
+        if training and keras.backend.backend() == "torch":
+            self.calls += 1
+        elif training and keras.backend.backend() == "tensorflow":
+            self.counter.assign_add(1.0)
+        return inputs
+
+
 if FAULT in ("unlike", "alike-program") and job.current().context.host == "node2":
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=SSE4_2"
 if FAULT == "alike-program":
@@ -129,6 +148,7 @@ model = keras.Sequential(
         keras.layers.Dense(16, activation="relu", name="hidden"),
         keras.layers.BatchNormalization(),
         keras.layers.Dropout(0.2),
+        *([counting := Counting()] if FAULT in ("update", "updates") else ()),
         keras.layers.Dense(1, name="out"),
     ]
 )
@@ -137,6 +157,8 @@ history = model.fit(
     rows, targets, batch_size=16, epochs={"long": 1667, "unlike": 40}.get(FAULT, 2), verbose=0
 )
 print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
+if FAULT in ("update", "updates"):
+    print("counted:", int(counting.counter) if hasattr(counting, "counter") else counting.calls)
 if FAULT in ("evaluation", "evaluated"):
     print("digest:", model.evaluate(rows, targets, batch_size=16, verbose=0))
 print("verified:", verifications_of(job.current()).count, verifications_of(job.current()).up_to)

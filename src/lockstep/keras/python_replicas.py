@@ -351,6 +351,13 @@ def python_facts(model: Any) -> dict[str, str]:
     } | {f"variable {path}": text_of(variable.numpy()) for path, variable in graph.variables.items()}
 
 
+def plain_variables(model: Any) -> list[Any]:
+    """Return the variables of TensorFlow that are not Keras's, which steps of a model may change."""
+    if not isinstance(model, keras.Model) or keras.backend.backend() != "tensorflow":
+        return []
+    return list(graph_of(model).variables.values())
+
+
 def saved_python(model: Any) -> list[list[Any]]:
     """Return the changed values of a model's Python state for `set_python`: path, attribute, value.
 

@@ -25,6 +25,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_array
 from lockstep.keras.backends.contract import Backend, TrainingState
+from lockstep.keras.python_replicas import plain_variables
 from lockstep.keras.verification import (
     Answer,
     Hashes,
@@ -50,11 +51,19 @@ class StateBefore(NamedTuple):
         owners: whose state it is.
         arrays: by name, as `TrainingState.load` takes them.
         hashes: the hashes of the arrays.
+        variables: the variables of TensorFlow that are not Keras's, with their values.
     """
 
     owners: Sequence[Any]
     arrays: Mapping[str, npt.NDArray[Any]]
     hashes: Hashes
+    variables: Sequence[tuple[Any, npt.NDArray[Any]]] = ()
+
+    def restored(self, program: TrainingState, state: Any) -> Any:
+        """Return `state` with the values from before the step."""
+        for variable, value in self.variables:
+            variable.assign(value)
+        return program.load(state, self.arrays)
 
 
 class _StateAnswer(NamedTuple):
@@ -110,7 +119,9 @@ class StateVerifier:
             # Keras itself cannot read them either.
             return None
         arrays = {name: np.array(self._backend.to_numpy(value)) for name, value in values.items()}
-        before = StateBefore(owners, arrays, _hashed(arrays))
+        plain = [variable for owner in owners for variable in plain_variables(owner)]
+        variables = [(variable, np.array(variable.numpy())) for variable in plain]
+        before = StateBefore(owners, arrays, _hashed(arrays), variables)
         answers = self._answers(before, (before.hashes,), what, lambda: program.published(state))
         self._compare(answers, list(arrays), f"{what}: the state before the step", "memory")
         return before
@@ -146,7 +157,7 @@ class StateVerifier:
         if again is None:
             self._compare(answers, names, f"{what}: the state after the step", "update")
         elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1 or earlier:
-            result = again(program.load(result[1], before.arrays))
+            result = again(before.restored(program, result[1]))
             second, names = self._hashes(program, result)
             answers = self._answers(before, (hashes, second), what, lambda: program.published(result[1]))
             verdict, differing = _judged(answers, names, earlier)

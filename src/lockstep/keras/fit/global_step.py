@@ -227,6 +227,8 @@ class GlobalStep:
                 if before is not None:
                     again = partial(self._apply, totals=totals)
                     logs, state = self._states.end(before, self.program, (logs, state), where, again)
+                if self.program.varies and not self.job.joins:
+                    self.python.end()
             except StepWithdrawn:
                 assert before is not None
                 state = self._withdraw(state, before)
@@ -243,7 +245,7 @@ class GlobalStep:
         self._digests.settle()
         if self.program.varies:
             self.python.undo()
-        state, logs = self.program.load(state, before.arrays), self.calls.current.logs
+        state, logs = before.restored(self.program, state), self.calls.current.logs
         self._snapshots.change_workers(
             lambda whole: self._snapshots.take(whole, self.model, logs, self.program, state)
         )
@@ -260,7 +262,7 @@ class GlobalStep:
     ) -> tuple[Any, Any]:
         """Compute and apply the rounds of a step, whose totals `totals` gets; return (logs, state).
 
-        The workers may divide the update of a step that counts.
+        The workers may divide the update of a step that counts, and the caller makes its changes in Python.
         """
         totals = [] if totals is None else totals
         self._follow_growths()
@@ -282,7 +284,7 @@ class GlobalStep:
         self._digests.before_update(record, self.program, state)
         divides = counts and self.kind == "train" and not self.job.joins
         result = self._apply(state, totals, self._divided if divides else None)
-        if self.program.varies and not self.job.joins:
+        if self.program.varies and not (self.job.joins or counts):
             self.python.end()
         self.timer.lap("update")
         return result
