@@ -57,7 +57,7 @@ def test_a_driver_that_hangs_is_awaited_once() -> None:
 
 def test_a_driver_that_hangs_is_named() -> None:
     hangs = threading.Event()
-    with pytest.raises(UnfitError, match="driver has not answered for"):
+    with pytest.raises(UnfitError, match="driver hangs: no answer within"):
         in_time(hangs.wait, 0.01)
     hangs.set()
     assert in_time(hangs.wait) is True

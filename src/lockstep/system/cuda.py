@@ -133,8 +133,8 @@ def in_time(read: Callable[[], Reading], seconds: float = _PATIENCE) -> Reading:
     """
     if (reading := LimitedReader(read).within(seconds)) is None:
         raise UnfitError(
-            f"NVIDIA's driver has not answered for {seconds:g} s, as after the loss of a GPU; if nvidia-smi "
-            "hangs too, reboot; sudo dmesg | grep -i xid shows why"
+            f"NVIDIA's driver hangs: no answer within {seconds:g} s, as after the loss of a GPU; if "
+            "nvidia-smi hangs too, reboot; sudo dmesg | grep -i xid shows why"
         )
     return reading
 
