@@ -70,7 +70,9 @@ def test_refusals(hosts: Sequence[Host], refusal: str) -> None:
     line = command.err.splitlines()[-1]
     assert line.startswith("lockstep: "), command.err
     assert text.format(here=hosts[0].here) in line
-    assert len(command.err.splitlines()) <= (2 if "ssh" in line else 1), command.err
+    # A slow machine also says for whom it waits.
+    lines = [line for line in command.err.splitlines() if not line.startswith("lockstep: waiting for ")]
+    assert len(lines) <= (2 if "ssh" in line else 1), command.err
     assert "runs" not in command.out
     assert list(hosts[0].work.glob("runs/*")) == []
 

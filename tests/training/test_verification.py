@@ -399,7 +399,7 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
     assert f": workers {1 - guilty} and 2 agree" in run.stderr
     assert figures(run, 2) == figures(right, 0) != []
     if how == "updates" and backend != "jax":
-        assert run.marked(2, "counted: ") == ["12"]
+        assert run.marked(2, "counted: ") == ["counted: 12"]
     lines = (run.folder / "events.jsonl").read_text().splitlines()
     failed = [json.loads(line) for line in lines if '"verification failed"' in line]
     verdicts = [(each["verdict"], each["workers"]) for each in failed]
