@@ -152,7 +152,7 @@ def headline(run: RunState, state: str) -> str:
 
 
 def remedies(run: RunState, state: str) -> list[str]:
-    """Return what to do about the state of a run and its troubles, one text each."""
+    """Return the remedies for the state of a run and its troubles, one text each."""
     totals, texts = run.totals, []
     if state in ("failed", "stopped", "lost"):
         script_failed = any(info.phase == "failed" for info in run.workers.values())

@@ -722,13 +722,13 @@ def _items(value: Any) -> list[Number]:
     if not (classes or isinstance(value, (keras.Model, *_PLAIN_HOLDERS))):
         return []
     attributes = _Holder("", value).baseline
-    own = [_item(vars(value), name, item) for name, item in attributes.items()]
+    items = [_item(vars(value), name, item) for name, item in attributes.items()]
     inherited = {name: item for each in reversed(classes) for name, item in vars(each).items()}
     for name, item in inherited.items():
         if name not in vars(value) and not name.startswith("__") and is_float(item):
             reset = functools.partial(vars(value).pop, name, None)
-            own.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
-    return own
+            items.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
+    return items
 
 
 def _array(value: Any) -> list[Number]:

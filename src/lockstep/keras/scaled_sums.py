@@ -39,8 +39,8 @@ def scales_of(limits: Array, replicas: int) -> Array:
 
 def summand_of(array: Array, scales: Array, replicas: int) -> Array:
     """Return a replica's array as integers, in its shape."""
-    known = np.isfinite(scales) & (scales >= _SMALLEST)
-    factors = np.divide(1, scales, out=np.zeros_like(scales), where=known)
+    usable = np.isfinite(scales) & (scales >= _SMALLEST)
+    factors = np.divide(1, scales, out=np.zeros_like(scales), where=usable)
     with np.errstate(invalid="ignore"):
         numbers = _times(np.asarray(array, np.float32), factors)
     np.rint(numbers, out=numbers)

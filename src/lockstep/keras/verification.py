@@ -456,7 +456,7 @@ class Verifications:
             verdict: equal on all workers.
             names: the names of the arrays that differ.
             part: the part of the step: "gradient" or "update".
-            answers: of the workers of the view.
+            answers: the answers of the workers of the view.
             replica: the replica; -1 for an update.
             number: the number of the round.
 

@@ -78,7 +78,7 @@ def join_equal(
 
 
 def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
-    """Return what an event says beyond its name and its worker, in words; maybe empty.
+    """Return what an event says beyond its name and its worker, in words, or an empty text.
 
     Args:
         event: the event.

@@ -496,10 +496,8 @@ def _workers_named(state: State, event: VerificationFailed, now: float) -> Decis
     """Count the hosts of workers at fault; let a host retire that was named too often, unless it is alone."""
     hosts = tuple(state.workers[worker].host for worker in event.workers)
     state = replace(state, named=(*state.named, *hosts))
-    reason, most = (
-        f"{name_workers(event.workers)} computed wrong bits in step {event.step}",
-        state.avoid_host_after,
-    )
+    reason = f"{name_workers(event.workers)} computed wrong bits in step {event.step}"
+    most = state.avoid_host_after
     for host in hosts:
         times = state.named.count(host)
         if not most or times < most or host not in state.hosts:

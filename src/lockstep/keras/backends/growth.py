@@ -130,8 +130,8 @@ def parts_digest(model: Any) -> str:
     The metrics of `compile` do not count: they exist from the first training or evaluation on.
     """
     compiled = {id(metric) for metric in flat_metrics(compiled_metrics(model))}
-    own = [metric for metric in flat_metrics(model.metrics) if id(metric) not in compiled]
-    parts = [*layers_of(model), None, *own]
+    added = [metric for metric in flat_metrics(model.metrics) if id(metric) not in compiled]
+    parts = [*layers_of(model), None, *added]
     return xxhash.xxh3_64_hexdigest(repr([type(part).__qualname__ for part in parts]).encode())
 
 
