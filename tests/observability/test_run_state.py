@@ -11,7 +11,9 @@ from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
     CallStarted,
+    CheckpointNotRemoved,
     CheckpointNotWritten,
+    CheckpointRemoved,
     CheckpointWritten,
     Event,
     GpuLoad,
@@ -135,6 +137,8 @@ def test_what_did_not_hold(keeps_history: bool) -> None:
         RunState(keeps_history=keeps_history).after(JOB),
         (0, CheckpointWritten("c/4", 4, 0.1)),
         *[(0, CheckpointNotWritten(failure))] * 22,
+        *[(0, CheckpointNotRemoved(f"c/{step}", "busy")) for step in (1, 2)],
+        *[(0, CheckpointRemoved(f"c/{step}", "before", late=True)) for step in (1, 2)],
         (0, insisting),
         (0, wrong),
         (None, HostLost("node2", "host node2 was lost")),

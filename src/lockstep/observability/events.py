@@ -217,7 +217,7 @@ class WorkerConnectedLate(_Event, frozen=True, tag="connected late"):
 
 
 class WarningShown(_Event, frozen=True, tag="warning"):
-    """The command showed a warning."""
+    """The command, or a worker, showed a warning."""
 
     text: str
 
@@ -456,10 +456,11 @@ class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
 
 
 class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
-    """An older checkpoint was removed to free space."""
+    """An older checkpoint was removed to free space; if `late`, one that could not be removed before."""
 
     path: str
     reason: str
+    late: bool = False
 
 
 class CheckpointNotRemoved(_Event, frozen=True, tag="checkpoint not removed"):
@@ -981,6 +982,7 @@ WorkerEvent = (
     | CheckpointNotWritten
     | CheckpointRemoved
     | CheckpointNotRemoved
+    | WarningShown
     | TrainingResumed
     | LastStepEnded
     | TrainingEnded

@@ -634,6 +634,13 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         reason, _, _ = str(happening.fields.get("reason", "")).partition("; ")
         return self._with_more(happening, "failed_checkpoints")._with_totals(checkpoint_failure=reason)
 
+    def _checkpoint_removed(self, happening: Happening) -> "RunState":
+        if not happening.fields.get("late"):
+            return self._with_more(happening, "removed_checkpoints")
+        remaining = max(self.totals.remaining_checkpoints - 1, 0)
+        failure = self.totals.removal_failure if remaining else ""
+        return self._with_totals(remaining_checkpoints=remaining, removal_failure=failure)
+
     def _checkpoint_remained(self, happening: Happening) -> "RunState":
         more = self._with_more(happening, "remaining_checkpoints")
         return more._with_totals(removal_failure=str(happening.fields.get("reason", "")))
@@ -750,7 +757,7 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "wait": RunState._waits,
     "checkpoint": RunState._checkpoint,
     "checkpoint failed": RunState._checkpoint_failed,
-    "checkpoint removed": _one_more("removed_checkpoints"),
+    "checkpoint removed": RunState._checkpoint_removed,
     "checkpoint not removed": RunState._checkpoint_remained,
     "verification failed": RunState._verification_failed,
     "resumed": RunState._resumed,
