@@ -80,3 +80,16 @@ def test_a_job_that_goes_back_starts_without_the_host_that_was_named(
         [line for line in each.out.splitlines() if line.startswith("digest: ")] for each in (job, right)
     ]
     assert digests[0] == digests[1] != []
+
+
+@pytest.mark.slow
+def test_hosts_are_measured_and_compared(hosts: Sequence[Host], lean: Lean) -> None:
+    variables = {"KERAS_BACKEND": "torch", **lean(PROGRAM, "torch")}
+    for option, expected in (
+        (("--burn-in", "1s"), {"all cores of node1", "all cores of node2"}),
+        ((), {"node1 - node2"}),
+    ):
+        doctor = hosts[0].lockstep("doctor", "--json", "--hosts", "node1,node2", *option, **variables)
+        assert doctor.end() == 0, doctor.out + doctor.err
+        rows = {row["name"]: row["verdict"] for row in json.loads(doctor.out)["findings"]}
+        assert rows == dict.fromkeys(expected, "fine")
