@@ -39,7 +39,7 @@ class Row:
         replicas: of each job.
         workers: of each job.
         steps: of the training.
-        divided: the workers of jobs on JAX that divide the update.
+        divided: the workers of jobs on JAX and PyTorch that divide the update.
     """
 
     model: str
@@ -163,7 +163,7 @@ def main(backend: str = "jax", rows: tuple[str, ...] = tuple(ROWS)) -> None:
                 found = measure(backend, row, workers)
                 digests.add(found.digest)
                 print_footprint(f"{workers} workers", found, plain)
-            for workers in row.divided if backend == "jax" else ():
+            for workers in row.divided if backend != "tensorflow" else ():
                 found = measure(backend, row, workers, "--update", "divided")
                 digests.add(found.digest)
                 print_footprint(f"{workers}, divided", found, plain)

@@ -182,9 +182,19 @@ def prepare(faults: Faults) -> None:
 
 
 def prepare_update(faults: Faults) -> None:
-    """Insert the points of the divided update on JAX."""
+    """Insert the points of the divided update."""
+    import keras
+
     from lockstep.collectives.shared import divided_state
-    from lockstep.keras.backends.jax_blocks import JaxBlockUpdate
+
+    update: Any
+    if keras.backend.backend() == "jax":
+        from lockstep.keras.backends.jax_blocks import JaxBlockUpdate as update
+    else:
+        from lockstep.keras.backends.torch_blocks import TorchBlockUpdate as update
+
+        # The slots are updated in place, before the weights are copied.
+        around(faults, update, "_apply", after="halfway through a block")
 
     copy_all = divided_state.copy_all
 
@@ -197,9 +207,9 @@ def prepare_update(faults: Faults) -> None:
         copy_all(targets, sources)
 
     divided_state.copy_all = copied
-    around(faults, JaxBlockUpdate, "fill", after="filling the state")
-    around(faults, JaxBlockUpdate, "compute", before="before a block is written")
-    around(faults, JaxBlockUpdate, "finish", before="before the new weights")
+    around(faults, update, "fill", after="filling the state")
+    around(faults, update, "compute", before="before a block is written")
+    around(faults, update, "finish", before="before the new weights")
     around(faults, divided_state.DividedState, "update", before="before a shard", after="after a shard")
 
 

@@ -44,7 +44,8 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         FAULTS.passing("after apply")
         if FAULTS.step % 4 == 0:
-            self.model.jax_state_sync()
+            if keras.backend.backend() == "jax":
+                self.model.jax_state_sync()
             sums = [float(keras.ops.sum(variable)) for variable in self.model.optimizer.variables]
             self.sums.append(float(np.sum(sums)).hex())
         if FAULTS.step == 8:

@@ -74,8 +74,8 @@ class Twin:
 class Host:
     """The workers of a host, which take steps; a worker that dies is missing from the next view."""
 
-    def __init__(self, layout: DividedLayout, workers: int, seed: int) -> None:
-        self.layout = layout
+    def __init__(self, layout: DividedLayout, workers: int, seed: int, in_place: bool) -> None:
+        self.layout, self.in_place = layout, in_place
         self.twin = Twin(layout, seed)
         self.view = place(layout.replicas, tuple(range(workers)))
         self.weights = {worker: [w.copy() for w in self.twin.weights] for worker in range(workers)}
@@ -105,7 +105,11 @@ class Host:
 
             def compute(block: int, slots: Sequence[Array], weights: Any = weights) -> list[Array]:
                 group, start, stop = self.layout.places[block]
-                return updated(weights[group][start:stop], gradients[group][start:stop], slots)
+                new = updated(weights[group][start:stop], gradients[group][start:stop], slots)
+                if not self.in_place:
+                    return new
+                divided_state.copy_all(slots, new[1:])
+                return [new[0], *slots]
 
             try:
                 for replica in self.view.replicas_of(worker):
@@ -137,8 +141,16 @@ def _gradients(layout: DividedLayout, seed: int) -> list[Array]:
     return [numbers.integers(-50, 50, group.blocks * ELEMENTS) for group in layout.groups]
 
 
-def _run(layout: DividedLayout, workers: int, steps: int, points: dict[int, float], seed: int = 0) -> int:
-    host, order = Host(layout, workers, seed), random.Random(seed)
+def _run(
+    layout: DividedLayout,
+    workers: int,
+    steps: int,
+    points: dict[int, float],
+    seed: int = 0,
+    *,
+    in_place: bool = False,
+) -> int:
+    host, order = Host(layout, workers, seed, in_place), random.Random(seed)
     with killing(points) as kills:
         for step in range(steps):
             host.step(_gradients(layout, step), order)
@@ -146,13 +158,16 @@ def _run(layout: DividedLayout, workers: int, steps: int, points: dict[int, floa
     return kills.copies
 
 
+@pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_a_worker_dies_at_each_copy_and_the_state_is_that_of_the_undivided_update(share: float) -> None:
+def test_a_worker_dies_at_each_copy_and_the_state_is_that_of_the_undivided_update(
+    share: float, in_place: bool
+) -> None:
     layout = _layout(3, 4, 1)
-    copies = _run(layout, 3, 2, {})
-    assert copies == 2 * (4 * 5 + 3)
+    copies = _run(layout, 3, 2, {}, in_place=in_place)
+    assert copies == 2 * (4 * 5 + 3) + in_place * 2 * (4 * 2 + 1)
     for number in range(copies):
-        _run(layout, 3, 2, {number: share})
+        _run(layout, 3, 2, {number: share}, in_place=in_place)
 
 
 def test_two_workers_die_at_each_pair_of_copies_also_while_one_takes_over_for_the_other() -> None:
@@ -171,7 +186,7 @@ def test_random_jobs_with_random_losses(seed: int) -> None:
     layout = _layout(replicas, *(numbers.randint(0, 9) for _ in range(numbers.randint(1, 3))), slots=3)
     losses = numbers.randint(0, workers - 1)
     points = {numbers.randint(0, 150): numbers.random() for _ in range(losses)}
-    _run(layout, workers, numbers.randint(1, 5), points, seed)
+    _run(layout, workers, numbers.randint(1, 5), points, seed, in_place=numbers.random() < 0.5)
 
 
 def test_the_division_depends_on_the_replicas_and_has_each_block_once() -> None:

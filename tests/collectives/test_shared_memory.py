@@ -1,5 +1,6 @@
 """Members in different processes: death, signals, limits, and the memory that they share."""
 
+import mmap
 import os
 import random
 import signal
@@ -7,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 from collective_members import Control, Processes, Settings, plan_of
 from collective_scripts import (
@@ -152,6 +154,22 @@ def test_views_reuse_the_pool() -> None:
 def test_attaching_a_pool_to_another_file_raises(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="not a memory pool"):
         SharedPool.attach(file.fileno())
+
+
+def test_what_is_written_to_a_private_mapping_is_seen_there_alone_and_noticed() -> None:
+    pool = SharedPool.create()
+    pool.grow(size := 3 * mmap.PAGESIZE + 10)
+    shared, private = np.frombuffer(pool.map(size), np.uint8), pool.map_privately(size)
+    shared[:] = 1
+    assert private.bytes.tolist() == [1] * size
+    shared[5] = 2
+    assert private.bytes[5] == 2
+    assert not private.is_written()
+    private.bytes[-1] = 3
+    assert private.is_written()
+    assert shared[-1] == 1
+    assert not pool.map_privately(size).is_written()
+    pool.close()
 
 
 def test_abort_keeps_the_first_reason_and_truncates_it() -> None:

@@ -57,8 +57,7 @@ def test_many_hosts(tmp_path: Path) -> None:
         assert SILENCE - ALIVE_EVERY <= job.clock.now() - cut <= SILENCE
         yield received
         next(changed, None)
-        # One record or two are kept until then, each of which takes up to 0.1 s.
-        assert job.clock.now() - cut <= SILENCE + 0.2
+        assert job.clock.now() - cut <= SILENCE + 0.1
         job.finish()
         yield lambda: False
 

@@ -68,6 +68,7 @@ class Sums:
     added: int
     filled: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    released: bool = False
     groups: tuple[BlockGroup, ...] = (BlockGroup(BLOCKS, np.dtype(np.int64), 1),)
     elements = ELEMENTS
 
@@ -84,8 +85,12 @@ class Sums:
         new = slots[0] + self.added
         return [self.weights[number * ELEMENTS :][:ELEMENTS] - new, new]
 
-    def finish(self, state: DividedState) -> tuple[Any, Any]:
+    def finish(self, state: DividedState, private: Any) -> tuple[Any, Any]:
         return "logs", state
+
+    def release(self) -> None:
+        assert not self.released
+        self.released = True
 
 
 class Trained:
@@ -166,6 +171,8 @@ def test_workers_fill_once_and_a_joiner_uses_what_is_there(pool: SharedPool) -> 
     # The script has set the slots: all workers have values of their own again.
     third = [sums(2) for _ in range(3)]
     together(pool, third, divided)
+    # Before that, those that may show the memory have their own again.
+    assert [update.released for update in (*first, *second, *third)] == [False] * 2 + [True] * 3 + [False] * 3
     assert third[2].shared is not None
     np.testing.assert_array_equal(third[2].shared.slots[0][0], third[0].own + 2)
 

@@ -1,4 +1,4 @@
-"""Workers divide the update of a step on JAX, and are lost at every point of it: the bits are the same."""
+"""Workers divide the update of a step, and are lost at every point of it: the bits are the same."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +26,12 @@ REST = (
 BY_ITSELF = "each worker computes the whole update: train_on_batch takes one step by itself"
 
 
-def results(launch: Launch, folder: Path, options: str, *faults: str) -> set[str]:
+BACKENDS = ("jax", "torch")
+
+
+def results(launch: Launch, backend: str, folder: Path, options: str, *faults: str) -> set[str]:
     """Train; return the results of the workers that are left."""
-    run = launch(f"{options} --max-restarts 0", str(PROGRAM), str(folder), *faults)
+    run = launch(f"{options} --max-restarts 0", str(PROGRAM), str(folder), *faults, backend=backend)
     assert run.status == 0, run.stderr
     assert "computes the whole update" not in run.stderr.replace(BY_ITSELF, "")
     workers = len(list(run.folder.glob("worker-*.log")))
@@ -38,33 +41,36 @@ def results(launch: Launch, folder: Path, options: str, *faults: str) -> set[str
 
 
 @pytest.fixture(scope="module")
-def whole(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+def whole(launch: Launch, backend: str, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     """The results of one worker that computes the whole update."""
-    return results(launch, tmp_path_factory.mktemp("whole"), "-n 1 --replicas 4")
+    return results(launch, backend, tmp_path_factory.mktemp("whole"), "-n 1 --replicas 4")
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_three_of_four_workers_are_lost_within_updates(
-    launch: Launch, whole: set[str], tmp_path: Path
+    launch: Launch, backend: str, whole: set[str], tmp_path: Path
 ) -> None:
     assert len(whole) == 1
-    assert results(launch, tmp_path, "-n 4 --update divided", *SOME) == whole
+    assert results(launch, backend, tmp_path, "-n 4 --update divided", *SOME) == whole
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("faults", REST, ids=" and ".join)
 def test_workers_may_be_lost_at_every_point_of_an_update(
-    launch: Launch, whole: set[str], faults: tuple[str, ...], tmp_path: Path
+    launch: Launch, backend: str, whole: set[str], faults: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert results(launch, tmp_path, "-n 4 --update divided", *faults) == whole
+    assert results(launch, backend, tmp_path, "-n 4 --update divided", *faults) == whole
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_any_number_of_workers_has_the_bits_of_the_whole_update(
-    launch: Launch, whole: set[str], workers: int, tmp_path: Path
+    launch: Launch, backend: str, whole: set[str], workers: int, tmp_path: Path
 ) -> None:
-    assert results(launch, tmp_path, f"-n {workers} --replicas 4 --update divided") == whole
+    assert results(launch, backend, tmp_path, f"-n {workers} --replicas 4 --update divided") == whole
 
 
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -77,35 +83,44 @@ def marked(run: Any, worker: int) -> list[str]:
 
 
 @pytest.fixture
-def undisturbed(undisturbed_run: Launch) -> list[str]:
+def undisturbed(undisturbed_run: Launch, backend: str) -> list[str]:
     """The results of an undisturbed run that computes whole updates."""
-    return marked(undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend="jax"), 0)
+    return marked(undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend), 0)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(
     ("how", "options", "last"), [("lost0", "--min-workers 2", (1, 2)), ("scaled", "", (0,))]
 )
 def test_workers_join_that_map_the_shared_state(
-    launch: Launch, undisturbed: list[str], how: str, options: str, last: tuple[int, ...], tmp_path: Path
+    launch: Launch,
+    backend: str,
+    undisturbed: list[str],
+    how: str,
+    options: str,
+    last: tuple[int, ...],
+    tmp_path: Path,
 ) -> None:
     options = f"-n 2 --replicas 4 --update divided {options}"
-    run = launch(options, "joining.py", str(tmp_path), how, "fit", "1", "step", "7")
+    run = launch(options, "joining.py", str(tmp_path), how, "fit", "1", "step", "7", backend=backend)
     for worker in last:
         assert marked(run, worker) == undisturbed
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize("updates", ["divided whole", "whole divided", "divided divided"])
 def test_checkpoints_do_not_depend_on_the_division(
-    launch: Launch, undisturbed: list[str], updates: str, tmp_path: Path
+    launch: Launch, backend: str, undisturbed: list[str], updates: str, tmp_path: Path
 ) -> None:
     first, second = updates.split()
     keeping = f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
     arguments = (str(tmp_path), "killed", "fit", "1", "step", "7")
-    lost = launch(f"-n 2 --replicas 4 {keeping} --update {first}", "resuming.py", *arguments)
+    options = f"-n 2 --replicas 4 {keeping} --update {first}"
+    lost = launch(options, "resuming.py", *arguments, backend=backend)
     assert lost.status == 137
-    run = launch(f"-n 3 {keeping} --update {second}", "resuming.py", *arguments)
+    run = launch(f"-n 3 {keeping} --update {second}", "resuming.py", *arguments, backend=backend)
     assert "resuming from" in run.stderr
     for worker in (0, 2):
         assert marked(run, worker) == undisturbed

@@ -10,10 +10,44 @@ coordinator has a stuck worker killed, and waits for its end, before it starts a
 import fcntl
 import mmap
 import os
+from pathlib import Path
 from typing import Self
+
+import numpy as np
 
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.memory import Available, available_memory
+
+PAGEMAP = Path("/proc/self/pagemap")
+"""Has 8 bytes for each page of the process; see the kernel's `admin-guide/mm/pagemap.rst`."""
+
+_IN_MEMORY_OR_SWAPPED, _OF_A_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+
+
+class PrivateMapping:
+    """A mapping that shows what others write, except in pages to which this process has written.
+
+    Nobody else sees those.
+
+    Attributes:
+        bytes: the memory.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        self.bytes = np.frombuffer(memory, np.uint8)
+
+    def is_written(self) -> bool:
+        """Whether this process has written to the memory.
+
+        Raises:
+            OSError: the system does not tell.
+        """
+        start = self.bytes.ctypes.data // mmap.PAGESIZE
+        pages = -(-len(self.bytes) // mmap.PAGESIZE)
+        with PAGEMAP.open("rb", buffering=0) as pagemap:
+            entries = np.frombuffer(os.pread(pagemap.fileno(), pages * 8, start * 8), np.uint64)
+        # A page of its own is in memory or swapped out, and is not a page of the file.
+        return bool(np.any((entries & _IN_MEMORY_OR_SWAPPED != 0) & (entries & _OF_A_FILE == 0)))
 
 
 class SharedPool:
@@ -76,15 +110,25 @@ class SharedPool:
         """
         if size > len(self._mapping):
             # With MAP_POPULATE, all page faults happen now instead of in the first reduction.
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            try:
-                self._mapping = memoryview(mmap.mmap(self.fd, size, flags=flags))
-            except OSError as error:
-                raise SharedMemoryError(
-                    f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
-                    "a process (ulimit -v)"
-                ) from error
+            self._mapping = self._mapped(size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return self._mapping
+
+    def _mapped(self, size: int, flags: int) -> memoryview:
+        try:
+            return memoryview(mmap.mmap(self.fd, size, flags=flags))
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
+                "a process (ulimit -v)"
+            ) from error
+
+    def map_privately(self, size: int) -> "PrivateMapping":
+        """Return another mapping of the first `size` bytes, which are allocated.
+
+        Raises:
+            SharedMemoryError: this process cannot map that much.
+        """
+        return PrivateMapping(self._mapped(size, mmap.MAP_PRIVATE))
 
     def map_allocated(self) -> None:
         """Map the memory that others have already allocated, before any of them waits for this process.

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
+from lockstep.collectives.shared.pool import PrivateMapping
 from lockstep.data.batch import Share
 from lockstep.keras.backends.multi_update import Update
 
@@ -79,8 +80,17 @@ class BlockUpdate(Protocol):
     ) -> Sequence[npt.NDArray[Any]]:
         """Return the new weights and slots of a block, given its number in its group."""
 
-    def finish(self, state: DividedState) -> tuple[Any, Any]:
-        """Return (logs or None, new state), once all blocks are updated."""
+    def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:
+        """Return (logs or None, new state), once all blocks are updated.
+
+        Args:
+            state: the shared memory.
+            private: returns another mapping of it.
+        """
+
+    @property
+    def release(self) -> Callable[[], None]:
+        """Copies the values of the slots, so that they do not depend on the shared memory any more."""
 
 
 class TrainingState(Protocol):

@@ -39,7 +39,6 @@ from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, owned,
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
-from lockstep.keras.backends.optimizer_blocks import blocks_of
 from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import (
@@ -347,9 +346,7 @@ class JaxProgram(JaxState):
         if len(totals) != 1 or self._metric_arguments is not None:
             return "losses or metrics compare the examples of a batch"
         if not self._blocks:
-            optimizer = self._model.optimizer
-            blocks = blocks_of(optimizer, trained_by(optimizer), replicas)
-            self._blocks = blocks if isinstance(blocks, str) else JaxBlocks(blocks)
+            self._blocks = JaxBlocks.of(self._model.optimizer, replicas)
         if isinstance(self._blocks, str):
             return self._blocks
         total = self.parts(0, totals[0])

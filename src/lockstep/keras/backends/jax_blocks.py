@@ -12,11 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
-from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, VariableGroup
+from lockstep.collectives.shared.pool import PrivateMapping
+from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, VariableGroup, blocks_of
+from lockstep.keras.private.common import rate_object, trained_by, with_values
 
 Array = npt.NDArray[Any]
 
@@ -59,14 +62,62 @@ def owned(values: Sequence[Any]) -> list[Any]:
     return [value.__jax_array__() if isinstance(value, SharedSlot) else value for value in values]
 
 
+class StandIn:
+    """An optimizer like another one, which updates a block of a group of that one's variables.
+
+    Attributes:
+        optimizer: the optimizer, built for one variable with the shape of a block.
+        of_slots: the numbers of the kinds of slots, by their positions among its variables.
+        of_others: the numbers of its other variables, likewise.
+    """
+
+    def __init__(self, optimizer: Any, group: VariableGroup) -> None:
+        source = rate_object(optimizer)
+        variables = [source] if isinstance(source, keras.Variable) else []
+        # Within a `fit`, Keras's trainer has the values.
+        with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
+            settings = optimizer.get_config()
+        self.optimizer: Any = type(optimizer).from_config({**settings, "learning_rate": 0.0})
+        if not variables:
+            self.optimizer.learning_rate = source
+        if not group.decays:
+            self.optimizer.weight_decay = None
+        self.optimizer.build([keras.Variable(np.zeros(group.elements), dtype=group.dtype.name, name="block")])
+        slots = [id(slot) for kind in group.kinds for slot in vars(self.optimizer)[kind]]
+        self.of_slots, self.of_others = dict[int, int](), dict[int, int]()
+        for i, variable in enumerate(self.optimizer.variables):
+            if id(variable) in slots:
+                self.of_slots[i] = slots.index(id(variable))
+            else:
+                self.of_others[i] = len(self.of_others)
+
+    def fits(self, optimizer: Any, blocks: OptimizerBlocks) -> bool:
+        """Whether it has one slot of each kind, and the other variables of the optimizer."""
+        others = [self.optimizer.variables[i].shape for i in self.of_others]
+        return len(self.of_slots) == len(blocks.groups[0].kinds) and others == [
+            optimizer.variables[i].shape for i in blocks.others
+        ]
+
+
 class JaxBlocks:
     """The compiled functions of one divided update."""
 
-    def __init__(self, blocks: OptimizerBlocks) -> None:
+    def __init__(self, blocks: OptimizerBlocks, stand_ins: Sequence[StandIn]) -> None:
         self.blocks = blocks
-        self.functions = [jax.jit(partial(_updated, group)) for group in blocks.groups]
+        self.functions = [jax.jit(partial(_updated, stand_in)) for stand_in in stand_ins]
         self.refresh = jax.jit(_copied, donate_argnums=0, keep_unused=True)
         self._slots: tuple[DividedState, list[SharedSlot | None], list[Array]] | None = None
+
+    @classmethod
+    def of(cls, optimizer: Any, replicas: int) -> "JaxBlocks | str":
+        """Return the functions of a built optimizer, or why its update cannot be divided."""
+        blocks = blocks_of(optimizer, trained_by(optimizer), replicas)
+        if isinstance(blocks, str):
+            return blocks
+        stand_ins = [StandIn(optimizer, group) for group in blocks.groups]
+        if not all(stand_in.fits(optimizer, blocks) for stand_in in stand_ins):
+            return "its variables are not known"
+        return cls(blocks, stand_ins)
 
     def views(
         self, state: DividedState, weights: Sequence[Any]
@@ -166,7 +217,12 @@ class JaxBlockUpdate:
             self._others = new_others
         return [np.asarray(new), *map(np.asarray, new_slots)]
 
-    def finish(self, state: DividedState) -> tuple[Any, Any]:
+    @property
+    def release(self) -> Callable[[], None]:
+        """Does nothing: Keras copies the slots into the optimizer's variables at the end of a `fit`."""
+        return lambda: None
+
+    def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:
         """Return (logs, the state after the step), once all blocks are updated."""
         functions = self._functions
         if self._others is None:
@@ -187,7 +243,7 @@ class JaxBlockUpdate:
 
 
 def _updated(
-    group: VariableGroup,
+    stand_in: StandIn,
     others: Sequence[Any],
     density: Any,
     gradient: Any,
@@ -197,12 +253,12 @@ def _updated(
     """Update one block; return its weights and slots, and the optimizer's other variables."""
     if density is not None:
         gradient = gradient / density.astype(gradient.dtype)
-    of_slots, of_others = group.positions
+    of_slots, of_others = stand_in.of_slots, stand_in.of_others
     values = [
         slots[of_slots[i]] if i in of_slots else others[of_others[i]]
         for i in range(len(of_slots) + len(of_others))
     ]
-    (new,), after = group.optimizer.stateless_apply(values, [gradient], [weights])
+    (new,), after = stand_in.optimizer.stateless_apply(values, [gradient], [weights])
     new_slots = [after[i] for i in sorted(of_slots, key=of_slots.__getitem__)]
     return new, new_slots, [after[i] for i in of_others]
 

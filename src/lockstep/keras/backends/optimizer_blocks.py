@@ -1,9 +1,10 @@
 """An elementwise update in blocks of one shape, which `lockstep.keras.fit.divided_update` divides.
 
 Variables with one dtype, and with or without weight decay, form a group. Their elements lie one after the
-other, each variable from a multiple of `ALIGNED` elements on, and a block is `BLOCK` of them. So one function
-updates every block of a group. It is the update of a stand-in: an optimizer of the same class and settings
-that was built for one variable with the shape of a block.
+other, each variable from a multiple of `ALIGNED` elements on, and a block is `BLOCK` of them. So one compiled
+function can update every block of a group. It is the update of a stand-in: an optimizer of the same class and
+settings that was built for one variable with the shape of a block. A backend that does not compile updates
+the parts of the variables in a block with the optimizer itself.
 
 The variables of an optimizer are its slots, one of each kind for each weight (Adam's moments, for example),
 and a few others, such as the number of iterations. The latter change in the same way in every block, so each
@@ -16,19 +17,24 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import keras
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16)
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup
-from lockstep.keras.private.common import has_weight_decay, rate_object, with_values
+from lockstep.keras.private.common import has_weight_decay, rate_object
 
 BLOCK = 1 << 16
 """The largest number of elements of a block. In a small model, each replica has about one block."""
 ALIGNED = 64
-"""Elements: what the backend takes without a copy begins at a multiple of a cache line."""
+"""Elements: what the backend takes without a copy begins at a multiple of a cache line. A part of a variable
+begins at a multiple, too, so that an operation on it puts the same elements together into vector registers.
+"""
 
-_ELEMENTWISE = frozenset(["SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion", "Ftrl"])
-"""Keras's optimizers whose blocks have the bits of the whole update. Those of Nadam differ for scalars."""
+_ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion", "Ftrl", "Nadam"]
+)
+"""Keras's optimizers whose blocks have the bits of the whole update."""
 
 Array = npt.NDArray[Any]
 
@@ -47,19 +53,17 @@ class VariableGroup:
     """Variables that one function updates.
 
     Attributes:
-        optimizer: the stand-in, which updates a block.
-        variable: the one that it was built for.
         elements: the number of elements of a block.
-        dtype: of all.
+        dtype: of all, as NumPy has it.
+        decays: whether weight decay applies to all of them, or to none.
         kinds: the names of the slots.
         offsets: for each variable, by its position, the element at which it begins.
         sizes: the elements of each variable, likewise.
     """
 
-    optimizer: Any
-    variable: Any
     elements: int
     dtype: np.dtype[Any]
+    decays: bool
     kinds: tuple[str, ...]
     offsets: dict[int, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
@@ -82,18 +86,6 @@ class VariableGroup:
                 if first < last:
                     parts[block].append(BlockPart(i, first - offset, last - offset, first - block * size))
         return tuple(map(tuple, parts))
-
-    @cached_property
-    def positions(self) -> tuple[dict[int, int], dict[int, int]]:
-        """The positions of slots and of other variables among those of the stand-in: their own numbers."""
-        slots = [id(vars(self.optimizer)[kind][0]) for kind in self.kinds]
-        of_slots, of_others = dict[int, int](), dict[int, int]()
-        for i, variable in enumerate(self.optimizer.variables):
-            if id(variable) in slots:
-                of_slots[i] = slots.index(id(variable))
-            else:
-                of_others[i] = len(of_others)
-        return of_slots, of_others
 
     def gathered(self, block: int, arrays: Mapping[int, Array]) -> Array:
         """Return a block of flat arrays of the variables; what no variable has is zero."""
@@ -176,44 +168,14 @@ def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> Optimi
         decays = optimizer.weight_decay is not None and has_weight_decay(optimizer, variable)
         key = variable.dtype, decays
         if key not in groups:
-            stand_in, block = _stand_in(optimizer, elements, variable.dtype, decays=decays)
-            if any(len(vars(stand_in)[kind]) != 1 for kind in kinds):
-                return "its variables are not known"
-            groups[key] = VariableGroup(stand_in, block, elements, _numpy_dtype(block), tuple(kinds))
+            groups[key] = VariableGroup(elements, np.dtype(variable.dtype), decays, tuple(kinds))
         groups[key].offsets[i], groups[key].sizes[i] = ends.get(key, 0), sizes[i]
         ends[key] = ends.get(key, 0) + _aligned(sizes[i])
         for number, kind in enumerate(kinds):
             slots[positions[id(vars(optimizer)[kind][i])]] = list(groups).index(key), number, i
     others = tuple(i for i in range(len(optimizer.variables)) if i not in slots)
-    for group in groups.values():
-        of_slots, of_others = group.positions
-        same = [optimizer.variables[i] for i in others], [group.optimizer.variables[i] for i in of_others]
-        if len(of_slots) != len(kinds) or [v.shape for v in same[0]] != [v.shape for v in same[1]]:
-            return "its variables are not known"
     return OptimizerBlocks(elements, tuple(groups.values()), slots, others)
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
-
-
-def _stand_in(optimizer: Any, elements: int, dtype: str, *, decays: bool) -> tuple[Any, Any]:
-    """Return an optimizer like this one for a block, and the variable for which it is built."""
-    source = rate_object(optimizer)
-    variables = [source] if isinstance(source, keras.Variable) else []
-    # Within a `fit`, Keras's trainer on JAX has the values.
-    with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
-        settings = optimizer.get_config()
-    stand_in = type(optimizer).from_config({**settings, "learning_rate": 0.0})
-    if not variables:
-        stand_in.learning_rate = source
-    if not decays:
-        stand_in.weight_decay = None
-    variable = keras.Variable(np.zeros(elements), dtype=dtype, name="block")
-    stand_in.build([variable])
-    return stand_in, variable
-
-
-def _numpy_dtype(variable: Any) -> np.dtype[Any]:
-    """Return the dtype of a variable's value, also where NumPy itself lacks it."""
-    return np.dtype(np.asarray(variable.value).dtype)

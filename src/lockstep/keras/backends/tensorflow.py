@@ -425,7 +425,7 @@ class TensorFlowProgram(VariableState):
 
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
         """Return the reason why workers cannot divide an update."""
-        return "only the JAX backend divides it"
+        return "only the JAX and PyTorch backends divide it"
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

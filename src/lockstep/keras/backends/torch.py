@@ -74,6 +74,7 @@ from lockstep.keras.backends.multi_update import (
     hidden,
     refuse_own_update,
 )
+from lockstep.keras.backends.torch_blocks import TorchBlocks, TorchBlockUpdate
 from lockstep.keras.backends.torch_tensors import (
     borrowed,
     copied,
@@ -404,6 +405,7 @@ class TorchProgram(TorchState):
         self._log_template: LogTemplate | None = None
         self._metric_arguments: MetricArguments | None = None
         self._outputs: list[tuple[int, Any]] = []
+        self._blocks: tuple[Update, TorchBlocks | str] | None = None
         self._pass: ForwardPass | None = None
         self._keeps_passes, self._can_go_on = False, True
 
@@ -461,6 +463,11 @@ class TorchProgram(TorchState):
             self._note_gradients()
             for update, total in zip(self._form.updates(len(totals)), updating(totals), strict=False):
                 self._update(update, total)
+            return self._apply_rest(last), None
+
+    def _apply_rest(self, last: Total) -> Any:
+        """Apply everything but updates from the total of the last round; return the logs or None."""
+        with torch.no_grad():
             for i in self._changing:
                 tensor, name = self._tensors[i], self._state[i].name(i)
                 change = borrowed(last[name], tensor.device)
@@ -469,7 +476,7 @@ class TorchProgram(TorchState):
                 for i in self._metrics_of_layers:
                     self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
             if self._log_template is None:
-                return None, None
+                return None
             for i in self._distinct_metrics:
                 self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
             figures: Mapping[str, Any] = {}
@@ -478,11 +485,33 @@ class TorchProgram(TorchState):
                 figures = self._metric_arguments.computed(
                     self._model, last, lambda array: borrowed(array, device)
                 )
-            return mapped(log_value, with_figures(self._log_template.assembled(last), figures)), None
+            return mapped(log_value, with_figures(self._log_template.assembled(last), figures))
 
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
-        """Return the reason why workers cannot divide an update."""
-        return "only the JAX backend divides it"
+        """Return the update by blocks of a step with one update of an elementwise optimizer."""
+        updates = self._form.updates(len(totals))
+        if len(totals) != 1 or len(updates) != 1 or self._metric_arguments is not None:
+            return "a step has several updates, or losses or metrics that compare the examples of a batch"
+        (update,), blocks = updates, self._blocks
+        if not update.optimizer.built:
+            return "the optimizer is not built"
+        if blocks is None or blocks[0] is not update:
+            self._blocks = blocks = update, TorchBlocks.of(update, replicas)
+        if isinstance(blocks[1], str):
+            return blocks[1]
+        total = divided(self._model, totals[0])
+        positions = {id(variable): i for i, variable in enumerate(blocks[1].trained)}
+        gradients = {
+            positions[id(variable)]: total[f"gradient/{i}"]
+            for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
+            if present
+        }
+        if not any(gradient.size for gradient in gradients.values()):
+            return "no weight has a gradient"
+        if blocks[1].needs_all_gradients and len(gradients) < len(positions):
+            return "a weight has no gradient"
+        self._note_gradients()
+        return TorchBlockUpdate(blocks[1], gradients, lambda: self._apply_rest(total))
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

@@ -5,6 +5,9 @@
     all       barrier   the step is committed: every block is counted
     each      copies the new weights
 
+On PyTorch, the optimizer's variables show the shared memory between two updates. Before it is filled for
+other variables, they get copies of their values.
+
 Until the barrier is complete, the total stays in the memory of the exchange and each worker has the old
 weights. So when a worker is lost, the members of the next view make the same two calls: those that get its
 replicas update the blocks that are not counted.
@@ -14,7 +17,7 @@ initialized, begins by writing them to the shared memory: each worker those of i
 joins has received the state of the others, and uses what is there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -63,6 +66,7 @@ class DividedUpdate:
         self._state: DividedState | None = None
         self._number = 0
         self._noted: set[str] = set()
+        self._release: Callable[[], None] = lambda: None
 
     @staticmethod
     @lru_cache(1)
@@ -111,7 +115,9 @@ class DividedUpdate:
 
         state = self._job.exchange(act)
         self._number += 1
-        return update.finish(state)
+        result = update.finish(state, lambda: self._pool.map_privately(layout.size))
+        self._release = update.release
+        return result
 
     def _entered(
         self, update: BlockUpdate, layout: DividedLayout, view: View, communicator: Communicator, what: str
@@ -143,6 +149,8 @@ class DividedUpdate:
         self, update: BlockUpdate, layout: DividedLayout, view: View, communicator: Communicator, what: str
     ) -> DividedState:
         """Write the slots to the shared memory, each worker those of its replicas."""
+        # Those of another optimizer may still be there.
+        self._release()
         failed = ""
         if view.workers[0] == self._job.worker:
             try:

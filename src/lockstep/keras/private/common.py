@@ -114,6 +114,22 @@ def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[Non
             variable._value = value
 
 
+@contextmanager
+def with_parts(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
+    """Within the block, variables have values of other shapes. Afterwards, they have their old values.
+
+    An optimizer compares the shape of a variable with that of what it assigns.
+    """
+    before = [(variable, variable._value, variable._shape) for variable, _ in values]
+    try:
+        for variable, value in values:
+            variable._value, variable._shape = value, tuple(value.shape)
+        yield
+    finally:
+        for variable, value, shape in before:
+            variable._value, variable._shape = value, shape
+
+
 # Models and layers
 
 SYMBOLIC_BUILD = "_symbolic_build"

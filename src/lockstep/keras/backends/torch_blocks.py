@@ -1,0 +1,246 @@
+"""The divided update on PyTorch: slots are updated in place, in the shared memory.
+
+The optimizer itself updates the parts of its variables in a block, which replace their values meanwhile. So
+its options count as they are now, and a scalar stays one.
+
+Between updates, the optimizer's variables show the shared memory through a private mapping. They have its
+values without a copy. What is written to them outside of a divided update stays in the process, and the page
+table shows it: then all workers fill the shared memory again. Version counters would not be enough: fused
+kernels, and writes to `tensor.data` or to the memory of `tensor.numpy()`, do not change them.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
+from lockstep.collectives.shared.pool import PAGEMAP, PrivateMapping
+from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.optimizer_blocks import BlockPart, OptimizerBlocks, VariableGroup, blocks_of
+from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
+from lockstep.keras.private.common import has_weight_decay, stored_value, trained_by, with_parts
+from lockstep.worker.patch_registry import replaced
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class _Shown:
+    """A tensor that shows a slot in the shared memory.
+
+    Attributes:
+        variable: the optimizer's variable.
+        tensor: the variable's value.
+        address: of the slot, in the private mapping.
+    """
+
+    variable: Any
+    tensor: torch.Tensor
+    address: int
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it still does."""
+        return stored_value(self.variable) is self.tensor and self.tensor.data_ptr() == self.address
+
+    def release(self) -> None:
+        """Copy the value to memory of this process."""
+        if self.tensor.data_ptr() == self.address:
+            self.tensor.data = self.tensor.data.clone()
+
+
+class TorchBlocks:
+    """The blocks of an update, and where its slots are."""
+
+    def __init__(self, update: Update, blocks: OptimizerBlocks) -> None:
+        self.update = update
+        self.blocks = blocks
+        self.trained = trained_by(update.optimizer)
+        self._state: DividedState | None = None
+        self._mapping: PrivateMapping | None = None
+        self._shown: list[_Shown] = []
+
+    @classmethod
+    def of(cls, update: Update, replicas: int) -> "TorchBlocks | str":
+        """Return the blocks of the update of a built optimizer, or why it cannot be divided."""
+        variables = trained_by(update.optimizer)
+        if update.call is not None:
+            return "the step makes the update in its own way"
+        if any(variable.value.device.type != "cpu" for variable in variables):
+            return "the weights are on a GPU"
+        if len({variable.dtype for variable in variables}) > 1:
+            # Keras computes with the dtype of the first.
+            return "the weights have several dtypes"
+        if not os.access(PAGEMAP, os.R_OK):
+            return f"{PAGEMAP} is not readable"
+        blocks = blocks_of(update.optimizer, variables, replicas)
+        return blocks if isinstance(blocks, str) else cls(update, blocks)
+
+    @property
+    def needs_all_gradients(self) -> bool:
+        """Whether the update changes what belongs to a weight without a gradient."""
+        optimizer = self.update.optimizer
+        return bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
+
+    @property
+    def others(self) -> list[Any]:
+        """The optimizer's variables that are not slots."""
+        variables = self.update.optimizer.variables
+        return [variables[i] for i in self.blocks.others]
+
+    def are_shown(self, state: DividedState) -> bool:
+        """Whether the optimizer's variables have the values of the slots in this memory."""
+        if self._state is not state or self._mapping is None:
+            return False
+        return all(shown.lasts for shown in self._shown) and not self._mapping.is_written()
+
+    def show(self, state: DividedState, mapping: PrivateMapping) -> None:
+        """Let the optimizer's variables show the slots in another mapping of the memory of `state`."""
+        variables, self._shown = self.update.optimizer.variables, []
+        private = DividedState(state.layout, mapping.bytes)
+        for position, (group, kind, i) in self.blocks.slots.items():
+            tensor = stored_value(variables[position])
+            tensor.data = borrowed(self.part(group, i, private.slots[group][kind])).reshape(tensor.shape)
+            self._shown.append(_Shown(variables[position], tensor, tensor.data_ptr()))
+        self._state, self._mapping = state, mapping
+
+    def release(self) -> None:
+        """Let the optimizer's variables have their values in memory of this process."""
+        for shown in self._shown:
+            shown.release()
+        self._state, self._mapping, self._shown = None, None, []
+
+    def part(self, group: int, variable: int, array: Array) -> Array:
+        """Return the elements of a variable, by its position, in an array of its group."""
+        of = self.blocks.groups[group]
+        return array[of.offsets[variable] :][: of.sizes[variable]]
+
+
+class TorchBlockUpdate:
+    """One update of a step, by blocks; a `lockstep.keras.backends.contract.BlockUpdate`.
+
+    Args:
+        blocks: of the update.
+        gradients: of all replicas, by the positions of the variables; none for those without a gradient.
+        rest: applies the rest of the total; returns the logs.
+    """
+
+    def __init__(self, blocks: TorchBlocks, gradients: Mapping[int, Array], rest: Callable[[], Any]) -> None:
+        self._blocks = blocks
+        self._gradients = {i: gradient.reshape(-1) for i, gradient in gradients.items()}
+        self._rest = rest
+        self._flat_weights = [to_numpy(variable.value).reshape(-1) for variable in blocks.trained]
+        self._others: list[torch.Tensor] = []
+
+    @property
+    def groups(self) -> tuple[BlockGroup, ...]:
+        """The groups of blocks."""
+        return self._blocks.blocks.block_groups
+
+    @property
+    def elements(self) -> int:
+        """The elements of a block."""
+        return self._blocks.blocks.elements
+
+    @property
+    def release(self) -> Callable[[], None]:
+        """Lets the optimizer's variables have their values in memory of this process."""
+        return self._blocks.release
+
+    def has(self, state: DividedState) -> bool:
+        """Whether the values of the slots are in this memory."""
+        return self._blocks.are_shown(state)
+
+    def fill(self, state: DividedState, block: int) -> None:
+        """Write the values of the slots of a block."""
+        group, start, stop = state.layout.places[block]
+        variables, kinds = self._blocks.update.optimizer, self._group(group).kinds
+        for kind, slot in zip(kinds, state.slots[group], strict=True):
+            flat = {
+                i: to_numpy(vars(variables)[kind][i].value).reshape(-1) for i in self._group(group).offsets
+            }
+            np.copyto(slot[start:stop], self._group(group).gathered(start // self.elements, flat))
+
+    def _group(self, group: int) -> VariableGroup:
+        return self._blocks.blocks.groups[group]
+
+    def compute(self, group: int, number: int, slots: Sequence[Array]) -> Sequence[Array]:
+        """Update the slots of a block in place, given its number in its group; return weights and slots."""
+        of = self._group(group)
+        weights = np.zeros(self.elements, of.dtype)
+        for variable, start, stop, at in of.parts[number]:
+            weights[at : at + stop - start] = self._flat_weights[variable][start:stop]
+        self._apply(of, of.parts[number], weights, slots, self._gradients)
+        return [weights, *slots]
+
+    def _apply(
+        self,
+        group: VariableGroup,
+        parts: Sequence[BlockPart],
+        weights: Array,
+        slots: Sequence[Array],
+        gradients: Mapping[int, Array],
+    ) -> None:
+        """Let the optimizer update parts of its variables in arrays with the elements of a block."""
+        optimizer, trained = self._blocks.update.optimizer, self._blocks.trained
+        values: list[tuple[Any, torch.Tensor]] = []
+        present = []
+        for part in parts:
+            i, start, stop, at = part
+            whole = stop - start == group.sizes[i]
+            shape = trained[i].shape if whole else (stop - start,)
+            for variable, array in zip(
+                [trained[i], *(vars(optimizer)[kind][i] for kind in group.kinds)],
+                [weights, *slots],
+                strict=True,
+            ):
+                values.append((variable, borrowed(array[at : at + stop - start]).reshape(shape)))
+            if i in gradients:
+                present.append((trained[i], borrowed(gradients[i][start:stop]).reshape(shape)))
+        if not present:
+            return
+        if self._blocks.needs_all_gradients:
+            # The optimizer changes what belongs to other weights, too.
+            inside = {part.variable for part in parts}
+            for i, variable in enumerate(trained):
+                if i not in inside:
+                    empty = torch.zeros(0, dtype=stored_value(variable).dtype)
+                    kinds = [vars(optimizer)[kind][i] for kind in group.kinds]
+                    values += [(each, empty) for each in (variable, *kinds)]
+        others = [(variable, variable.value.detach().clone()) for variable in self._blocks.others]
+        update = replace(self._blocks.update, variables=[variable for variable, _ in present])
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(with_parts([*values, *others]))
+            if not any(has_weight_decay(optimizer, variable) for variable in update.variables):
+                # Keras refuses a decay of no weight.
+                stack.enter_context(replaced(optimizer, "weight_decay", None))
+            update.apply([gradient for _, gradient in present])
+        self._others = [value for _, value in others]
+
+    def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:
+        """Return (logs, None), once all blocks are updated."""
+        blocks = self._blocks
+        if not self._others:
+            # This worker has updated no weight.
+            i = next(i for i, gradient in self._gradients.items() if gradient.size)
+            of = next(group for group in blocks.blocks.groups if i in group.offsets)
+            zeros = [np.zeros(1, of.dtype) for _ in ("weight", *of.kinds, "gradient")]
+            self._apply(of, [BlockPart(i, 0, 1, 0)], zeros[0], zeros[1:-1], {i: zeros[-1]})
+        with torch.no_grad():
+            for number, group in enumerate(blocks.blocks.groups):
+                for i in group.offsets:
+                    tensor = blocks.trained[i].value
+                    new = borrowed(blocks.part(number, i, state.weights[number]))
+                    tensor.copy_(new.reshape(tensor.shape))
+            for variable, value in zip(blocks.others, self._others, strict=True):
+                variable.assign(value)
+        if not blocks.are_shown(state):
+            blocks.show(state, private())
+        return self._rest(), None

@@ -1,0 +1,127 @@
+"""Optimizers whose updates are cut into blocks. As a program, it compares them with whole ones on PyTorch.
+
+dividing_optimizers.py THREADS [NAME...]
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.collectives.shared.divided_state import Array, DividedLayout, DividedState
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.keras.backends import optimizer_blocks
+from lockstep.keras.backends.multi_update import Update
+
+optimizers = keras.optimizers
+SHAPES = ((), (1,), (7, 11), (130,), (0,), (3, 5, 4))
+REPLICAS = 3
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "SGD": lambda: optimizers.SGD(0.1),
+    "SGD with momentum": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda: optimizers.Adam(0.01),
+    "Adam with amsgrad": lambda: optimizers.Adam(0.01, amsgrad=True),
+    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.02),
+    "Adam with averages": lambda: optimizers.Adam(
+        0.01, clipvalue=0.5, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=2
+    ),
+    "Adam that accumulates": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
+    "Nadam": lambda: optimizers.Nadam(0.01),
+    "Adamax": lambda: optimizers.Adamax(optimizers.schedules.ExponentialDecay(0.1, 2, 0.9)),
+    "RMSprop": lambda: optimizers.RMSprop(0.01, momentum=0.9, centered=True),
+    "Adagrad": lambda: optimizers.Adagrad(0.1),
+    "Adadelta": lambda: optimizers.Adadelta(0.1),
+    "Lion": lambda: optimizers.Lion(0.01),
+    "Ftrl": lambda: optimizers.Ftrl(0.1, l1_regularization_strength=0.01),
+}
+
+
+def built(make: Callable[[], Any], dtype: str) -> tuple[Any, list[Any]]:
+    numbers = np.random.default_rng(0)
+    weights = [
+        keras.Variable(numbers.normal(size=shape), dtype=dtype, name=f"bias{i}" if i % 2 else f"kernel{i}")
+        for i, shape in enumerate(SHAPES)
+    ]
+    optimizer = make()
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    optimizer.build(weights)
+    return optimizer, weights
+
+
+def compare(threads: int, names: Sequence[str]) -> None:
+    """Print, for each optimizer and dtype, which variables differ after updates by blocks."""
+    import torch
+
+    from lockstep.keras.backends.torch_blocks import TorchBlocks, TorchBlockUpdate
+    from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
+
+    torch.set_num_threads(threads)
+    optimizer_blocks.BLOCK = 64
+    for name in names or OPTIMIZERS:
+        make = OPTIMIZERS[name]
+        # Keras's Nadam does not take bfloat16 on PyTorch.
+        for dtype in ("float32", "float64") if name == "Nadam" else ("float32", "float64", "bfloat16"):
+            numbers = np.random.default_rng(1)
+            steps: list[dict[int, Array]] = []
+            for step in range(4):
+                arrays = [numbers.normal(size=shape).astype(np.dtype(dtype)) for shape in SHAPES]
+                # A weight without a gradient, where the others do not change it.
+                absent = 2 if step == 2 and "averages" not in name and "accumulates" not in name else None
+                steps.append({i: array for i, array in enumerate(arrays) if i != absent})
+            whole, weights = built(make, dtype)
+            update: Any = Update(whole, weights)
+            for of_step in steps:
+                with torch.no_grad():
+                    update.apply([borrowed(of_step[i]) if i in of_step else None for i in range(len(SHAPES))])
+            own, own_weights = built(make, dtype)
+            blocks = TorchBlocks.of(Update(own, own_weights), REPLICAS)
+            assert isinstance(blocks, TorchBlocks), blocks
+            update, shared = divide(blocks, TorchBlockUpdate, steps)
+            pairs = zip([*weights, *whole.variables], [*own_weights, *own.variables], strict=True)
+            differing = [
+                a.path for a, b in pairs if to_numpy(a.value).tobytes() != to_numpy(b.value).tobytes()
+            ]
+            print(f"{name}, {dtype}: {', '.join(differing) or 'equal'}", flush=True)
+            # What the script writes stays in this process, whatever it writes with, and lasts.
+            for position in list(blocks.blocks.slots)[:1]:
+                value = own.variables[position].value
+                before = [slot.copy() for slots in shared.slots for slot in slots]
+                value.data.fill_(7)
+                assert not update.has(shared)
+                after = [slot for slots in shared.slots for slot in slots]
+                assert all(np.array_equal(*both) for both in zip(before, after, strict=True))
+                address = value.data_ptr()
+                update.release()
+                assert value.data_ptr() != address
+                assert bool((value == 7).all())
+
+
+def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[Any, DividedState]:
+    """Make updates by blocks; return the last one, and the memory."""
+    layout = DividedLayout(blocks.blocks.block_groups, blocks.blocks.elements, REPLICAS)
+    assert len(layout.places) > REPLICAS
+    pool = SharedPool.create()
+    pool.grow(layout.size)
+    shared = DividedState(layout, np.frombuffer(pool.map(layout.size), np.uint8))
+    for number, gradients in enumerate(steps):
+        update = make(blocks, gradients, lambda: "logs")
+
+        def compute(block: int, slots: Sequence[Array], update: Any = update) -> Any:
+            group, start, _ = layout.places[block]
+            return update.compute(group, start // layout.elements, slots)
+
+        assert update.has(shared) == (number > 0)
+        for replica in range(REPLICAS):
+            if not number:
+                for block in layout.shards[replica]:
+                    update.fill(shared, block)
+            shared.update(number, replica, compute)
+        assert update.finish(shared, lambda: pool.map_privately(layout.size)) == ("logs", None)
+        assert update.has(shared)
+    return update, shared
+
+
+if __name__ == "__main__":
+    compare(int(sys.argv[1]), sys.argv[2:])
