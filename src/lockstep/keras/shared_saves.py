@@ -212,7 +212,7 @@ def _locked(file: Path, path: str) -> Iterator[int]:
         nonlocal reported
         if waited - reported > _NOTE_EVERY_SECONDS:
             reported = waited
-            note(f"has waited {waited:.0f} s for another worker that writes {path}")
+            note(f"this worker has waited {waited:.0f} s for another worker that writes {path}")
 
     descriptor = wait_for_lock(file, _PATIENCE_SECONDS, waiting)
     if descriptor is None:
