@@ -22,6 +22,7 @@ from lockstep.observability.events import (
     CheckpointRemoved,
     CheckpointWritten,
     Event,
+    WarningShown,
 )
 
 
@@ -260,6 +261,24 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_published_once(
     scheduler.after_step(6, lambda: sample(6))
     assert scheduler.close(30)
     assert (steps(tmp_path), leftovers(tmp_path)) == ([6], [])
+    removed = [event for event in events if isinstance(event, CheckpointRemoved)]
+    assert removed == [CheckpointRemoved(path, "it could not be removed before", late=True)]
+
+
+def test_a_missing_mark_of_the_end_is_a_warning_and_no_failed_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events: list[Event] = []
+    scheduler = open_scheduler(Store(tmp_path), Every(steps=1), events.append)
+    scheduler.after_step(1, lambda: sample(1))
+    (tmp_path / "finished.json").mkdir()
+    scheduler.finish()
+    told = (
+        f"cannot write {tmp_path}/finished.json: Is a directory; free space there; the checkpoint of step 1 "
+        "is whole, but the job does not count as finished"
+    )
+    assert [event for event in events if not isinstance(event, CheckpointWritten)] == [WarningShown(told)]
+    assert capsys.readouterr().err == f"lockstep: {told}\n"
 
 
 # Copies of the state.

@@ -125,6 +125,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
             "scaled_sums",
             "seeds",
             "small_program",
+            "burn_in_program",
             "tf_per_replica",
             "tf_random_ops",
             "variables",

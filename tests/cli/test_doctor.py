@@ -168,8 +168,10 @@ def test_a_report_for_a_bug_has_no_secrets_and_no_names(tmp_path: Path, broken: 
         (("--watch", "1"), "No such option"),
         (("--csv", "x"), "No such option"),
         (("--no-train", "--hosts", "a,b"), "--hosts cannot be combined with --no-train"),
-        (("--report", "--json"), "--report cannot be combined with --json or --hosts"),
-        (("--report", "--hosts", "a,b"), "--report cannot be combined with --json or --hosts"),
+        (("--report", "--json"), "--report cannot be combined with --json, --hosts or --burn-in"),
+        (("--no-train", "--burn-in", "1m"), "--burn-in cannot be combined with --no-train"),
+        (("--burn-in", "soon"), "--burn-in soon: give a time such as 30s or 2m, of at most 24h"),
+        (("--report", "--hosts", "a,b"), "--report cannot be combined with --json, --hosts or --burn-in"),
     ],
 )
 def test_incompatible_options_are_refused(tmp_path: Path, options: tuple[str, ...], message: str) -> None:

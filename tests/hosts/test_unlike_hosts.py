@@ -14,7 +14,7 @@ Lean = Callable[..., dict[str, str]]
 
 
 def start(hosts: Sequence[Host], lean: Lean, fault: str, *options: str, where: Sequence[str] = ()) -> Running:
-    for host in hosts[:2]:
+    for host in hosts[:3]:
         shutil.copy(PROGRAM, host.work)
     shared = ("--hosts", "node1,node2", "--backend", "jax", "--threads-per-worker", "1", "--run-dir", "run")
     return hosts[0].lockstep("run", *shared, *options, PROGRAM.name, fault, *where, **lean(PROGRAM, "jax"))
@@ -60,3 +60,36 @@ def test_a_wrong_bit_of_another_host_is_found(
     assert f"step 3 of fit 1: {what}" in job.err
     assert ("the job continues from that of step 2" in job.err) == (fault == "memory")
     assert job.err.splitlines()[-1].startswith("lockstep: finished in ")
+
+
+@pytest.mark.slow
+def test_a_job_that_goes_back_starts_without_the_host_that_was_named(
+    hosts: Sequence[Host], lean: Lean
+) -> None:
+    options = ("--replicas", "3", "--verify-every", "2", "--verify-replicas", "all", "--checkpoint", "saved")
+    options = (*options, "--checkpoint-every", "1", "--avoid-host-after", "1", "--hosts", "node1,node2,node3")
+    job = start(hosts, lean, "host", *options, where=("-1", "5"))
+    assert job.end() == 0, job.err
+    assert ", computed on worker 1, has the wrong bits in " in job.err
+    assert "and the job continues from that of step 4" in job.err
+    assert "workers of host node2 were named 1 time for wrong bits: the job starts without it" in job.err
+    assert job.err.count("starts again") == 1
+    right = start(hosts, lean, "", "--replicas", "3", where=())
+    assert right.end() == 0, right.err
+    digests = [
+        [line for line in each.out.splitlines() if line.startswith("digest: ")] for each in (job, right)
+    ]
+    assert digests[0] == digests[1] != []
+
+
+@pytest.mark.slow
+def test_hosts_are_measured_and_compared(hosts: Sequence[Host], lean: Lean) -> None:
+    variables = {"KERAS_BACKEND": "torch", **lean(PROGRAM, "torch")}
+    for option, expected in (
+        (("--burn-in", "1s"), {"all cores of node1", "all cores of node2"}),
+        ((), {"node1 - node2"}),
+    ):
+        doctor = hosts[0].lockstep("doctor", "--json", "--hosts", "node1,node2", *option, **variables)
+        assert doctor.end() == 0, doctor.out + doctor.err
+        rows = {row["name"]: row["verdict"] for row in json.loads(doctor.out)["findings"]}
+        assert rows == dict.fromkeys(expected, "fine")

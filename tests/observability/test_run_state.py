@@ -11,7 +11,9 @@ from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
     CallStarted,
+    CheckpointNotRemoved,
     CheckpointNotWritten,
+    CheckpointRemoved,
     CheckpointWritten,
     Event,
     GpuLoad,
@@ -129,10 +131,15 @@ def after(state: RunState, *events: tuple[int | None, Event]) -> RunState:
 def test_what_did_not_hold(keeps_history: bool) -> None:
     failure = "cannot write a checkpoint to /c: No space left on device; free space there"
     wrong = VerificationFailed(step=9, replica=0, arrays=("a",), workers=(1,), verdict="worker")
+    # The step is taken again before somebody is named: this is one fault.
+    insisting = msgspec.structs.replace(wrong, workers=(0, 1), verdict="third")
     state = after(
         RunState(keeps_history=keeps_history).after(JOB),
         (0, CheckpointWritten("c/4", 4, 0.1)),
         *[(0, CheckpointNotWritten(failure))] * 22,
+        *[(0, CheckpointNotRemoved(f"c/{step}", "busy")) for step in (1, 2)],
+        *[(0, CheckpointRemoved(f"c/{step}", "before", late=True)) for step in (1, 2)],
+        (0, insisting),
         (0, wrong),
         (None, HostLost("node2", "host node2 was lost")),
         (None, HostJoined("node3", 2, 8)),

@@ -128,7 +128,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     ),
     (r"worker \d+ has a strategy", lambda: StrategyInstalled("jax")),
     (r"workers (?P<accused>[\d ]+) insist on their bits", lambda accused: insisting(accused)),
-    (r"a verification names worker (?P<accused>\d+)", lambda accused: insisting(accused, "worker")),
+    (r"a verification names workers? (?P<accused>[\d ]+)", lambda accused: insisting(accused, "worker")),
     (r"the script distributes", DistributionBegan),
     (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", JoinRequested),
     (

@@ -97,19 +97,28 @@ def test_a_worker_is_replaced_at_any_place(join: Callable[..., str], backend: st
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("how", "kills"), [("fit", "1"), ("fit", "0 1"), ("batches", "1"), ("batches", "0 1")]
+    ("how", "kills", "backend"),
+    [
+        ("fit", "1", "jax"),
+        ("fit", "0 1", "torch"),
+        ("batches", "1", "torch"),
+        ("batches", "0 1", "jax"),
+        *(pytest.param("fit", "0 1", name, marks=pytest.mark.slow) for name in ("jax", "tensorflow")),
+        *(pytest.param("batches", "1", name, marks=pytest.mark.slow) for name in ("jax", "tensorflow")),
+    ],
+    indirect=["backend"],
 )
 def test_a_model_is_not_tried_again_with_other_rows(
-    launch: Callable[..., Any], quicker_backend: str, tmp_path: Path, how: str, kills: str
+    launch: Callable[..., Any], backend: str, tmp_path: Path, how: str, kills: str
 ) -> None:
     """The second `fit` would show what the first one hides: the result would be another one after a loss."""
     program = ("tried_again.py", how, *kills.split())
-    undisturbed = launch("-n 1 --replicas 2", "tried_again.py", how, backend=quicker_backend)
+    undisturbed = launch("-n 1 --replicas 2", "tried_again.py", how, backend=backend)
     words = f"-n 2 --min-workers 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
-    run = launch(words if kills == "0 1" else "-n 2 --min-workers 2", *program, backend=quicker_backend)
+    run = launch(words if kills == "0 1" else "-n 2 --min-workers 2", *program, backend=backend)
     if kills == "0 1":
         assert run.status == 137, run.stderr
-        run = launch(words, *program, backend=quicker_backend)
+        run = launch(words, *program, backend=backend)
         assert "resuming from" in run.stderr
     else:
         assert "worker 2 joined (2 workers)" in run.stderr

@@ -144,7 +144,7 @@ def undisturbed(undisturbed_run: Launch) -> Callable[[str, str], Any]:
 
 some_backend = pytest.mark.parametrize(
     "backend",
-    ["jax", pytest.param("torch", marks=pytest.mark.ci), pytest.param("tensorflow", marks=pytest.mark.slow)],
+    ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow"))],
     indirect=True,
 )
 
@@ -162,7 +162,6 @@ def test_a_worker_is_killed_within_inner_steps(
     assert results(run, 0) == results(run, 2) == expected
 
 
-@pytest.mark.slow("torch")
 @pytest.mark.ci
 @some_backend
 def test_a_failed_job_resumes_with_other_workers(

@@ -66,9 +66,8 @@ def resumes(
     # On JAX, a stopped job resumes below, and killed ones in test_dividing.py and test_tf_reading.py.
     "backend",
     [
-        pytest.param("jax", marks=pytest.mark.slow),
-        "tensorflow",
-        pytest.param("torch", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "tensorflow")),
+        "torch",
     ],
     indirect=True,
 )

@@ -4,6 +4,7 @@ import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -279,29 +280,41 @@ def test_of_two_workers_that_always_differ_both_are_named(monkeypatch: pytest.Mo
         assert error.workers == ()
 
 
-@pytest.mark.parametrize(("guilty", "hosts"), [(0, "aaa"), (1, "aaa"), (0, "abb"), (1, "abb")])
-def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "_current", [])
-    settings = JobSettings(workers=2, threads=1, verification=Verification(1, True))
-    failed: list[VerificationFailed] = []
+@dataclass
+class RepeatedStep:
+    """A step of threads that verify everything, one of which always computes a wrong gradient.
 
-    def take(view: View, doubt: bytes) -> list[Any]:
-        """Verify a step on threads: return what each worker gets, and its doubt."""
+    Attributes:
+        guilty: that worker.
+        hosts: the host of each worker, one letter each.
+        step: its number.
+        failed: the verifications that have failed.
+    """
+
+    guilty: int
+    hosts: str = "aaaaa"
+    step: int = 1
+    failed: list[VerificationFailed] = field(default_factory=list)
+
+    def take(self, view: View, doubt: bytes = b"") -> list[Any]:
+        """Verify the step: return what each worker gets, its error or its doubt."""
         hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
+        settings = JobSettings(workers=2, threads=1, verification=Verification(1, True))
 
         def act(worker: int) -> Any:
             events = Bus(SystemClock(), worker)
-            events.subscribe(lambda published: failed.append(published.event), VerificationFailed)
-            context = JobContext(worker, events, settings, host=f"{hosts}bb"[worker])
+            events.subscribe(lambda published: self.failed.append(published.event), VerificationFailed)
+            context = JobContext(worker, events, settings, host=self.hosts[worker])
             job = Job(context, (view, hub.member(view.workers.index(worker))))
             job.membership = NextPlace((alone := place(REPLICAS, (2,), 3), by_itself(alone)))
             verifications = verification.Verifications(job)
             verifications.unpack((), 0, doubt)
-            verifications.begin(1)
+            verifications.begin(self.step)
             verifications.can_repeat = True
-            compute = (lambda _, replica: wrong(replica)) if worker == guilty else lambda _, r: gradient(r)
+            made = wrong if worker == self.guilty else gradient
             try:
-                total = Verifier(job.exchange, job, verifications).sum(VerifiedRound(worker, compute))
+                round_ = VerifiedRound(worker, lambda _, replica: made(replica))
+                total = Verifier(job.exchange, job, verifications).sum(round_)
             except StepWithdrawn:
                 return verifications.packed_doubt
             except DisagreementError as differs:
@@ -309,14 +322,36 @@ def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch
                 return differs
             return total["gradient/0"].tobytes()
 
-        with ThreadPoolExecutor(2) as threads:
+        with ThreadPoolExecutor(len(view.workers)) as threads:
             return list(threads.map(act, view.workers))
 
-    (right,) = set(take(place(REPLICAS, (2, 3)), b""))
-    first, second = take(place(REPLICAS, (0, 1)), b"")
+    @property
+    def verdicts(self) -> list[tuple[str, tuple[int, ...]]]:
+        return [(event.verdict, event.workers) for event in self.failed]
+
+
+def test_a_fault_that_lasts_goes_back_also_if_its_worker_decides_nothing_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verification, "_current", [])
+    repeated = RepeatedStep(guilty=1, step=2)
+    first, _ = repeated.take(place(REPLICAS, (0, 1)))
+    # Now worker 2 is the checker of the replica in doubt, and worker 1 computes it once.
+    for error in repeated.take(place(REPLICAS, (0, 1, 2), 2), first):
+        assert "computed on worker 1, has the wrong bits in gradient/0: workers 0 and 2 agree" in str(error)
+        assert "the state of all workers may be wrong in any step" in str(error)
+    assert repeated.verdicts == [("third", (0, 1)), ("worker", (1,))]
+
+
+@pytest.mark.parametrize(("guilty", "hosts"), [(0, "aaa"), (1, "aaa"), (0, "abb"), (1, "abb")])
+def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_current", [])
+    repeated = RepeatedStep(guilty, f"{hosts}bb")
+    (right,) = set(repeated.take(place(REPLICAS, (2, 3))))
+    first, second = repeated.take(place(REPLICAS, (0, 1)))
     assert first == second != b""
-    results = take(place(REPLICAS, (0, 2), 2), first)
-    verdicts = [(event.verdict, event.workers) for event in failed]
+    results = repeated.take(place(REPLICAS, (0, 2), 2), first)
+    verdicts = repeated.verdicts
     if (guilty, hosts) == (0, "abb"):
         # Perhaps the host of workers 1 and 2 is at fault.
         assert verdicts == [("third", (0, 1)), ("undecided", (0, 1))]

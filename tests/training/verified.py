@@ -2,9 +2,10 @@
 
     verified.py [FAULT WORKER STEP]
 
-`flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `once`: only
-the first time that it computes one in STEP or later. `sum`: once in the total, as it has it. `update`: once
-in a weight, in an update; `updates`: in each one from STEP on. `memory`: once in a weight, before STEP.
+`flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `host`: all
+workers of the host node2 do, and WORKER is -1. `once`: only the first time that it computes one in STEP or
+later. `sum`: once in the total, as it has it. `update`: once in a weight, in an update; `updates`: in each
+one from STEP on. `memory`: once in a weight, before STEP.
 `evaluation`: once in a metric, in STEP of an evaluation. `random`: from step 3 on, the loss of
 all workers depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the host
 node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
@@ -29,7 +30,7 @@ from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""
-FAULTS = ("flip", "once", "sum", "update", "updates", "memory", "evaluation")
+FAULTS = ("flip", "host", "once", "sum", "update", "updates", "memory", "evaluation")
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
 flips = 0
 
@@ -43,8 +44,9 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
     verifications = verifications_of(own)
     once, part = ("once", "gradient/2") if verifications.trains else ("evaluation", "metric/0")
     for replica in round_.started.keys() - before.keys():
-        is_due = verifications.step >= STEP and (FAULT == "flip" or (once == FAULT and not flips))
-        if own.worker == WORKER and is_due:
+        is_due = verifications.step >= STEP and (FAULT in ("flip", "host") or (once == FAULT and not flips))
+        is_guilty = own.context.host == "node2" if FAULT == "host" else own.worker == WORKER
+        if is_guilty and is_due:
             flips += 1
             arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
             round_.parts(arrays)[part].reshape(-1).view("uint32")[0] ^= 1 << 20

@@ -35,6 +35,7 @@ from lockstep.observability.events import (
     CheckpointNotWritten,
     CheckpointRemoved,
     CheckpointWritten,
+    WarningShown,
     WorkerEvent,
 )
 from lockstep.system.clock import Clock, SystemClock, duration
@@ -88,9 +89,8 @@ class CheckpointScheduler:
         writer: writes the checkpoints.
         every: the interval.
         clock: measures the interval.
-        finished: records on the disk that the job finished with a checkpoint of this step; may raise
-            CheckpointError.
-        failed: called with the reason if the end of the job cannot be recorded.
+        finished: records on the disk that the job finished with a checkpoint of this step.
+        failed: called with the reason if the last checkpoint takes too long.
         mirror: brings the checkpoints to an object store; None if they stay on the disk.
 
     Attributes:
@@ -201,10 +201,7 @@ class CheckpointScheduler:
         if not self._wait_for_disk(_LAST_SECONDS, "the script has ended and waits"):
             self._failed(f"not written within {_LAST_SECONDS:.0f} s after the end of the script")
         elif self._taken is not None and self._taken in (self._safe, self._writer.written):
-            try:
-                self._finished(self._taken)
-            except CheckpointError as error:
-                self._failed(str(error))
+            self._finished(self._taken)
             self._finish_in_store(self._taken)
 
     def _finish_in_store(self, step: int) -> None:
@@ -316,26 +313,42 @@ def open_scheduler(
             "space, or keep fewer checkpoints"
         )
 
-    named: set[str] = set()
+    def not_removed(path: Path | str, why: str) -> None:
+        publish(CheckpointNotRemoved(str(path), why))
+        say(f"an old checkpoint could not be removed: {path}: {why}; training continues")
 
-    def remained(path: Path | str, why: str) -> None:
+    def finished(step: int) -> None:
+        try:
+            store.finish(step)
+        except CheckpointError as error:
+            text = f"{error}; the checkpoint of step {step} is whole, but the job does not count as finished"
+            publish(WarningShown(text))
+            note(text)
+
+    left: dict[str, str] = {}
+    tried: set[str] = set()
+
+    def remained(path: Path, why: str) -> None:
         # A folder that was renamed before it could not be removed has the same step.
-        step = re.sub(r"\D", "", Path(path).name)
-        if step not in named:
-            named.add(step)
-            publish(CheckpointNotRemoved(str(path), why))
-            say(f"an old checkpoint could not be removed: {path}: {why}; training continues")
+        step = re.sub(r"\D", "", path.name)
+        tried.add(step)
+        if step not in left:
+            left[step] = str(path)
+            not_removed(path, why)
 
-    mirror = Mirror(lease, store, done, failed, remained=remained) if lease is not None else None
+    mirror = Mirror(lease, store, done, failed, remained=not_removed) if lease is not None else None
 
     def on_disk(path: Path, step: int, seconds: float) -> None:
+        for gone in left.keys() - tried:
+            publish(CheckpointRemoved(left.pop(gone), "it could not be removed before", late=True))
+        tried.clear()
         if mirror is None:
             done(path, step, seconds)
         else:
             mirror.upload(step, seconds)
 
     writer = Writer(store, on_disk, failed, removed, remained)
-    return CheckpointScheduler(writer, every, SystemClock(), store.finish, failed, mirror)
+    return CheckpointScheduler(writer, every, SystemClock(), finished, failed, mirror)
 
 
 def end_at_a_step(

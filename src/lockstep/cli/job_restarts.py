@@ -8,11 +8,16 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+from lockstep.observability.run_lines import happenings
+from lockstep.protocol.job_spec import JobHost
 from lockstep.system.environment import ATTEMPT, attempt, take_environment
 from lockstep.system.exit_status import WRONG_STATE
 from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
+from lockstep.system.prose import count
 from lockstep.system.standard_streams import flush_streams
 
 _STEADY = 60.0
@@ -29,6 +34,43 @@ def folder_of_job() -> Path | None:
     """Return the run folder of the job that this command starts again, or None if it starts one."""
     _, folder = attempt()
     return Path(folder) if folder else None
+
+
+def named_hosts(run_dir: Path) -> tuple[str, ...]:
+    """Return the hosts that verifications of earlier starts of the job have named, once for each verdict."""
+    try:
+        lines = RunPaths(run_dir).events.read_bytes()
+    except OSError:
+        return ()
+    verdicts = [each.fields for each in happenings(lines) if each.event == "verification failed"]
+    return tuple(
+        host for each in verdicts if each.get("verdict") == "worker" for host in each.get("hosts", ())
+    )
+
+
+def trusted_hosts(
+    hosts: Sequence[JobHost], named: Sequence[str], most: int, min_workers: int
+) -> tuple[JobHost, ...]:
+    """Return the hosts that were named fewer than `most` times, or more if too few remain otherwise.
+
+    Args:
+        hosts: the hosts that the user has named.
+        named: see `named_hosts`.
+        most: the value of `--avoid-host-after`.
+        min_workers: the least number of workers that must remain.
+    """
+    trusted = list(hosts)
+    for host in sorted(hosts, key=lambda host: -named.count(host.name)):
+        rest = [other for other in trusted if other != host]
+        times = named.count(host.name)
+        if times < most or not rest or sum(other.workers for other in rest) < min_workers:
+            break
+        trusted = rest
+        note(
+            f"workers of host {host.name} were named {count(times, 'time')} for wrong bits: the job starts "
+            f"without it (--avoid-host-after {most})"
+        )
+    return tuple(trusted)
 
 
 def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, rolls_back: bool) -> None:

@@ -424,17 +424,27 @@ def key(file: Path, days: int) -> None:
     metavar="LIST",
     help="Only measure the links between these hosts, reached with ssh: node1,node2,node3.",
 )
-def doctor(as_json: bool, as_report: bool, no_train: bool, hosts: str | None) -> None:
+@click.option(
+    "--burn-in",
+    metavar="TIME",
+    help="Only compute the same results on all cores for this time, such as 10m, and compare their bits; "
+    "with --hosts, on those hosts.",
+)
+def doctor(as_json: bool, as_report: bool, no_train: bool, hosts: str | None, burn_in: str | None) -> None:
     """Check whether this machine is ready for training.
 
     The command checks versions, GPUs, backends, the machine and the environment, and trains for a second with
     two workers. It suggests a fix for each problem. The exit status is 0 if no check fails, 1 if jobs work
     with warnings, and 2 if they do not work.
     """
-    from lockstep.doctor.command import Form, check, check_hosts
+    from lockstep.doctor.command import Form, check, check_cores, check_hosts
 
-    if as_report and (as_json or hosts is not None):
-        raise click.UsageError("--report cannot be combined with --json or --hosts")
+    if as_report and (as_json or hosts is not None or burn_in is not None):
+        raise click.UsageError("--report cannot be combined with --json, --hosts or --burn-in")
+    if burn_in is not None:
+        if no_train:
+            raise click.UsageError("--burn-in cannot be combined with --no-train")
+        sys.exit(check_cores(burn_in, hosts, as_json=as_json))
     if hosts is not None:
         if no_train:
             raise click.UsageError("--hosts cannot be combined with --no-train")

@@ -18,7 +18,7 @@ from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
-from lockstep.cli.job_restarts import folder_of_job, start_again
+from lockstep.cli.job_restarts import folder_of_job, named_hosts, start_again, trusted_hosts
 from lockstep.cli.notifier import (
     JobIdentity,
     Notifier,
@@ -512,6 +512,15 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             destination = _of_task(where, script, options)
         case _:
             destination = where
+    options["named_hosts"] = ()
+    if (
+        (most := options["avoid_host_after"])
+        and (earlier := folder_of_job())
+        and isinstance(destination, Hosts)
+    ):
+        options["named_hosts"] = named = named_hosts(earlier)
+        least = options["min_workers"]
+        destination = replace(destination, hosts=trusted_hosts(destination.hosts, named, most, least))
     engine = destination.engine if isinstance(destination, Listen) else None
     receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
     # Where an engine starts a coordinator again, hosts that run the job have the variables.
@@ -945,6 +954,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         adopts=not options["no_adopt"],
         run_dir=Path(),
         job_restarts=attempt()[0],
+        named_hosts=options["named_hosts"],
         tags=tuple(dict.fromkeys(options["tags"])),
         tee=options["tee"],
         backend=choice.backend,

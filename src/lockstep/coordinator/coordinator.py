@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -604,9 +604,15 @@ class Coordinator:
             self.events.publish(run_events.MemoryExhausted(worker, exited.memory_kills))
         self._decide(event)
 
+    def _hosts_of(self, workers: Iterable[int]) -> tuple[str, ...]:
+        """Return the names of the hosts of workers; none if the job has one host."""
+        return tuple(filter(None, (self.agents[host].name for host in self.state.hosts_of(workers))))
+
     def _take_message(self, worker: int, message: RelayedMessage) -> None:
         match message:
             case EventReport(event):
+                if isinstance(event, run_events.VerificationFailed):
+                    event = msgspec.structs.replace(event, hosts=self._hosts_of(event.workers))
                 is_fact = isinstance(event, run_events.HostFact | run_events.WorkerFact)
                 self.events.publish(event, None if is_fact else worker)
                 if isinstance(event, job_events.Event):

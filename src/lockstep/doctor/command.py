@@ -6,13 +6,15 @@ import traceback
 from typing import Literal
 
 from lockstep.doctor import bug_report, report
+from lockstep.doctor.burn_in import burn_in, burn_in_hosts, judge_burn_in
 from lockstep.doctor.check import Finding, Sources, worst
 from lockstep.doctor.checkup import examine
 from lockstep.doctor.links import examine_links, measured_by_a_job
 from lockstep.doctor.versions import Packages
 from lockstep.errors import InternalError, LockstepError, UnfitError
 from lockstep.hosts.host_list import parse_hosts
-from lockstep.launcher.backend import Wishes
+from lockstep.launcher.backend import Wishes, choose_backend
+from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
 from lockstep.system.programs import ending_descendants
@@ -30,9 +32,7 @@ def check(form: Form, *, train: bool) -> int:
         InternalError: a check raised an unexpected error.
     """
     fill_standard_descriptors()
-    variable, configured = keras_backend()
-    wishes = Wishes(variable=variable, configured=configured)
-    sources = Sources(environment=environment_at_start(), wishes=wishes)
+    sources = _sources()
     try:
         with ending_descendants():
             findings = examine(sources, note, train=train)
@@ -61,6 +61,38 @@ def check_hosts(hosts: str, *, as_json: bool) -> int:
     with ending_descendants():
         findings = examine_links(names, measured_by_a_job(environment_at_start()), note)
     return _report(findings, as_json=as_json)
+
+
+def check_cores(time: str, hosts: str | None, *, as_json: bool) -> int:
+    """Let all cores compute for some time, show the findings, and return the exit status.
+
+    Args:
+        time: the time, such as 10m.
+        hosts: a list of hosts; None for this machine.
+        as_json: whether to write JSON.
+
+    Raises:
+        ConfigError: the time or the list is invalid, or no backend is installed.
+        UnfitError: the findings cannot be written.
+    """
+    fill_standard_descriptors()
+    seconds = parse_seconds(time, "--burn-in")
+    names = None if hosts is None else [host.name for host in parse_hosts(hosts)]
+    sources = _sources()
+    with ending_descendants():
+        if names is not None:
+            findings = burn_in_hosts(names, seconds, sources, note)
+        else:
+            backend = choose_backend(sources.wishes, sources.is_importable, sys.executable).backend
+            findings = judge_burn_in({"": burn_in(backend, seconds, sources, note)})
+    return _report(findings, as_json=as_json)
+
+
+def _sources() -> Sources:
+    variable, configured = keras_backend()
+    return Sources(
+        environment=environment_at_start(), wishes=Wishes(variable=variable, configured=configured)
+    )
 
 
 def _report(findings: list[Finding], *, as_json: bool) -> int:

@@ -46,7 +46,7 @@ def _judge(
     for job, _ in (encrypted, plain):
         if job.status != 0:
             return failure(
-                f"a job on both hosts {_failure(job)}",
+                f"a job on both hosts {describe_failure(job)}",
                 f"run it yourself: lockstep run --hosts {','.join(pair)} -m lockstep.doctor.link_program",
                 {"status": job.status},
             )
@@ -60,7 +60,7 @@ def _judge(
     return fine(reason, facts)
 
 
-def _failure(job: ProgramResult) -> str:
+def describe_failure(job: ProgramResult) -> str:
     """Describe the failure of a job by its last note, which names the cause."""
     notes = [line for line in job.errors.splitlines() if line.startswith(_NOTE)]
     return f"failed: {notes[-1].removeprefix(_NOTE)}" if notes and job.status else job.how()

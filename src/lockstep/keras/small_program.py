@@ -7,7 +7,7 @@ As a program, it measures the time that this takes.
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from typing import Any
@@ -39,8 +39,18 @@ def computed_bits() -> str:
     It has the operations whose bits depend on the processor: products of matrices, convolutions, elementary
     functions and sums. It does not change random states.
     """
+    return _hash(_program(_SMALL)())
+
+
+def repeatable_bits(kind: int) -> Callable[[], str]:
+    """Return a function that computes a larger program with inputs of a kind, and hashes the results."""
+    compute = _program(_LARGER, kind)
+    return lambda: _hash(compute())
+
+
+def _hash(arrays: Iterable[Any]) -> str:
     digest = xxhash.xxh3_128()
-    for array in _program(_SMALL)():
+    for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
 
@@ -86,14 +96,16 @@ def main() -> None:
     print(min(times))
 
 
-def _program(shapes: Sequence[Sequence[int]]) -> Compute:
+def _program(shapes: Sequence[Sequence[int]], kind: int = 0) -> Compute:
     make = {"jax": _in_jax, "tensorflow": _in_tensorflow, "torch": _in_torch}[keras.backend.backend()]
-    return make(*map(_numbers, shapes))
+    return make(*(_numbers(shape, kind) for shape in shapes))
 
 
-def _numbers(shape: Sequence[int]) -> Array:
+def _numbers(shape: Sequence[int], kind: int) -> Array:
     """Return numbers between -0.5 and 0.5, with equal bits on every processor."""
-    counts = np.arange(1, np.prod(shape) + 1, dtype=np.uint64) * np.uint64(_MULTIPLIER) % np.uint64(2**24)
+    first = 1 + kind * np.prod(shape)
+    counts = np.arange(first, first + np.prod(shape), dtype=np.uint64)
+    counts = counts * np.uint64(_MULTIPLIER) % np.uint64(2**24)
     return (counts.astype(np.float32) / np.float32(2**24) - np.float32(0.5)).reshape(shape)
 
 

@@ -858,7 +858,7 @@ class Verifier:
         verdict, names = judge_again(answers.present, earlier), self._differing(round_, present)
         what, verifications = f"{round_.what}: replica {replica}", self._verifications
         verifications.withdraw_step(verdict, names, "gradient", answers.present, replica, round_.number)
-        guilty = [answer for answer in present if answer.worker in verdict.workers]
+        guilty = [answer for answer in (*present, *earlier) if answer.worker in verdict.workers]
         lasts = any(answer.is_steady and len(answer.attempts) > 1 for answer in guilty)
         since = verifications.up_to
         if verdict.kind == "worker" and lasts and verifications.trains and since < verifications.step - 1:

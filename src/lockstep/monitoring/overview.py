@@ -449,7 +449,9 @@ def _tell(happening: Happening) -> str:
         case "checkpoint failed" | "checkpoint removed" | "checkpoint not removed":
             what = {
                 "checkpoint failed": "no checkpoint",
-                "checkpoint removed": "the oldest checkpoint was removed early",
+                "checkpoint removed": "an old checkpoint was removed"
+                if fields.get("late")
+                else "the oldest checkpoint was removed early",
                 "checkpoint not removed": "an old checkpoint could not be removed",
             }[happening.event]
             text = f"{what}: {fields.get('reason', '')}"

@@ -217,7 +217,7 @@ class WorkerConnectedLate(_Event, frozen=True, tag="connected late"):
 
 
 class WarningShown(_Event, frozen=True, tag="warning"):
-    """The command showed a warning."""
+    """The command, or a worker, showed a warning."""
 
     text: str
 
@@ -378,7 +378,8 @@ class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification fa
 
     `part` is the part of the step: "gradient", "sum", "update", or "memory" for the state before it.
     `replica` is the replica, or the part of the total with its number; -1 for the state. `verdict` is that of
-    `lockstep.keras.verification.judge` or `judge_sum`, about `workers`.
+    `lockstep.keras.verification.judge` or `judge_sum`, about `workers`. `hosts` has the names of their
+    hosts, which the coordinator adds if the job has several.
     """
 
     step: int
@@ -387,6 +388,7 @@ class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification fa
     arrays: tuple[str, ...]
     workers: tuple[int, ...]
     verdict: str
+    hosts: tuple[str, ...] = ()
 
 
 class HostsDiffer(_Event, frozen=True, tag="hosts differ"):
@@ -454,10 +456,11 @@ class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
 
 
 class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
-    """An older checkpoint was removed to free space."""
+    """An older checkpoint was removed to free space; if `late`, one that could not be removed before."""
 
     path: str
     reason: str
+    late: bool = False
 
 
 class CheckpointNotRemoved(_Event, frozen=True, tag="checkpoint not removed"):
@@ -979,6 +982,7 @@ WorkerEvent = (
     | CheckpointNotWritten
     | CheckpointRemoved
     | CheckpointNotRemoved
+    | WarningShown
     | TrainingResumed
     | LastStepEnded
     | TrainingEnded

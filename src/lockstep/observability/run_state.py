@@ -286,6 +286,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     finished: Mapping[str, Any] | None = None
     compared: str = ""
     skipped: int = 0
+    _doubted: tuple[Any, ...] = ()
     _earlier_calls: int = 0
     _call_names: Numbering = Numbering()
     _epochs: Numbering = Numbering()
@@ -633,9 +634,23 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         reason, _, _ = str(happening.fields.get("reason", "")).partition("; ")
         return self._with_more(happening, "failed_checkpoints")._with_totals(checkpoint_failure=reason)
 
+    def _checkpoint_removed(self, happening: Happening) -> "RunState":
+        if not happening.fields.get("late"):
+            return self._with_more(happening, "removed_checkpoints")
+        remaining = max(self.totals.remaining_checkpoints - 1, 0)
+        failure = self.totals.removal_failure if remaining else ""
+        return self._with_totals(remaining_checkpoints=remaining, removal_failure=failure)
+
     def _checkpoint_remained(self, happening: Happening) -> "RunState":
         more = self._with_more(happening, "remaining_checkpoints")
         return more._with_totals(removal_failure=str(happening.fields.get("reason", "")))
+
+    def _verification_failed(self, happening: Happening) -> "RunState":
+        """Count a fault once, also if a part of a step was computed again before somebody was named."""
+        fields = happening.fields
+        part = tuple(fields.get(name) for name in ("step", "part", "replica"))
+        state = self if part == self._doubted else self._with_more(happening, "failed_verifications")
+        return replace(state, _doubted=part if fields.get("verdict") in ("third", "repeated") else ())
 
     def _resumed(self, happening: Happening) -> "RunState":
         step, worker = int(happening.fields.get("step", 0)), happening.worker
@@ -742,9 +757,9 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "wait": RunState._waits,
     "checkpoint": RunState._checkpoint,
     "checkpoint failed": RunState._checkpoint_failed,
-    "checkpoint removed": _one_more("removed_checkpoints"),
+    "checkpoint removed": RunState._checkpoint_removed,
     "checkpoint not removed": RunState._checkpoint_remained,
-    "verification failed": _one_more("failed_verifications"),
+    "verification failed": RunState._verification_failed,
     "resumed": RunState._resumed,
     "leaving": lambda state, happening: replace(
         state, totals=_reached(state.totals, int(happening.fields.get("step", 0)))

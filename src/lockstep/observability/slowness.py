@@ -179,7 +179,7 @@ def slow_workers(call: CallTimes) -> dict[int, str]:
     fastest = max(paces, key=lambda worker: paces[worker])
     fast = workers[fastest]
     return {
-        worker: _slow_part(workers[worker], fast, fastest) + _why(call, worker, fastest)
+        worker: _explained(call, worker, fastest)
         for worker, score in paces.items()
         if score < SLOW
         and workers[worker].seconds >= SHORTEST
@@ -187,7 +187,10 @@ def slow_workers(call: CallTimes) -> dict[int, str]:
     }
 
 
-def _slow_part(slow: WorkerTimes, fast: WorkerTimes, fastest: int) -> str:
+def _explained(call: CallTimes, worker: int, fastest: int) -> str:
+    """Return the slow part of a slow worker, and why it is slow, if that is known."""
+    slow, fast = call.workers[worker], call.workers[fastest]
+
     def per_replica(times: WorkerTimes, part: str) -> float:
         seconds = times.parts[part] - (times.compiling if part == "compute" else 0.0)
         return 1000 * seconds / times.replicas
@@ -195,7 +198,11 @@ def _slow_part(slow: WorkerTimes, fast: WorkerTimes, fastest: int) -> str:
     part = max(_OWN_PARTS, key=lambda part: per_replica(slow, part) - per_replica(fast, part))
     name = "Keras's loop and callbacks" if part == "other" else part
     behind, ahead = per_replica(slow, part), per_replica(fast, part)
-    return f"slow {name}: {behind:.3g} ms per replica, {ahead:.3g} ms on worker {fastest}"
+    why = _why(call, worker, fastest)
+    if part == "other" and (not why or _CORES_TAKEN in why):
+        # Others that use its cores would slow what it computes, too.
+        why = "; one worker saves the files of callbacks: save less often, or do less in callbacks"
+    return f"slow {name}: {behind:.3g} ms per replica, {ahead:.3g} ms on worker {fastest}{why}"
 
 
 def _why(call: CallTimes, worker: int, fastest: int) -> str:

@@ -181,6 +181,8 @@ class JobSpec(JobSettings):
         devices: the GPUs of each worker, then those of workers that join; empty to leave them unchanged.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
         job_restarts: how often the command has started the job before (`--restart-job`).
+        named_hosts: the hosts whose workers verifications have named before the job was started again, once
+            for each verdict.
         tags: words of the user, by which `lockstep runs` finds the run.
         plain: whether connections between hosts are not encrypted.
         hold: seconds for which the hosts train without an answer of the coordinator before they pause. None
@@ -198,6 +200,7 @@ class JobSpec(JobSettings):
     devices: tuple[Devices, ...] = ()
     hosts: tuple[JobHost, ...] = ()
     job_restarts: int = 0
+    named_hosts: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
     plain: bool = False
     hold: float | None = None

@@ -100,6 +100,8 @@ from lockstep.supervisor.state import (
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name
 from lockstep.system.prose import count, name_workers, transferred, whose_lines
 
+_NO_ROOM = "others start when a host joins"
+
 
 def decide(state: State, event: Event, now: float) -> Decision:
     """Return the decision on `event` at time `now`."""
@@ -329,13 +331,19 @@ def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
     """Let the workers of a host leave before it goes."""
     if event.host in state.lost_hosts | state.retiring or not state.active:
         return Decision(state, reason=f"{event.reason}; this is known, or the job is already ending")
+    return _hosts_retire(state, (event.host,), event.reason, now)
+
+
+def _hosts_retire(state: State, hosts: tuple[int, ...], reason: str, now: float) -> Decision:
+    """Let the workers of hosts leave that get no more workers."""
     if state.size.by_hand or state.vital:
         why = "belong to a job with parameter servers" if state.vital else "are started by hand"
-        return Decision(state, reason=f"{event.reason}; its workers {why}, and stay")
-    dropped = tuple(worker for worker in state.joiners if state.workers[worker].host == event.host)
-    state, kills = _without_joiners(replace(state, retiring=state.retiring | {event.host}), dropped)
-    there = tuple(worker for worker in state.staying if state.workers[worker].host == event.host)
-    reason = event.reason
+        return Decision(
+            state, reason=f"{reason}; {'its' if len(hosts) == 1 else 'their'} workers {why}, and stay"
+        )
+    dropped = tuple(worker for worker in state.joiners if state.workers[worker].host in hosts)
+    state, kills = _without_joiners(replace(state, retiring=state.retiring.union(hosts)), dropped)
+    there = tuple(worker for worker in state.staying if state.workers[worker].host in hosts)
     if there and state.outgoing:
         reason += f"; {name_workers(there)} leave{'s' * (len(there) == 1)} at the end of a step"
     elif there:
@@ -345,7 +353,7 @@ def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
             state, size=replace(state.size, wanted=max(len(state.staying) - len(state.outgoing), 1))
         )
     elif state.filled < state.size.wanted and state.roomiest_host() is None:
-        reason += "; others start when a host joins"
+        reason += f"; {_NO_ROOM}"
     reported = Decision(state, (ShowMessage(reason),), reason)
     return (_admit(state, now, reason) if state.admission.given else reported).after(*kills)
 
@@ -415,7 +423,7 @@ def _with_missing(state: State, lost: int) -> State:
     if size.by_hand and there < size.wanted:
         size, then = replace(size, wanted=max(there, 1)), _no_more(size)
     elif there < size.wanted and state.roomiest_host() is None:
-        then = "others start when a host joins"
+        then = _NO_ROOM
     if lost in admission.holders:
         # Perhaps others have not received all of it.
         admission = admission.without_state()
@@ -493,22 +501,26 @@ def _verification_failed(state: State, event: VerificationFailed, now: float) ->
 
 
 def _workers_named(state: State, event: VerificationFailed, now: float) -> Decision:
-    """Count the hosts of workers at fault; let a host retire that was named too often, unless it is alone."""
-    hosts = tuple(state.workers[worker].host for worker in event.workers)
+    """Count the hosts of workers at fault; let those retire that were named too often, but not the last."""
+    hosts, most = state.hosts_of(event.workers), state.avoid_host_after
     state = replace(state, named=(*state.named, *hosts))
-    reason = f"{name_workers(event.workers)} computed wrong bits in step {event.step}"
-    most = state.avoid_host_after
-    for host in hosts:
-        times = state.named.count(host)
-        if not most or times < most or host not in state.hosts:
-            continue
-        named = f"workers of host {state.names[host]} were named {count(times, 'time')} for wrong bits"
-        if len(state.hosts) == 1:
-            text = f"{named}, and no other host could continue (--avoid-host-after {most})"
-            return Decision(state, (ShowMessage(text),), text)
-        text = f"{named}: no worker starts there any more (--avoid-host-after {most})"
-        return _host_retires(state, HostRetires(host, text), now)
-    return Decision(state, reason=reason)
+    often = [host for host in state.hosts if most and state.named.count(host) >= most]
+    if not set(often).intersection(hosts):
+        reason = f"{name_workers(event.workers)} computed wrong bits in step {event.step}"
+        return Decision(state, reason=reason)
+    # Also a host that was the last one when it was named, if another has joined since.
+    avoided = sorted(often, key=lambda host: (-state.named.count(host), host))[: len(state.hosts) - 1]
+    told = tuple(sorted(avoided)) or tuple(often)
+    texts = (
+        f"workers of host {state.names[host]} were named {count(state.named.count(host), 'time')}"
+        for host in told
+    )
+    named = f"{' and '.join(texts)} for wrong bits"
+    if not avoided:
+        text = f"{named}, and no other host could continue (--avoid-host-after {most})"
+        return Decision(state, (ShowMessage(text),), text)
+    text = f"{named}: no worker starts there any more (--avoid-host-after {most})"
+    return _hosts_retire(state, told, text, now)
 
 
 def _saving_advanced(
@@ -857,11 +869,12 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
     if lost.started_at is None or now - lost.started_at >= limits.young:
         return replace(state, size=size, admission=replace(admission, young_losses=0))
     pause = min(limits.pause * 2.0 ** min(losses, 100), limits.longest_pause)
+    has_room = state.roomiest_host() is not None
     admission = replace(
         admission,
         young_losses=losses + 1,
         backoff_until=now + pause,
-        unreported=f"another worker starts in {pause:g} s",
+        unreported=f"another worker starts in {pause:g} s" if has_room else _NO_ROOM,
     )
     return replace(state, size=size, admission=admission)
 

@@ -11,7 +11,7 @@ A worker's record names its phase:
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -298,7 +298,7 @@ class State:
         vital: the workers without which a job with parameter servers cannot continue. Such a job keeps its
             number of workers.
         servers: the parameter servers, which are not replaced.
-        named: the hosts of workers that verifications have named, once for each time.
+        named: the hosts of workers that verifications have named, once for each verdict.
         avoid_host_after: how often a host is named until it retires; 0 for never.
         cut_off: whether no other host was heard for so long that this host seems to be cut off.
         heard_from: the time at which hosts count as heard that were not heard later.
@@ -385,7 +385,8 @@ class State:
             vital=spec.vital,
             servers=spec.servers,
         )
-        return replace(begun, avoid_host_after=limits.avoid_host_after)
+        named = tuple(begun.names.index(name) for name in spec.named_hosts if name in begun.names)
+        return replace(begun, avoid_host_after=limits.avoid_host_after, named=named)
 
     @property
     def stage(self) -> Stage:
@@ -535,6 +536,10 @@ class State:
         """The hosts that take workers: they are not lost, and do not retire."""
         gone = self.lost_hosts | self.retiring
         return tuple(host for host in range(len(self.slots)) if host not in gone)
+
+    def hosts_of(self, workers: Iterable[int]) -> tuple[int, ...]:
+        """Return the hosts of workers, each of them once, in the order of the workers."""
+        return tuple(dict.fromkeys(self.workers[worker].host for worker in workers))
 
     def silent(self, heard: Mapping[int, float], now: float) -> tuple[int, ...]:
         """Return the hosts that are silent for too long, of those that were last heard at these times."""
