@@ -1,14 +1,17 @@
 """What the coordinator sends to many hosts that join, are lost and come back, in virtual time."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from simulated_hosts import ManyHosts, Traffic
 
-from lockstep.observability.events import JobTotals
+from lockstep.cli.job_restarts import named_hosts
+from lockstep.observability.events import JobTotals, VerificationFailed
 from lockstep.observability.run_lines import happenings
 from lockstep.observability.run_state import RunState
-from lockstep.protocol.host import ALIVE_EVERY, SILENCE
+from lockstep.protocol.host import ALIVE_EVERY, SILENCE, WorkerSaid
+from lockstep.protocol.worker import EventReport
 from lockstep.system.paths import RunPaths
 
 HOSTS = 120
@@ -115,3 +118,19 @@ def test_hosts_that_come_back_one_after_the_other(tmp_path: Path) -> None:
         yield lambda: False
 
     assert job.run(scenario()) == 0
+
+
+def test_a_job_that_starts_again_knows_the_hosts_that_were_named(tmp_path: Path) -> None:
+    job = ManyHosts(tmp_path, 3, 3)
+    job.coordinator.state = replace(job.coordinator.state, avoid_host_after=1)
+    verdict = VerificationFailed(step=3, arrays=("kernel",), workers=(1,), verdict="worker")
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        yield lambda: job.coordinator.state.elastic
+        job.hosts[0].tell(WorkerSaid(0, EventReport(verdict)))
+        yield lambda: job.coordinator.state.retiring == {1}
+        job.finish()
+        yield lambda: False
+
+    assert job.run(scenario()) == 0
+    assert named_hosts(tmp_path) == ("host1",)

@@ -504,6 +504,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             views=(),
             waits={},
             totals=JobTotals(job_restarts=restarts if isinstance(restarts, int) else 0),
+            _doubted=(),
             stepped=False,
             call_times=CallTimes(),
             ended_call=None,
