@@ -65,6 +65,8 @@ _STOPPED = 0.1
 """Seconds per second in which a CPU quota stops processes."""
 _MORE = 1.5
 """A cause must be so many times stronger than on the fastest worker."""
+_SAVES = 3.0
+"""So many times longer callbacks must take than on the fastest worker to be the cause by what they save."""
 _THROTTLED = 0.5
 """The share of the measurements in which a GPU has a lowered clock."""
 _OFTEN = 0.1
@@ -199,7 +201,7 @@ def _explained(call: CallTimes, worker: int, fastest: int) -> str:
     name = "Keras's loop and callbacks" if part == "other" else part
     behind, ahead = per_replica(slow, part), per_replica(fast, part)
     why = _why(call, worker, fastest)
-    if part == "other" and (not why or _CORES_TAKEN in why):
+    if part == "other" and behind >= _SAVES * ahead and (not why or _CORES_TAKEN in why):
         # Others that use its cores would slow what it computes, too.
         why = "; one worker saves the files of callbacks: save less often, or do less in callbacks"
     return f"slow {name}: {behind:.3g} ms per replica, {ahead:.3g} ms on worker {fastest}{why}"
