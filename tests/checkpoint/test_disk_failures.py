@@ -126,7 +126,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(CheckpointError, match=f"cannot write a checkpoint to {folder}: "):
             Store(folder).write(sample(1))
     Countdown(0, lambda: fail(errno.EACCES)).install(monkeypatch.setattr)
-    with pytest.raises(CheckpointError, match="Permission denied; free space there, or give another folder"):
+    with pytest.raises(CheckpointError, match="Permission denied; give another folder"):
         Store(tmp_path / "denied").write(sample(1))
 
 

@@ -274,7 +274,7 @@ def test_a_missing_mark_of_the_end_is_a_warning_and_no_failed_checkpoint(
     (tmp_path / "finished.json").mkdir()
     scheduler.finish()
     told = (
-        f"cannot write {tmp_path}/finished.json: Is a directory; free space there; the checkpoint of step 1 "
+        f"cannot write {tmp_path}/finished.json: Is a directory; the checkpoint of step 1 "
         "is whole, but the job does not count as finished"
     )
     assert [event for event in events if not isinstance(event, CheckpointWritten)] == [WarningShown(told)]

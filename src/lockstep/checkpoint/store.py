@@ -121,9 +121,9 @@ class Store:
                 self._write_freeing_space(contents, path, removed, remained)
                 self._prune(path, contents.manifest, remained)
         except (OSError, SafetensorError) as error:
+            advice = "free space there, or give" if is_full(error) else "give"
             raise CheckpointError(
-                f"cannot write a checkpoint to {self._folder}: {reason(error)}; free space there, or give "
-                "another folder"
+                f"cannot write a checkpoint to {self._folder}: {reason(error)}; {advice} another folder"
             ) from None
         return path
 
@@ -237,7 +237,8 @@ class Store:
                 temporary.rename(path)
                 sync(self._folder)
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {reason(error)}; free space there") from None
+            advice = "; free space there" if is_full(error) else ""
+            raise CheckpointError(f"cannot write {path}: {reason(error)}{advice}") from None
 
     def finished(self) -> int | None:
         """Return the step of the checkpoint with which the job finished, or None if it has not finished.
