@@ -105,10 +105,10 @@ REFUSALS = [
     *(
         (
             f"{way} --detach",
-            f"--detach is for jobs on this machine or with --on; with {way}, start the command in tmux, or "
-            "as the scheduler does",
+            f"--detach cannot be combined with {way}: the scheduler starts each task without a terminal, and "
+            "waits for its end",
         )
-        for way in WAYS[:-1]
+        for way in WAYS[2:-1]
     ),
     (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
     (

@@ -32,6 +32,22 @@ def test_list_and_scale(hosts: Sequence[Host]) -> None:
     assert set(job.finish()) == {0, 2, 3, 4}
 
 
+def test_a_job_runs_without_its_terminal(hosts: Sequence[Host]) -> None:
+    """The command returns once the job has begun. A lost host does not need it either."""
+    job = SteppingJob(
+        hosts, "--hosts node1,node2 --detach", 30, "1:3:after apply:host", "0:20:after apply:hold"
+    )
+    assert job.end() == 0, job.running.err
+    assert "runs without this terminal: lockstep attach run shows its output" in job.running.err
+    attached = hosts[0].lockstep("attach", "run")
+    attached.wait_until(lambda: (hosts[0].work / "held-20").exists())
+    job.go(20)
+    assert attached.end() == 0, attached.err
+    assert "host node2 was lost" in attached.out + attached.err
+    assert set(job.finish()) >= {0}
+    hosts[1].remove_abandoned()
+
+
 ENDINGS = {"stop": 143, "interrupt": 130}
 
 

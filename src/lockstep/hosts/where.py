@@ -180,9 +180,9 @@ _REFUSALS = (
     ),
     _Refusal(
         "detached",
-        _except(None, "engine"),
-        "--detach is for jobs on this machine or with --on; with {way}, start the command in tmux, or as the "
-        "scheduler does",
+        _except(None, "hosts", "listen", "engine"),
+        "--detach cannot be combined with {way}: the scheduler starts each task without a terminal, and "
+        "waits for its end",
     ),
     _Refusal("plain", (None,), "--plain is for jobs on several hosts; give {ways} too"),
     _Refusal(
