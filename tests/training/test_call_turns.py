@@ -178,7 +178,7 @@ def test_a_process_that_resumes_follows_the_recorded_turns() -> None:
     journal = Journal()
     for number, key in enumerate(["", "fit of b", "fit of a"], start=1):
         journal.add([float(number)], {"fit": number}, number, key=key)
-    resumption = Resumption(None, Journal.unpacked(journal.packed()), 0, 0, 0, {})  # type: ignore[arg-type]
+    resumption = Resumption(None, {}, Journal.unpacked(journal.packed()), 0, 0, 0, {})  # type: ignore[arg-type]
     calls = ResumableCalls(job.alone(), NumberedCalls())
     calls._resumption = resumption
     results: dict[str, Any] = {}

@@ -261,7 +261,7 @@ def test_a_model_is_right_since_its_own_last_comparison() -> None:
     context = JobContext(0, Bus(SystemClock(), 0), JobSettings(workers=1, threads=1))
     verifications = verification.Verifications(Job(context, (view, hub.member(0))))
     first, second = Model(), Model()
-    verifications.unpack((), 3)
+    verifications.unpack([0] * REPLICAS, 3)
     assert verifications.compared([first]) == 3
     verifications.note_compared([first], 10)
     verifications.note_compared([second], 20)
@@ -308,7 +308,7 @@ class RepeatedStep:
             job = Job(context, (view, hub.member(view.workers.index(worker))))
             job.membership = NextPlace((alone := place(REPLICAS, (2,), 3), by_itself(alone)))
             verifications = verification.Verifications(job)
-            verifications.unpack((), 0, doubt)
+            verifications.unpack_doubt(doubt)
             verifications.begin(self.step)
             verifications.can_repeat = True
             made = wrong if worker == self.guilty else gradient

@@ -374,7 +374,7 @@ class Verifications:
 
     @property
     def packed_doubt(self) -> bytes:
-        """The doubt, for `unpack`; empty if there is none."""
+        """The doubt, for `unpack_doubt`; empty if there is none."""
         return b"" if self.doubt is None else msgspec.msgpack.encode(self.doubt)
 
     @property
@@ -382,17 +382,14 @@ class Verifications:
         """The last verified step of each replica, for `unpack`."""
         return list(self._verified)
 
-    def unpack(self, packed: Sequence[int], step: int, doubt: bytes = b"") -> None:
-        """Continue from what another process of the job has packed, which is empty if nothing was recorded.
-
-        Args:
-            packed: see above.
-            step: the last step of the training so far, whose state this worker has taken over.
-            doubt: `packed_doubt`.
-        """
-        self.doubt = msgspec.msgpack.decode(doubt, type=Doubt) if doubt else None
-        self._verified = list(packed) or self._verified
+    def unpack(self, packed: Sequence[int], step: int) -> None:
+        """Continue from what another process has packed after `step`, whose state this worker has."""
+        self._verified = list(packed)
         self._taken_over = step
+
+    def unpack_doubt(self, packed: bytes) -> None:
+        """Continue with the doubt of another process, which is empty if it has none."""
+        self.doubt = msgspec.msgpack.decode(packed, type=Doubt) if packed else None
 
     def compared(self, owners: Sequence[Any]) -> int:
         """Return the last step after which this worker has known that all have equal states of some objects.

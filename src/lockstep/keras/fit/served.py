@@ -127,9 +127,7 @@ class Served(Mirrored):
             install=lambda step: setattr(
                 model, "train_function", parts.backend.function(model, step, "train")
             ),
-            take_snapshot=lambda whole, steps, apart: parts.snapshots.take_apart(
-                whole, lambda: apart, model, steps
-            ),
+            take_snapshot=partial(parts.snapshots.take_apart, model=model),
             joins=joins,
         )
         plain_steps = parts.record.plain_steps

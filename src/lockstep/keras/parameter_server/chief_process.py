@@ -30,7 +30,7 @@ from lockstep.keras.parameter_server.server_embedding import server_layers, with
 from lockstep.keras.parameter_server.servers import same_bits
 from lockstep.keras.private.common import embedding_table, rate_object
 from lockstep.keras.randomness import random_states
-from lockstep.keras.state.snapshots import ApartState
+from lockstep.keras.state.snapshots import Part
 
 Array = npt.NDArray[Any]
 
@@ -236,8 +236,12 @@ class ChiefProcess(FitProcess):
         weights = zip(self.model.trainable_variables, self._served_state.weights, strict=True)
         slots = zip(self.model.optimizer.variables, self._served_state.values, strict=True)
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        apart_state = ApartState(self._random, self.mesh.peers(), [*weights, *slots, *others])
-        return self.served.take_snapshot(whole, self._steps, apart_state)
+        own = {
+            "steps": Part(lambda: self._steps),
+            "random": Part(lambda: self._random),
+            "peers": Part(self.mesh.peers),
+        }
+        return self.served.take_snapshot(whole, own, [*weights, *slots, *others])
 
     def _compare_batches(self) -> None:
         """Check that workers have read the same batches as this process.

@@ -8,7 +8,7 @@ from lockstep.keras.parameter_server.function_log import FunctionLog, limit
 from lockstep.keras.randomness import random_states
 from lockstep.keras.state.journal import CallLog
 from lockstep.keras.state.resumable_calls import Resumption
-from lockstep.keras.state.snapshots import ApartState, Snapshots
+from lockstep.keras.state.snapshots import Part, Snapshots
 from lockstep.worker.job import Job
 
 
@@ -73,11 +73,8 @@ class FunctionJoining:
         Args:
             peers: returns the facts about the processes; see `Mesh.peers`.
         """
-
-        def apart_state() -> ApartState:
-            return ApartState(random_states(), peers())
-
-        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, apart_state))
+        own = {"random": Part(random_states), "peers": Part(peers)}
+        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, own))
 
     def join(self) -> FunctionLog:
         """Become a member of the job, if this worker is not yet one, and return the newest log.

@@ -23,7 +23,7 @@ from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_at
-from lockstep.keras.state.snapshots import ApartState
+from lockstep.keras.state.snapshots import Part
 from lockstep.observability.events import OrderRecorded
 from lockstep.parameter_server.order import OrderFile, OrderWriter, RecordedOrder, RecordKind, read_order
 from lockstep.parameter_server.partitioners import Partitioner, Shard
@@ -62,8 +62,7 @@ class ServedCall:
         tables: the tables of which workers read rows.
         trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
-        take_snapshot: returns the state for a worker that joins, or only the position, given the number of
-            completed steps, 1 or more, and the chief's `ApartState`.
+        take_snapshot: returns the state for a worker that joins; see `Snapshots.take_apart`.
         joins: the chief's `Mesh.peers`, in a worker that joins; None in others.
     """
 
@@ -75,7 +74,7 @@ class ServedCall:
     tables: EmbeddingTables
     trained: int
     install: Callable[[Callable[[Any, Any], tuple[Any, Any]]], None]
-    take_snapshot: Callable[[bool, int, ApartState], Contents]
+    take_snapshot: Callable[[bool, dict[str, Part], Sequence[tuple[Any, Any]]], Contents]
     joins: Mapping[str, Any] | None = None
 
     @property

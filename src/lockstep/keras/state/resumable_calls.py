@@ -88,6 +88,7 @@ class Resumption:
 
     Attributes:
         contents: the contents of the checkpoint.
+        entries: its parts of the state; see `lockstep.keras.state.snapshots`.
         journal: the finished calls.
         steps: number of completed steps of the call in progress; 0 if there was none.
         samples: number of sample batches of its data that were read before it began.
@@ -100,6 +101,7 @@ class Resumption:
     """
 
     contents: Contents
+    entries: Mapping[str, Any]
     journal: Journal
     steps: int
     samples: int
@@ -115,6 +117,7 @@ class Resumption:
         """Return the position in `contents`, given the unpacked part `training` of its manifest."""
         return cls(
             contents=contents,
+            entries=training,
             journal=Journal.unpacked(training["journal"]),
             steps=training["steps"],
             samples=training.get("looks", 0),

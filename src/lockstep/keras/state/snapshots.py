@@ -3,15 +3,16 @@
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 
 from lockstep.checkpoint.checkpoint_files import Contents
-from lockstep.checkpoint.values import pack, unpack
+from lockstep.checkpoint.values import pack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
@@ -30,7 +31,7 @@ from lockstep.keras.state.callback_states import (
 )
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.state.models import CompiledModels, below
-from lockstep.keras.state.resumable_calls import ResumableCalls
+from lockstep.keras.state.resumable_calls import ResumableCalls, Resumption
 from lockstep.keras.state.settings import (
     Settings,
     differences,
@@ -47,19 +48,20 @@ from lockstep.worker.program_sources import own_sources
 
 _LAST_SECONDS = 60.0
 
+_POSITION = ("journal", "steps", "looks", "passes", "states", "turn", "growths")
+"""The parts of the state that a process needs before it arrives."""
 
-class ApartState(NamedTuple):
-    """The part of the chief's state that a worker needs to join a call in which processes are apart.
+
+class Part(NamedTuple):
+    """A part of the state.
 
     Attributes:
-        random: the random states from which a worker continues.
-        peers: the facts about the processes; see `Mesh.peers`.
-        values: variables of the model of the call, with their values at some time within the call.
+        take: returns its entry in a snapshot: plain values and arrays of NumPy.
+        join: continues with the entry of another process. `Resumption` reads the parts without it.
     """
 
-    random: Mapping[str, Any]
-    peers: Mapping[str, Any]
-    values: Sequence[tuple[Any, Any]] = ()
+    take: Callable[[], Any]
+    join: Callable[[Any], object] = lambda entry: None
 
 
 class Snapshots:
@@ -142,82 +144,85 @@ class Snapshots:
         The next step may change the arrays. If not `whole`, return only the position. With `callbacks_done`,
         callbacks have processed the end of the step, and the state is in the variables of `model`.
         """
-        call = self._calls.current
-        doubt = verifications_of(self._job).packed_doubt
-        position = {
-            "journal": self.resumable.journal.packed(),
-            # A worker that joins for a step that is taken again goes up to it, past the callbacks before it.
-            "steps": call.steps + bool(doubt) if program is not None else 0,
-            "looks": call.samples,
-            "passes": call.passes,
-            "states": dict(call.states),
-            "turn": self.resumable.turns.key,
-            "growths": self.models.growths,
-        }
+        parts = self._parts(model, program, logs, callbacks_done)
         if not whole:
-            return Contents(self._calls.taken, *self._packed(position, {}))
+            return Contents(self._calls.taken, *self._packed(parts, _POSITION, {}))
         values_of_model = program.named_state(state) if program is not None else _values(step_state(model))
         arrays = {f"current/{name}": value for name, value in values_of_model.items()}
-        arrays |= self.models.values(apart_from=model)
-        callbacks = listeners(call.callbacks, model) if program is not None else []
-        training = position | {
-            "methods": dict(self._calls.methods),
-            "inner": dict(call.inner),
-            "taken": self._calls.taken,
-            "since": self.resumable.since,
-            "call": call.name,
-            "logs": mapped(lambda value: np.asarray(self._backend.to_numpy(value)), logs or {}),
-            "callbacks": callback_states(callbacks, call.callback_hashes),
-            "settings": self._settings(model, program),
-            "sources": own_sources(),
-            "random": self.resumable.journal.states
-            if program is None
-            else random_states(call.held_by_validation),
-            "heard": callbacks_done,
-            "stops": callbacks_done and bool(model.stop_training),
-            "verified": verifications_of(self._job).packed,
-            "built": self.models.built,
-            "python": saved_python(model),
-            **({"doubt": doubt} if doubt else {}),
-        }
-        packed, converted = self._packed(training, arrays)
+        packed, converted = self._packed(parts, parts, arrays | self.models.values(apart_from=model))
         manifest = {"job": self.job_facts(), **packed}
         if (verifications := verifications_of(self._job)).plan.verification.every:
             manifest["verified"] = verifications.up_to
         return Contents(self._calls.taken, manifest, converted)
 
+    def _parts(
+        self, model: Any, program: TrainingState | None, logs: Any = None, heard: bool = False
+    ) -> dict[str, Part]:
+        """Return the parts of the state, by name, in the order in which a process joins them; see `take`.
+
+        The values of variables are arrays instead, because loading them returns the state for the next step.
+        """
+        call, calls, models, resumable = self._calls.current, self._calls, self.models, self.resumable
+        verified, to_numpy = verifications_of(self._job), self._backend.to_numpy
+        callbacks = listeners(call.callbacks, model) if program is not None else []
+        # A process that skips steps reads the examples again, but validates nothing.
+        held = call.held_by_validation
+        # A worker that joins for a step that is taken again goes up to it, past the callbacks before it.
+        steps = call.steps + (verified.doubt is not None) if program is not None else 0
+        return {
+            "journal": Part(resumable.journal.packed),
+            "steps": Part(lambda: steps),
+            "looks": Part(lambda: call.samples),
+            "passes": Part(lambda: call.passes),
+            "states": Part(lambda: dict(call.states)),
+            "turn": Part(lambda: resumable.turns.key),
+            "call": Part(lambda: call.name),
+            "since": Part(lambda: resumable.since),
+            "settings": Part(lambda: self._settings(model, program)),
+            "sources": Part(own_sources),
+            "logs": Part(lambda: mapped(lambda value: np.asarray(to_numpy(value)), logs or {})),
+            "growths": Part(lambda: models.growths, lambda _: self._set_growths()),
+            "built": Part(lambda: models.built, models.were_built),
+            "methods": Part(lambda: dict(calls.methods), lambda methods: calls.move_to(methods, calls.taken)),
+            "taken": Part(lambda: calls.taken, lambda taken: setattr(calls, "taken", taken)),
+            "verified": Part(lambda: verified.packed, lambda steps: verified.unpack(steps, calls.taken)),
+            "doubt": Part(lambda: verified.packed_doubt, verified.unpack_doubt),
+            "inner": Part(lambda: dict(call.inner), lambda inner: setattr(call, "inner", inner)),
+            "callbacks": Part(
+                lambda: callback_states(callbacks, call.callback_hashes),
+                lambda states: set_callback_states(callbacks, states),
+            ),
+            "heard": Part(lambda: heard, lambda was: setattr(call, "processed", call.steps if was else None)),
+            "stops": Part(lambda: heard and bool(model.stop_training), partial(_stop_if, model)),
+            "python": Part(partial(saved_python, model), partial(set_python, model)),
+            "random": Part(
+                lambda: resumable.journal.states if program is None else random_states(held),
+                lambda states: set_random_states(states, held),
+            ),
+        }
+
     def take_apart(
-        self, whole: bool, apart_state: Callable[[], ApartState], model: Any = None, steps: int = 0
+        self, whole: bool, own: dict[str, Part], values: Sequence[tuple[Any, Any]] = (), model: Any = None
     ) -> Contents:
         """Return the state for workers that join while the others do not wait for each other.
 
         Args:
             whole: whether to return the whole state; otherwise only the position.
-            apart_state: returns the chief's state.
+            own: the parts that differ: the chief's random states, its `Mesh.peers`, and the completed steps.
+            values: variables of the model, with their values at some time within the call.
             model: the model of the call in progress; None between two entries of the log of a call.
-            steps: number of completed steps of the call in progress, 1 or more.
         """
-        call = self._calls.current
-        training: dict[str, Any] = {
-            "journal": self.resumable.journal.packed(),
-            "steps": steps,
-            "growths": self.models.growths,
-        }
-        if model is None:
-            training["schedules"] = True
-        else:
-            training |= {"looks": call.samples, "call": call.name, "turn": self.resumable.turns.key}
-        arrays: dict[str, Any] = {}
+        parts = self._parts(model, None) | {"schedules": Part(lambda: model is None)} | own
+        names, arrays = [*_POSITION, "call", "schedules"], dict[str, Any]()
         if whole:
-            apart = apart_state()
-            training |= {"built": self.models.built, "random": dict(apart.random), "peers": dict(apart.peers)}
-            if model is not None:
-                values = {id(variable): value for variable, value in apart.values}
-                named = step_state(model).items()
-                arrays = {f"current/{name}": values[id(v)] for name, v in named if id(v) in values}
-                arrays |= self.models.values(apart_from=model)
-                training |= {"methods": dict(self._calls.methods), "taken": self._calls.taken}
-        return self._for_joiners(Contents(self._calls.taken, *self._packed(training, arrays)))
+            names += ["built", "random", "peers"]
+        if whole and model is not None:
+            names += ["methods", "taken"]
+            by_variable = {id(variable): value for variable, value in values}
+            named = step_state(model).items()
+            arrays = {f"current/{name}": by_variable[id(v)] for name, v in named if id(v) in by_variable}
+            arrays |= self.models.values(apart_from=model)
+        return self._for_joiners(Contents(self._calls.taken, *self._packed(parts, names, arrays)))
 
     def join_apart(self, call: str, model: Any = None) -> Mapping[str, Any]:
         """Restore the state that `take_apart` has returned, and return the facts about the processes.
@@ -226,32 +231,43 @@ class Snapshots:
             call: names the call in progress.
             model: as for `take_apart`.
         """
-        resumption = self.resumable.resumption
+        resumption, current = self.resumable.resumption, self._calls.current
         assert resumption is not None
-        arrays = resumption.contents.arrays
-        training = unpack(resumption.contents.manifest["training"], arrays)
-        self.models.load(arrays)
-        self.models.were_built(training["built"])
+        self.models.load(resumption.contents.arrays)
         if model is not None:
-            assign(model, below("current/", arrays))
-            self._calls.move_to(training["methods"], training["taken"])
-        set_random_states(training["random"], self._calls.current.held_by_inputs)
-        self.resumable.arrive()
-        self._calls.current.skipped = 0
+            assign(model, below("current/", resumption.contents.arrays))
+        random = Part(dict, lambda states: set_random_states(states, current.held_by_inputs))
         where = f"step {resumption.steps} of {call}" if resumption.steps else call
-        self._job.events.publish(TrainingResumed(where, self._calls.taken))
-        return dict(training["peers"])
+        self._join(self._parts(model, None) | {"random": random}, resumption, where)
+        current.skipped = 0
+        return dict(resumption.entries["peers"])
 
     def _packed(
-        self, training: Mapping[str, Any], arrays: Mapping[str, Any]
+        self, parts: Mapping[str, Part], names: Iterable[str], arrays: Mapping[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the manifest and the arrays of contents."""
-        packed, values = pack(dict(training), "training")
+        entries = {name: parts[name].take() for name in names}
+        if not entries.get("doubt", True):
+            del entries["doubt"]
+        packed, values = pack(entries, "training")
         converted = {
             name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
             for name, value in arrays.items()
         }
         return {"training": packed}, {**converted, **values}
+
+    def _join(self, parts: Mapping[str, Part], resumption: Resumption, where: str) -> None:
+        """Continue with the parts of another process. One of an earlier version lacks some."""
+        entries = resumption.entries
+        try:
+            for name in (name for name in parts if name in entries):
+                parts[name].join(entries[name])
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read {name!r} in the checkpoint of step {resumption.contents.step}: {error!r}"
+            ) from error
+        self.resumable.arrive()
+        self._job.events.publish(TrainingResumed(where, self._calls.taken))
 
     def values_of_models(self) -> dict[str, Any]:
         """Return the values of all compiled models, by name, as arrays of NumPy."""
@@ -274,17 +290,11 @@ class Snapshots:
         """Restore everything from the resumption, and return (logs, the state for steps of `program`)."""
         resumption = self.resumable.resumption
         assert resumption is not None
-        contents = resumption.contents
-        training = unpack(contents.manifest["training"], contents.arrays)
+        call, arrays = self._calls.current, resumption.contents.arrays
         if not resumption.joined:
-            self.compare_settings(contents.step, training, model, program)
-        self.models.load(contents.arrays)
-        self.models.were_built(training.get("built", {}))
-        for tried in self.models.tried:
-            # Since this process took over what trials have shown, members may have tried the model again.
-            if (growths := self.growths(tried)) is not None:
-                set_growths(tried, growths)
-        current = below("current/", contents.arrays)
+            self.compare_settings(resumption.contents.step, resumption.entries, model, program)
+        self.models.load(arrays)
+        current = below("current/", arrays)
         if model is not None:
             # Some steps build optimizers when they apply them.
             build_optimizers(model, current)
@@ -292,31 +302,17 @@ class Snapshots:
             state = program.load(state, current)
         else:
             assign(model, current, whole=True)
-        call = self._calls.current
-        self._calls.move_to(training["methods"], training["taken"])
-        verifications_of(self._job).unpack(
-            training.get("verified", ()), training["taken"], training.get("doubt", b"")
-        )
-        try:
-            if program is not None:
-                call.inner = dict(training["inner"])
-                set_callback_states(listeners(call.callbacks, model), training["callbacks"])
-            set_python(model, training.get("python", ()))
-            # A process that skips steps reads the examples again, but validates nothing.
-            set_random_states(training["random"], call.held_by_validation)
-        except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
-                f"{error!r}"
-            ) from error
-        self.resumable.arrive()
-        if training.get("heard"):
-            call.processed, model.stop_training = call.steps, training["stops"]
+        where = f"step {call.steps} of {call.name}" if program is not None else call.name
+        self._join(self._parts(model, program), resumption, where)
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
-        where = f"step {call.steps} of {call.name}" if program is not None else call.name
-        self._job.events.publish(TrainingResumed(where, self._calls.taken))
-        return training["logs"], state
+        return resumption.entries["logs"], state
+
+    def _set_growths(self) -> None:
+        for tried in self.models.tried:
+            # Since this process took over what trials have shown, members may have tried the model again.
+            if (growths := self.growths(tried)) is not None:
+                set_growths(tried, growths)
 
     def growths(self, model: Any) -> Growths | None:
         """Return, once, what trials of a model have shown before this process has resumed or joined.
@@ -388,3 +384,8 @@ def _changed_sources(training: Mapping[str, Any]) -> list[str]:
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: variable.value for name, variable in variables.items()}
+
+
+def _stop_if(model: Any, stops: bool) -> None:
+    if stops:
+        model.stop_training = True
