@@ -471,3 +471,14 @@ def test_the_cause_of_an_exit_follows_its_status() -> None:
         "was killed by SIGKILL, by the kernel, because memory ran out",
         "was killed by SIGKILL",
     ]
+
+
+def test_a_failed_verification_names_workers_and_hosts() -> None:
+    fields = {"step": 9, "part": "update", "arrays": ["out/kernel"], "workers": [1], "verdict": "worker"}
+    third = {**fields, "part": "gradient", "workers": [0, 1], "verdict": "third", "hosts": ["node1", "node2"]}
+    texts = [details(Happening(0.0, "verification failed", 0, each), str) for each in (fields, third)]
+    assert texts == [
+        "step 9, update: wrong bits of worker 1 in out/kernel",
+        "step 9, gradient: different bits of workers 0 and 1 (node1, node2), and another worker decides "
+        "which are right, in out/kernel",
+    ]

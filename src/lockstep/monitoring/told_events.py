@@ -15,6 +15,16 @@ from lockstep.system.prose import count, duration_text, name_workers
 
 _SEPARATING = ("job", "view")
 """Events before and after which equal events are told apart: the membership changes."""
+_VERDICTS = {
+    "worker": "wrong bits of {}",
+    "undecided": "different bits of {}, and nobody decides which are right,",
+    "third": "different bits of {}, and another worker decides which are right,",
+    "step": "other bits each time",
+    "everyone": "different bits of all workers",
+    "repeated": "a wrong sum, which is summed again,",
+    "sum": "a wrong sum, twice,",
+}
+"""What the verdict of a verification says of its workers."""
 
 
 @dataclass
@@ -102,6 +112,12 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
             return f"{fields.get('what')}: {seconds} for {_named(fields.get('waits_for'))}"
         case "paused":
             return duration_text(seconds_of(event))
+        case "verification failed" if (verdict := str(fields.get("verdict"))) in _VERDICTS:
+            hosts = ", ".join(map(str, _items(fields.get("hosts"))))
+            arrays = ", ".join(map(str, _items(fields.get("arrays"))[:3])) or "its examples"
+            who = _named(fields.get("workers")) + (f" ({hosts})" if hosts else "")
+            where = f"step {fields.get('step')}, {fields.get('part')}"
+            return f"{where}: {_VERDICTS[verdict].format(who)} in {arrays}"
         case "exited" if isinstance(status := fields.get("status"), int):
             return ", ".join(filter(None, (describe_exit(status), str(fields.get("cause") or ""))))
         case "done" if isinstance(status := fields.get("status"), int):
