@@ -1,6 +1,6 @@
 """Optimizers whose updates are cut into blocks. As a program, it compares them with whole ones on PyTorch.
 
-dividing_optimizers.py THREADS [NAME...]
+dividing_optimizers.py THREADS NAME...
 """
 
 import sys
@@ -16,6 +16,8 @@ from lockstep.keras.backends import optimizer_blocks
 from lockstep.keras.backends.multi_update import Update
 
 optimizers = keras.optimizers
+LARGE = ((100_001,), (70_003,))
+"""Shapes for which PyTorch uses several threads."""
 SHAPES = ((), (1,), (7, 11), (130,), (0,), (3, 5, 4))
 REPLICAS = 3
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -38,11 +40,23 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def built(make: Callable[[], Any], dtype: str) -> tuple[Any, list[Any]]:
+CLIPPED: dict[str, Callable[[], Any]] = {
+    "Adam clipped by norms": lambda: optimizers.Adam(0.01, clipnorm=0.5),
+    "AdamW clipped by the global norm": lambda: optimizers.AdamW(0.01, global_clipnorm=0.5),
+    "SGD clipped by the global norm": lambda: optimizers.SGD(
+        0.1, momentum=0.9, global_clipnorm=0.5, loss_scale_factor=8.0
+    ),
+}
+"""Those that PyTorch divides, but JAX does not."""
+
+
+def built(
+    make: Callable[[], Any], dtype: str, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> tuple[Any, list[Any]]:
     numbers = np.random.default_rng(0)
     weights = [
         keras.Variable(numbers.normal(size=shape), dtype=dtype, name=f"bias{i}" if i % 2 else f"kernel{i}")
-        for i, shape in enumerate(SHAPES)
+        for i, shape in enumerate(shapes)
     ]
     optimizer = make()
     optimizer.exclude_from_weight_decay(var_names=["bias"])
@@ -58,24 +72,31 @@ def compare(threads: int, names: Sequence[str]) -> None:
     from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
 
     torch.set_num_threads(threads)
+    shapes, dtypes = SHAPES, ["float32", "float64", "bfloat16"]
     optimizer_blocks.BLOCK = 64
-    for name in names or OPTIMIZERS:
-        make = OPTIMIZERS[name]
-        # Keras's Nadam does not take bfloat16 on PyTorch.
-        for dtype in ("float32", "float64") if name == "Nadam" else ("float32", "float64", "bfloat16"):
+    if threads > 1:
+        shapes, dtypes, optimizer_blocks.BLOCK = LARGE, dtypes[:2], 1 << 14
+        for other, dtype in ((optimizers.Adam, "bfloat16"), (optimizers.Ftrl, "float32")):
+            assert "several threads" in str(TorchBlocks.of(Update(*built(other, dtype)), REPLICAS))
+    for name in names:
+        make = {**OPTIMIZERS, **CLIPPED}[name]
+        for dtype in dtypes:
+            if name == "Nadam" and dtype == "bfloat16":
+                # Keras's own does not take it on PyTorch.
+                continue
             numbers = np.random.default_rng(1)
             steps: list[dict[int, Array]] = []
             for step in range(4):
-                arrays = [numbers.normal(size=shape).astype(np.dtype(dtype)) for shape in SHAPES]
+                arrays = [numbers.normal(size=shape).astype(np.dtype(dtype)) for shape in shapes]
                 # A weight without a gradient, where the others do not change it.
-                absent = 2 if step == 2 and "averages" not in name and "accumulates" not in name else None
+                absent = 1 if step == 2 and "averages" not in name and "accumulates" not in name else None
                 steps.append({i: array for i, array in enumerate(arrays) if i != absent})
-            whole, weights = built(make, dtype)
+            whole, weights = built(make, dtype, shapes)
             update: Any = Update(whole, weights)
             for of_step in steps:
                 with torch.no_grad():
-                    update.apply([borrowed(of_step[i]) if i in of_step else None for i in range(len(SHAPES))])
-            own, own_weights = built(make, dtype)
+                    update.apply([borrowed(of_step[i]) if i in of_step else None for i in range(len(shapes))])
+            own, own_weights = built(make, dtype, shapes)
             blocks = TorchBlocks.of(Update(own, own_weights), REPLICAS)
             assert isinstance(blocks, TorchBlocks), blocks
             update, shared = divide(blocks, TorchBlockUpdate, steps)

@@ -1,5 +1,6 @@
-"""The memory that this process may still allocate."""
+"""The memory that this process may still allocate, and what it returns."""
 
+import ctypes
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -98,3 +99,9 @@ def read_numbers(file: Path) -> dict[str, int]:
     """Return the numbers in a file with a name and a number per line, as far as it can be read."""
     lines = (line.split() for line in read(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
+
+
+def return_freed_memory() -> None:
+    """Return memory that this process has freed to the kernel, if its C library is glibc."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

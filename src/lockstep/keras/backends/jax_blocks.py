@@ -111,6 +111,8 @@ class JaxBlocks:
     @classmethod
     def of(cls, optimizer: Any, replicas: int) -> "JaxBlocks | str":
         """Return the functions of a built optimizer, or why its update cannot be divided."""
+        if optimizer.clipnorm or optimizer.global_clipnorm:
+            return "it clips by a norm, which needs whole gradients"
         blocks = blocks_of(optimizer, trained_by(optimizer), replicas)
         if isinstance(blocks, str):
             return blocks

@@ -24,8 +24,11 @@ import numpy.typing as npt
 from lockstep.collectives.shared.divided_state import BlockGroup
 from lockstep.keras.private.common import has_weight_decay, rate_object
 
-BLOCK = 1 << 16
-"""The largest number of elements of a block. In a small model, each replica has about one block."""
+BLOCK = 1 << (18 if keras.backend.backend() == "torch" else 16)
+"""The largest number of elements of a block. In a small model, each replica has about one block.
+
+On PyTorch, the Python of an update takes as long as its arithmetic for this many elements.
+"""
 ALIGNED = 64
 """Elements: what the backend takes without a copy begins at a multiple of a cache line. A part of a variable
 begins at a multiple, too, so that an operation on it puts the same elements together into vector registers.
@@ -129,8 +132,6 @@ def hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
         return f"blocks of {kind.__name__} do not have its bits"
     if not any(0 not in variable.shape for variable in variables):
         return "it updates no weights"
-    if optimizer.clipnorm or optimizer.global_clipnorm:
-        return "it clips by a norm, which needs whole gradients"
     if any(variable.constraint is not None for variable in variables):
         return "a weight has a constraint"
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):

@@ -24,10 +24,17 @@ from lockstep.collectives.shared.pool import PAGEMAP, PrivateMapping
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.optimizer_blocks import BlockPart, OptimizerBlocks, VariableGroup, blocks_of
 from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
-from lockstep.keras.private.common import has_weight_decay, stored_value, trained_by, with_parts
+from lockstep.keras.private.common import clipped, has_weight_decay, stored_value, trained_by, with_parts
+from lockstep.system.memory import return_freed_memory
 from lockstep.worker.patch_registry import replaced
 
 Array = npt.NDArray[Any]
+
+_EXACT = ("float32", "float64")
+"""The dtypes of which an operation computes an element with equal bits wherever a thread begins.
+
+The bits of others, and of the powers in Ftrl, depend on whether the element is in a full vector register.
+"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +84,15 @@ class TorchBlocks:
         if len({variable.dtype for variable in variables}) > 1:
             # Keras computes with the dtype of the first.
             return "the weights have several dtypes"
+        exact = all(variable.dtype in _EXACT for variable in variables)
+        if torch.get_num_threads() > 1 and not (exact and type(update.optimizer).__name__ != "Ftrl"):
+            return "several threads share its operations, whose bits depend on where a thread begins"
         if not os.access(PAGEMAP, os.R_OK):
             return f"{PAGEMAP} is not readable"
+        if update.optimizer.gradient_accumulation_steps and (
+            update.optimizer.clipnorm or update.optimizer.global_clipnorm
+        ):
+            return "it clips sums of gradients by their norms"
         blocks = blocks_of(update.optimizer, variables, replicas)
         return blocks if isinstance(blocks, str) else cls(update, blocks)
 
@@ -87,6 +101,31 @@ class TorchBlocks:
         """Whether the update changes what belongs to a weight without a gradient."""
         optimizer = self.update.optimizer
         return bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
+
+    @property
+    def clips_by_norm(self) -> bool:
+        """Whether the update clips gradients by their norms, which need all elements."""
+        return bool(self.update.optimizer.clipnorm or self.update.optimizer.global_clipnorm)
+
+    def clipped(self, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
+        """Return gradients of whole variables, clipped if this is done by norms."""
+        if not self.clips_by_norm:
+            return gradients
+        optimizer = self.update.optimizer
+        scale = optimizer.loss_scale_factor
+        unscaled = [gradient if scale is None else gradient / scale for gradient in gradients.values()]
+        return dict(zip(gradients, clipped(optimizer, unscaled), strict=True))
+
+    def settings_without_effect(self, variables: Sequence[Any]) -> list[str]:
+        """Return the settings of the optimizer that do not count in a block with parts of these variables."""
+        optimizer = self.update.optimizer
+        settings = ["clipnorm", "global_clipnorm", "loss_scale_factor"] if self.clips_by_norm else []
+        if optimizer.weight_decay is not None and not any(
+            has_weight_decay(optimizer, variable) for variable in variables
+        ):
+            # Keras raises an error where nothing decays.
+            settings.append("weight_decay")
+        return settings
 
     @property
     def others(self) -> list[Any]:
@@ -109,6 +148,8 @@ class TorchBlocks:
             tensor.data = borrowed(self.part(group, i, private.slots[group][kind])).reshape(tensor.shape)
             self._shown.append(_Shown(variables[position], tensor, tensor.data_ptr()))
         self._state, self._mapping = state, mapping
+        # The memory of the slots, which the allocator would retain.
+        return_freed_memory()
 
     def release(self) -> None:
         """Let the optimizer's variables have their values in memory of this process."""
@@ -133,8 +174,11 @@ class TorchBlockUpdate:
 
     def __init__(self, blocks: TorchBlocks, gradients: Mapping[int, Array], rest: Callable[[], Any]) -> None:
         self._blocks = blocks
-        self._gradients = {i: gradient.reshape(-1) for i, gradient in gradients.items()}
+        with torch.no_grad():
+            clipped = blocks.clipped({i: borrowed(gradient) for i, gradient in gradients.items()})
+        self._gradients = {i: gradient.reshape(-1) for i, gradient in clipped.items()}
         self._rest = rest
+        self._new_weights = np.zeros(blocks.blocks.elements, blocks.blocks.groups[0].dtype)
         self._flat_weights = [to_numpy(variable.value).reshape(-1) for variable in blocks.trained]
         self._others: list[torch.Tensor] = []
 
@@ -173,11 +217,10 @@ class TorchBlockUpdate:
     def compute(self, group: int, number: int, slots: Sequence[Array]) -> Sequence[Array]:
         """Update the slots of a block in place, given its number in its group; return weights and slots."""
         of = self._group(group)
-        weights = np.zeros(self.elements, of.dtype)
         for variable, start, stop, at in of.parts[number]:
-            weights[at : at + stop - start] = self._flat_weights[variable][start:stop]
-        self._apply(of, of.parts[number], weights, slots, self._gradients)
-        return [weights, *slots]
+            self._new_weights[at : at + stop - start] = self._flat_weights[variable][start:stop]
+        self._apply(of, of.parts[number], self._new_weights, slots, self._gradients)
+        return [self._new_weights, *slots]
 
     def _apply(
         self,
@@ -185,24 +228,23 @@ class TorchBlockUpdate:
         parts: Sequence[BlockPart],
         weights: Array,
         slots: Sequence[Array],
-        gradients: Mapping[int, Array],
+        gradients: Mapping[int, torch.Tensor],
     ) -> None:
         """Let the optimizer update parts of its variables in arrays with the elements of a block."""
         optimizer, trained = self._blocks.update.optimizer, self._blocks.trained
         values: list[tuple[Any, torch.Tensor]] = []
         present = []
-        for part in parts:
-            i, start, stop, at = part
+        tensors = [borrowed(array) for array in (weights, *slots)]
+        for i, start, stop, at in parts:
             whole = stop - start == group.sizes[i]
             shape = trained[i].shape if whole else (stop - start,)
-            for variable, array in zip(
-                [trained[i], *(vars(optimizer)[kind][i] for kind in group.kinds)],
-                [weights, *slots],
-                strict=True,
-            ):
-                values.append((variable, borrowed(array[at : at + stop - start]).reshape(shape)))
+            of_variable = [trained[i], *(vars(optimizer)[kind][i] for kind in group.kinds)]
+            values += [
+                (variable, tensor[at : at + stop - start].reshape(shape))
+                for variable, tensor in zip(of_variable, tensors, strict=True)
+            ]
             if i in gradients:
-                present.append((trained[i], borrowed(gradients[i][start:stop]).reshape(shape)))
+                present.append((trained[i], gradients[i][start:stop].reshape(shape)))
         if not present:
             return
         if self._blocks.needs_all_gradients:
@@ -218,9 +260,8 @@ class TorchBlockUpdate:
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(with_parts([*values, *others]))
-            if not any(has_weight_decay(optimizer, variable) for variable in update.variables):
-                # Keras refuses a decay of no weight.
-                stack.enter_context(replaced(optimizer, "weight_decay", None))
+            for setting in self._blocks.settings_without_effect(update.variables):
+                stack.enter_context(replaced(optimizer, setting, None))
             update.apply([gradient for _, gradient in present])
         self._others = [value for _, value in others]
 
@@ -229,10 +270,10 @@ class TorchBlockUpdate:
         blocks = self._blocks
         if not self._others:
             # This worker has updated no weight.
-            i = next(i for i, gradient in self._gradients.items() if gradient.size)
+            i = next(i for i, gradient in self._gradients.items() if len(gradient))
             of = next(group for group in blocks.blocks.groups if i in group.offsets)
-            zeros = [np.zeros(1, of.dtype) for _ in ("weight", *of.kinds, "gradient")]
-            self._apply(of, [BlockPart(i, 0, 1, 0)], zeros[0], zeros[1:-1], {i: zeros[-1]})
+            weight, *slots = (np.zeros(1, of.dtype) for _ in ("weight", *of.kinds))
+            self._apply(of, [BlockPart(i, 0, 1, 0)], weight, slots, {i: self._gradients[i][:1]})
         with torch.no_grad():
             for number, group in enumerate(blocks.blocks.groups):
                 for i in group.offsets:

@@ -572,6 +572,12 @@ def has_weight_decay(optimizer: Any, variable: Any) -> bool:
     return bool(optimizer._use_weight_decay(variable))
 
 
+def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Return gradients of all variables, clipped as the settings of an optimizer say."""
+    result: list[Any] = optimizer._clip_gradients(gradients)
+    return result
+
+
 # Inputs
 
 DataAdapter: TypeAlias = data_adapter.DataAdapter
