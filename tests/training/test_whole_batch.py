@@ -885,6 +885,27 @@ def test_a_trial_does_not_start_code_that_the_program_does_not_run() -> None:
     assert Options.written == []
 
 
+class Turns(Weighs):
+    """A variable is the number of turns of a loop, which would not end with a large number."""
+
+    def build(self, shape: Any = None) -> None:
+        super().build(shape)
+        self.later = self.add_weight(name="later", shape=(), initializer="zeros", trainable=False)
+        self.turns = self.add_weight(
+            name="turns", shape=(), initializer="ones", dtype="int32", trainable=False
+        )
+
+    def weight(self) -> Any:
+        for _ in range(int(self.turns.value)):
+            weight = self.later
+        return weight
+
+
+def test_a_trial_ends_whatever_a_count_counts() -> None:
+    trial = trial_of(weighing(Turns, run_eagerly=True)(), X[:9], LABELS[:9])
+    assert (trial.exact, trial.names) == (["compute_loss of Turns"], [])
+
+
 class Sums(keras.Metric):
     """Sums of values with signs, which cancel each other, and of their sizes."""
 

@@ -633,7 +633,7 @@ def _named(parts: Iterable[Any]) -> Iterator[_Named]:
             yield named
             value = named.value
             if isinstance(value, types.FunctionType):
-                waiting += [value] if _is_in_program(value.__module__) else []
+                waiting += [value] if is_in_program(value.__module__) else []
             elif _node_class(value) in (_Generator, _Holder) and id(value) not in visited:
                 visited.add(id(value))
                 waiting += _functions_of(value)
@@ -994,11 +994,11 @@ def _node_class(value: Any) -> Callable[[str, Any], _Changeable] | None:
 @cache
 def _is_of_program(cls: Any) -> bool:
     """Whether a class is the program's own, and not of a library."""
-    return _is_in_program(cls.__module__)
+    return is_in_program(cls.__module__)
 
 
 @cache
-def _is_in_program(name: str | None) -> bool:
+def is_in_program(name: str | None) -> bool:
     """Whether a module is the program's own, and not of a library."""
     if name is None or name in ("builtins", "lockstep") or name.startswith("lockstep."):
         return False

@@ -16,10 +16,14 @@ changed them (`lockstep.keras.fit.introductions`). Whole numbers in variables ar
 reaches.
 
 A value is changed moderately in one repetition, as weights may be, and much in another one, as counts may be.
+A program that uses a count as the number of turns of a loop would not come to an end with another value, so a
+repetition ends after a number of lines of the program.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import Any, TypeAlias
 
 import keras
@@ -27,11 +31,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.keras.private.common import layers_of, loss_tracker, stored_value, with_values
-from lockstep.keras.python_state import Number, is_float, numbers_of
+from lockstep.keras.python_state import Number, is_float, is_in_program, numbers_of
 from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _COUNT = 7_654_321
 """A count late in a training, not the first one of a period."""
+
+_MOST_LINES = 200_000
+"""The most lines that functions of the program run in a repetition."""
 
 Array = npt.NDArray[Any]
 Change: TypeAlias = tuple[Any, Array]
@@ -58,6 +65,38 @@ def other_values(model: Any, read: Iterable[Any], *, runs_python: bool) -> list[
         for change in (_moderately, _much)
     ]
     return [changes for changes in repetitions if changes]
+
+
+class TooManyLinesError(Exception):
+    """The program has run too many lines."""
+
+
+@contextmanager
+def bounded() -> Iterator[None]:
+    """Within the block, functions of the program that begin raise an error after `_MOST_LINES` lines.
+
+    It depends on no clock, so it does the same on all workers. Under a debugger, it does nothing.
+    """
+    lines = 0
+
+    def in_program(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        if lines > _MOST_LINES:
+            raise TooManyLinesError
+        return in_program
+
+    def called(frame: FrameType, *_: Any) -> Any:
+        return in_program if is_in_program(frame.f_globals.get("__name__")) else None
+
+    if sys.gettrace() is not None:
+        yield
+        return
+    sys.settrace(called)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
 
 
 @contextmanager

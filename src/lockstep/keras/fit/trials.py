@@ -72,7 +72,7 @@ from lockstep.keras.fit.metric_states import (
     why_not_a_sum,
     why_not_summed,
 )
-from lockstep.keras.fit.other_values import Change, changed, other_values
+from lockstep.keras.fit.other_values import Change, bounded, changed, other_values
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -761,7 +761,7 @@ class Trial:
 
         def succeeds(changes: Sequence[Change]) -> bool:
             # The program may expect one of the values.
-            with suppress(Exception, SystemExit), self._undisturbed(), changed(changes):
+            with suppress(Exception, SystemExit), self._undisturbed(), changed(changes), bounded():
                 results.extend(attempt())
                 return True
             return False
