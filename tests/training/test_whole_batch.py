@@ -901,6 +901,7 @@ class Turns(Weighs):
         return weight
 
 
+@pytest.mark.ci
 def test_a_trial_ends_whatever_a_count_counts() -> None:
     trial = trial_of(weighing(Turns, run_eagerly=True)(), X[:9], LABELS[:9])
     assert (trial.exact, trial.names) == (["compute_loss of Turns"], [])

@@ -37,7 +37,7 @@ from lockstep.keras.variables import flat_metrics, optimizers_of
 _COUNT = 7_654_321
 """A count late in a training, not the first one of a period."""
 
-_MOST_LINES = 200_000
+_MOST_LINES = 50_000
 """The most lines that functions of the program run in a repetition."""
 
 Array = npt.NDArray[Any]
