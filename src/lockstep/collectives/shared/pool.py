@@ -44,8 +44,12 @@ class PrivateMapping:
         """
         start = self.bytes.ctypes.data // mmap.PAGESIZE
         pages = -(-len(self.bytes) // mmap.PAGESIZE)
-        with PAGEMAP.open("rb", buffering=0) as pagemap:
-            entries = np.frombuffer(os.pread(pagemap.fileno(), pages * 8, start * 8), np.uint64)
+        # Unlike a single read, a buffered one goes on after a signal.
+        with PAGEMAP.open("rb") as pagemap:
+            pagemap.seek(start * 8)
+            entries = np.frombuffer(pagemap.read(pages * 8), np.uint64)
+        if len(entries) != pages:
+            raise OSError(f"{PAGEMAP} has {len(entries)} of {pages} pages")
         # A page of its own is in memory or swapped out, and is not a page of the file.
         return bool(np.any((entries & _IN_MEMORY_OR_SWAPPED != 0) & (entries & _OF_A_FILE == 0)))
 
