@@ -38,6 +38,7 @@ class Market:
     """Takes hosts away and gives them back.
 
     Attributes:
+        events: the event log of the job.
         away: by the index of a host, when it comes back.
         losses: how many hosts were lost so far.
     """
@@ -45,6 +46,7 @@ class Market:
     dice: random.Random
     hosts: list[Host]
     mean: float
+    events: Path
     away: dict[int, float] = field(default_factory=dict)
     losses: int = 0
 
@@ -62,7 +64,7 @@ class Market:
             if now >= due:
                 due = now + self.dice.expovariate(1 / self.mean)
                 there = [index for index in range(len(self.hosts)) if index not in self.away]
-                if len(there) > 1:
+                if len(there) > 1 and members(self.events) > 1:
                     self._lose(self.dice.choice(there), now)
             time.sleep(0.05)
 
@@ -75,9 +77,15 @@ class Market:
         self.losses += 1
 
 
-def first_steps(folder: Path) -> int:
+def first_steps(events: Path) -> int:
     """The number of workers that have taken a step."""
-    return (folder / "events.jsonl").read_text().count('"event":"first step"')
+    return events.read_text().count('"event":"first step"')
+
+
+def members(events: Path) -> int:
+    """The number of workers of the newest view."""
+    views = [line for line in events.read_text().splitlines() if '"event":"view"' in line]
+    return len(json.loads(views[-1])["workers"]) if views else HOSTS
 
 
 def trained(
@@ -98,8 +106,7 @@ def trained(
     options += ["--backend", "jax", "--run-dir", f"run{len(hosts)}", "--witness", "off"]
     job = command.lockstep("run", *options, SCRIPT, str(epochs), **environment("jax", 1))
     if market is not None:
-        folder = command.work / "run4"
-        job.wait_until(lambda: (folder / "events.jsonl").exists() and first_steps(folder) == HOSTS)
+        job.wait_until(lambda: market.events.exists() and first_steps(market.events) == HOSTS)
         market.run(job)
     status = job.end(PATIENCE)
     if status:
@@ -113,7 +120,8 @@ def main(losses: float = 12.0, epochs: int = 60, seed: int = 0) -> None:
     try:
         with tempfile.TemporaryDirectory() as cache, HostNetwork.open(HOSTS + 1, Path(cache)) as network:
             command, *hosts = network.hosts
-            market = Market(random.Random(seed), hosts, 3600 / losses)
+            events = command.work / f"run{HOSTS}/events.jsonl"
+            market = Market(random.Random(seed), hosts, 3600 / losses, events)
             disturbed, line = trained(command, hosts, epochs, market)
             for index in market.away:
                 hosts[index].reconnect()
@@ -121,7 +129,7 @@ def main(losses: float = 12.0, epochs: int = 60, seed: int = 0) -> None:
     except Unavailable as why:
         print(f"skipping the spot market: {why}")
         return
-    if disturbed["digest"] != calm["digest"]:
+    if not calm["digest"] or disturbed["digest"] != calm["digest"]:
         raise FailedError(f"other bits: {line}")
     share = disturbed["effective"] / disturbed["seconds"]
     print(f"{HOSTS} hosts, {losses:g} losses an hour, {market.losses} of them; equal digests")

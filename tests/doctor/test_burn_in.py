@@ -85,6 +85,7 @@ def test_each_core_computes(wrong: bool) -> None:
     def start(
         command: Sequence[str], environment: Mapping[str, str], grace: float
     ) -> ProbeProgram | ProgramResult:
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
         cores.append(command[-2])
         if wrong and len(cores) == 1:
             command = [sys.executable, "-P", "-c", PLANTED, *command[-2:]]

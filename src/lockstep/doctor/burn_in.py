@@ -27,6 +27,7 @@ MEMORY = 1 << 30
 _GRACE_OF_JOB = 10.0
 """Seconds that a job has to end its workers."""
 _REPORT = 60.0
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 _REPLACE = (
     "do not train on this machine before its processor has been replaced; lockstep run --verify-every finds "
     "such faults during a training"
@@ -58,21 +59,14 @@ def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str],
         backend: the Keras backend.
         seconds: how long to compute.
         sources: has the variables of jobs, and starts programs.
-        say: called with a line each minute.
+        say: called with a line at the beginning and each minute.
     """
     cores = sorted(os.sched_getaffinity(0))
     number = max(1, min(len(cores), available_memory() // MEMORY))
     shares = [cores[first::number] for first in range(number)]
-    environment = job_environment(0, 1, sources.environment, backend=backend)
+    environment = job_environment(0, 1, {**sources.environment, **_NO_GPU}, backend=backend)
     deadline = time.monotonic() + seconds + GRACE
-    reported = 0.0
-
-    def report(indices: Sequence[int], passed: float) -> None:
-        nonlocal reported
-        if passed - reported >= _REPORT and passed < seconds:
-            reported = passed
-            say(f"{duration_text(passed)} of {duration_text(seconds)} have passed")
-
+    report = _progress(seconds, say)
     say(f"{count(len(cores), 'core')} compute on {backend} for {duration_text(seconds)}")
     with ExitStack() as stack:
         programs = list[ProbeProgram | ProgramResult]()
@@ -85,6 +79,19 @@ def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str],
         return merged(shares, [each if isinstance(each, ProgramResult) else next(ended) for each in programs])
 
 
+def _progress(seconds: float, say: Callable[[str], None]) -> Callable[[Sequence[int], float], None]:
+    """Return what `results` calls: it says each minute how much of the time has passed."""
+    reported = 0.0
+
+    def report(indices: Sequence[int], passed: float) -> None:
+        nonlocal reported
+        if passed - reported >= _REPORT and passed < seconds:
+            reported = passed
+            say(f"{duration_text(passed)} of {duration_text(seconds)} have passed")
+
+    return report
+
+
 def burn_in_hosts(
     names: Sequence[str], seconds: float, sources: Sources, say: Callable[[str], None]
 ) -> list[Finding]:
@@ -94,7 +101,7 @@ def burn_in_hosts(
         names: the hosts, as ssh knows them.
         seconds: how long to compute.
         sources: has the variables of the job, and starts it.
-        say: called with a line at the beginning.
+        say: called with a line at the beginning and each minute.
     """
     say(f"all cores of {', '.join(names)} compute for {duration_text(seconds)}")
     words = ["-m", _JOB, f"{seconds:g}"]
@@ -104,7 +111,8 @@ def burn_in_hosts(
         program = sources.start(command, sources.environment, _GRACE_OF_JOB)
         if isinstance(program, ProbeProgram):
             try:
-                job = program.result(time.monotonic() + seconds + 2 * GRACE)
+                deadline = time.monotonic() + seconds + 2 * GRACE
+                (job,) = results([program], deadline, _progress(seconds, say))
             finally:
                 program.end()
         else:
