@@ -51,7 +51,6 @@ _LIBRARIES = tuple(
 )
 _PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 _LEAVES = (bool, int, float, complex, str, bytes)
-_DECISIVE = (np.bool_, np.integer, types.FunctionType)
 _GROWTH = 4
 """When a graph has so many times the nodes that could be reached at first, unreachable ones are removed."""
 _DEEP = 20
@@ -646,13 +645,11 @@ class Number(NamedTuple):
         value: the number, or an array with one element.
         set: sets another number of the same type, or another array.
         reset: sets the value again.
-        get: returns the present value.
     """
 
     value: Any
     set: Callable[[Any], object]
     reset: Callable[[], object]
-    get: Callable[[], Any]
 
 
 def numbers_of(model: Any) -> list[Number]:
@@ -662,63 +659,6 @@ def numbers_of(model: Any) -> list[Number]:
     enclosing functions: floats of Python and NumPy, arrays and tensors of floats with one element, and
     variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
     """
-    numbers: list[Number] = []
-    for place in _places_of(model):
-        numbers += [place] if is_float(place.value) else _array(place.value)
-    return numbers
-
-
-class Choices:
-    """The values that decide which code of a program runs: truth values, whole numbers, texts and functions.
-
-    They are in the places of `numbers_of`. The classes of objects with attributes there count, too.
-
-    Attributes:
-        digest: a text that is equal for equal values.
-    """
-
-    def __init__(self, model: Any) -> None:
-        places = [
-            place
-            for place in _places_of(model)
-            if _decides(place.value) or _node_class(place.value) is _Holder
-        ]
-        self.digest = _hash("\n".join(_choice(place.value) for place in places).encode())
-        self._counts = [place for place in places if _is_count(place.value)]
-        self._others = [place for place in places if _decides(place.value) and not _is_count(place.value)]
-
-    def may_differ(self, *, counts: bool) -> bool:
-        """Whether a place has another value now. This takes much less time than reading all places.
-
-        Args:
-            counts: whether whole numbers matter, too.
-        """
-        try:
-            return any(
-                place.get() is not place.value for place in (*self._others, *(self._counts if counts else ()))
-            )
-        except Exception:  # The program has removed a place.
-            return True
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int or isinstance(value, np.integer)
-
-
-def _decides(value: Any) -> bool:
-    """Whether a value may decide which code runs."""
-    return value is None or type(value) in (bool, int, str) or isinstance(value, _DECISIVE)
-
-
-def _choice(value: Any) -> str:
-    """Return a text that shows a value of `Choices`. It is equal in all processes of a job."""
-    if isinstance(value, types.FunctionType):
-        return f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
-    return _text(value) if _decides(value) else type(value).__qualname__
-
-
-def _places_of(model: Any) -> list[Number]:
-    """Return the places to which a model, its losses and their functions refer; see `numbers_of`."""
     loss = keras.tree.flatten(getattr(model, "loss", None))
     parts = [
         *layers_of(model),
@@ -726,29 +666,28 @@ def _places_of(model: Any) -> list[Number]:
         *(module for layer in layers_of(model) for module in modules_of(layer)),
     ]
     waiting: list[Number] = []
-    for name, value, named_in in _named([*parts, *_callables_in(parts)]):
-        if isinstance(named_in, types.CellType):
-            setter = functools.partial(setattr, named_in, "cell_contents")
-            getter = functools.partial(getattr, named_in, "cell_contents")
-            waiting.append(Number(value, setter, functools.partial(setter, value), getter))
+    for name, value, place in _named([*parts, *_callables_in(parts)]):
+        if isinstance(place, types.CellType):
+            setter = functools.partial(setattr, place, "cell_contents")
+            waiting.append(Number(value, setter, functools.partial(setter, value)))
         else:
-            waiting.append(_item(named_in, name, value))
-    places: list[Number] = []
+            waiting.append(_item(place, name, value))
+    numbers: list[Number] = []
     seen: set[int] = set()
     containers = [*parts]
     while waiting or containers:
         if containers:
             waiting += _items(containers.pop())
             continue
-        place = waiting.pop()
-        value = place.value
-        if is_float(value) or _decides(value):
-            places.append(place)
+        number = waiting.pop()
+        value = number.value
+        if is_float(value):
+            numbers.append(number)
         elif id(value) not in seen:
             seen.add(id(value))
             containers.append(value)
-            places.append(place)
-    return places
+            numbers += _array(value)
+    return numbers
 
 
 def is_float(value: Any) -> bool:
@@ -760,8 +699,7 @@ def _item(container: Any, key: Any, value: Any) -> Number:
     # Not the methods of Keras's containers, which may be locked.
     kinds = [kind for kind in (dict, list) if issubclass(type(container), kind)] or [type(container)]
     setter = functools.partial(kinds[0].__setitem__, container, key)
-    getter = functools.partial(kinds[0].__getitem__, container, key)
-    return Number(value, setter, functools.partial(setter, value), getter)
+    return Number(value, setter, functools.partial(setter, value))
 
 
 def _keep(*_: Any) -> None:
@@ -773,10 +711,7 @@ def _items(value: Any) -> list[Number]:
     if isinstance(value, dict | list | deque | tuple) and len(value) > _MANY:
         return []
     if isinstance(value, tuple):
-        # A float here is not a number that can get another value.
-        getters = [functools.partial(value.__getitem__, i) for i in range(len(value))]
-        pairs = zip(value, getters, strict=True)
-        return [Number(item, _keep, _keep, get) for item, get in pairs if not is_float(item)]
+        return [Number(item, _keep, _keep) for item in value if not (type(item) in _LEAVES or is_float(item))]
     if isinstance(value, dict):
         return [_item(value, key, item) for key, item in value.items()]
     if isinstance(value, list | deque):
@@ -790,12 +725,9 @@ def _items(value: Any) -> list[Number]:
     items = [_item(vars(value), name, item) for name, item in attributes.items()]
     inherited = {name: item for each in reversed(classes) for name, item in vars(each).items()}
     for name, item in inherited.items():
-        if name in vars(value) or name.startswith("__"):
-            continue
-        if is_float(item) or type(item) in (bool, int, str) or item is None:
+        if name not in vars(value) and not name.startswith("__") and is_float(item):
             reset = functools.partial(vars(value).pop, name, None)
-            setter = functools.partial(vars(value).__setitem__, name)
-            items.append(Number(item, setter, reset, functools.partial(getattr, value, name)))
+            items.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
     return items
 
 
@@ -805,7 +737,7 @@ def _array(value: Any) -> list[Number]:
         if value.shape.num_elements() != 1:
             return []
         before = np.asarray(value.numpy())
-        return [Number(before, value.assign, functools.partial(value.assign, before), value.numpy)]
+        return [Number(before, value.assign, functools.partial(value.assign, before))]
     node_class = _node_class(value)
     if node_class not in (_Array, _Tensor) or math.prod(value.shape) != 1:
         return []
@@ -818,7 +750,7 @@ def _array(value: Any) -> list[Number]:
     def write(array: Any) -> None:
         node.write(array if node_class is _Array else sys.modules["torch"].as_tensor(array))
 
-    return [Number(before, write, functools.partial(node.write, node.baseline), node.read)]
+    return [Number(before, write, functools.partial(node.write, node.baseline))]
 
 
 def _callables_in(parts: Iterable[Any]) -> list[Any]:

@@ -58,8 +58,6 @@ class Growths:
         unweighted: whether parts of the program may use sample weights, which the rows that were tried lack.
         names: the names of the parts of the model that are computed per replica.
         exact: the names of those that are computed from the whole batch.
-        choices: the digest of the `lockstep.keras.python_state.Choices` with which the model was tried.
-        others: what trials have shown with other choices, by their digests, the latest one last.
     """
 
     losses: Mapping[int, int] = field(default_factory=dict)
@@ -72,8 +70,6 @@ class Growths:
     unweighted: bool = False
     names: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
-    choices: str = ""
-    others: Mapping[str, "Growths"] = field(default_factory=dict)
 
     def packed(self, model: Any) -> dict[str, Any]:
         """Return plain values for `unpacked`, in which a layer is its position in the model."""
@@ -95,8 +91,6 @@ class Growths:
             "unweighted": self.unweighted,
             "names": self.names,
             "exact": self.exact,
-            "choices": self.choices,
-            "others": {choices: growths.packed(model) for choices, growths in self.others.items()},
         }
 
     @classmethod
@@ -117,8 +111,6 @@ class Growths:
             unweighted=values["unweighted"],
             names=tuple(values["names"]),
             exact=tuple(values["exact"]),
-            choices=values["choices"],
-            others={choices: cls.unpacked(model, other) for choices, other in values["others"].items()},
         )
 
     def has_tried(self, model: Any, kind: StepKind) -> bool:

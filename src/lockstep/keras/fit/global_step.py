@@ -77,9 +77,6 @@ class GlobalStep:
         context: returns the context in which replicas compute.
         layouts: the layouts of the partials, by the number of the round and the names of the arrays.
         gathering: the numbers of the rounds that have ended at a call of `gather`.
-
-    The argument `follow` tries the model again before a step if that is due: see
-    `lockstep.keras.fit.introductions.Introductions.follow`.
     """
 
     def __init__(
@@ -91,14 +88,11 @@ class GlobalStep:
         calls: NumberedCalls,
         snapshots: Snapshots,
         context: Callable[[], AbstractContextManager[None]],
-        follow: Callable[..., None],
     ) -> None:
         self.job = job
         self.kind = kind
         self.backend = backend
         self.context = context
-        self._follow = follow
-        self._pass = (-1, -1)
         # A check compares a step with one process, so it takes no local steps.
         self._local = job.local_steps if kind == "train" and not job.settings.checks else None
         self._make_program(model)
@@ -173,10 +167,6 @@ class GlobalStep:
         self.timer.begin(label)
         batch = self._read(state, element)
         self.timer.lap("input")
-        if self.kind == "train":
-            begins = not call.at_end and self._pass != (call.number, call.passes)
-            self._pass = (call.number, call.passes)
-            self._follow(call, self.model, batch, partial(self.program.published, state), begins=begins)
         traced = self._traced
         (logs, state), record = self._verified_step(state, batch, call, number)
         self._digests.after_update(record, self.program, state, self._describe)

@@ -1,8 +1,5 @@
 """The first batch of a compiled model: trials show which parts replicas compute differently from one process.
 
-Where Python runs in each step, a model is tried again when the program has changed a value that may decide
-which of its code runs, such as `model.use_contrast`: see `Introductions.follow`.
-
 Notes name these parts. A job that only checks the script also compares a step with plain Keras there.
 """
 
@@ -10,11 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import keras
-
-from lockstep.data.batch import Batch, GlobalBatch, LocalBatches
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import Growths, growths_of, parts_digest, set_growths
@@ -34,11 +27,8 @@ from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.fit.witness import Witness
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.python_state import Choices, unchanged
+from lockstep.keras.python_state import unchanged
 from lockstep.system.notes import note
-
-_MOST_CHOICES = 16
-"""The most choices of a program with which a model is tried within an epoch, or before single batches."""
 
 
 class Introductions:
@@ -61,7 +51,6 @@ class Introductions:
         self._tries = tries
         self._introduced = False
         self._told: set[str] = set()
-        self._choices: WeakKeyDictionary[Any, Choices] = WeakKeyDictionary()
         self._compared_steps: tuple[Any, dict[StepKind, GlobalStep]] = (None, {})
         self._witness = Witness(
             parts.job,
@@ -134,8 +123,8 @@ class Introductions:
         """Measure how replicas combine the results of a model's step, and name each part that is per replica.
 
         This is done once for a compiled model, and again when the first sample weights come, which a loss or
-        metric of the program may use, when the program has added or removed layers or metrics, or when it has
-        made other choices. The first note says that a script without a strategy is distributed.
+        metric of the program may use, or when the program has added or removed layers or metrics. The first
+        note says that a script without a strategy is distributed.
         """
         adopts_all = self._models.adopts_all
         measured = growths_of(model)
@@ -144,8 +133,6 @@ class Introductions:
         growths = measured if fits else self._parts.snapshots.growths(model) or measured
         tries = not growths.has_tried(model, kind) or (growths.unweighted and weighs())
         if growths is measured and not tries:
-            if kind != "predict":
-                self._follow(call, model, begins=not call.at_end, read=read)
             return
         with unchanged(model):
             if tries:
@@ -159,82 +146,15 @@ class Introductions:
         self._tell(call, model, kinds, growths.names, introduces=kind != "predict")
         if (new := [part for part in occurrences if part not in self._told]) and self._notes_here:
             note(occurrences_note(new))
-        self._told.update(occurrences)
-        self._tell_exact(model, growths)
-
-    def follow(
-        self,
-        call: NumberedCall,
-        model: Any,
-        batch: Batch,
-        published: Callable[[], AbstractContextManager[None]],
-        *,
-        begins: bool,
-    ) -> None:
-        """Before a step of training, try a model again if the program has made other choices.
-
-        These are values of Python that may decide which code of the program runs: see `Choices`. Whole
-        numbers count at the beginning of a pass only, because many programs count steps. What trials have
-        shown is kept for the latest choices.
-
-        Args:
-            call: the call in progress.
-            model: the model, built.
-            batch: the batch of the step.
-            published: returns a context in which the variables of the model have their values.
-            begins: whether the step is the first one of a pass over the examples.
-        """
-        whole = batch.batches[0] if isinstance(batch, LocalBatches) else batch
-        if isinstance(whole, GlobalBatch):
-            self._follow(call, model, begins=begins, read=whole.whole, published=published)
-
-    def may_follow(self, model: Any) -> bool:
-        """Whether the program may have made other choices since the last look. It costs little."""
-        choices = self._choices.get(model)
-        return choices is not None and choices.may_differ(counts=True)
-
-    def _follow(
-        self,
-        call: NumberedCall,
-        model: Any,
-        *,
-        begins: bool,
-        read: Callable[[], Any],
-        published: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        growths = growths_of(model)
-        # A process that skips steps does not have the values of the members yet.
-        if not (any(growths.tried.values()) and _runs_python(model)) or self._parts.resumable.catches_up:
-            return
-        seen = self._choices.get(model)
-        if seen is not None and not (begins or seen.may_differ(counts=call.at_end)):
-            return
-        choices = self._choices[model] = Choices(model)
-        if choices.digest == growths.choices or not (begins or len(growths.others) < _MOST_CHOICES):
-            return
-        known = growths.others.get(choices.digest)
-        if known is not None and known.parts == growths.parts and known.unweighted == growths.unweighted:
-            others = _with_others(growths)
-            del others[choices.digest]
-            set_growths(model, replace(known, names=growths.names, exact=growths.exact, others=others))
-            return
-        with published():
-            kind: StepKind = "train" if "train" in growths.tried else "test"
-            with unchanged(model):
-                growths = self._tried(call, model, kind, TriedBatch(read), growths)
-                set_growths(model, growths)
-            self._tell(call, model, (), growths.names, introduces=False)
-        self._tell_exact(model, growths)
+        if (new := [part for part in growths.exact if part not in self._told]) and self._notes_here:
+            note(f"model {model.name!r}: {whole_batch_note(new)}")
+        self._told.update((*occurrences, *growths.exact))
 
     def _tried(
         self, call: NumberedCall, model: Any, kind: StepKind, batch: TriedBatch, before: Growths
     ) -> Growths:
         """Try a model; return what this and earlier trials have shown."""
         parts, digest = self._parts, parts_digest(model)
-        choices = ""
-        if kind != "predict" and _runs_python(model):
-            self._choices[model] = Choices(model)
-            choices = self._choices[model].digest
         earlier = before.tried if before.parts == digest else {}
         # What is computed from the whole batch is the same in both.
         both = kind == "train" or (kind == "test" and "train" in before.tried)
@@ -251,8 +171,7 @@ class Introductions:
             trial.measure(kinds)
             names = [*(tried_parts(model, batch) if self._models.adopts_all else ()), *trial.names]
             unweighted = trial.may_use_weights and batch.was_read and not batch.weighs
-            others = _with_others(before) if before.choices not in ("", choices) else before.others
-            growths = replace(growths_of(model), unweighted=unweighted, choices=choices, others=others)
+            growths = replace(growths_of(model), unweighted=unweighted)
         return replace(
             growths,
             tried={**earlier, **dict.fromkeys(kinds, call.number if batch.was_read else 0)},
@@ -260,12 +179,6 @@ class Introductions:
             names=tuple(dict.fromkeys([*before.names, *names])),
             exact=tuple(dict.fromkeys([*before.exact, *trial.exact])),
         )
-
-    def _tell_exact(self, model: Any, growths: Growths) -> None:
-        """Print which parts of a model are computed from the whole batch, each once."""
-        if (new := [part for part in growths.exact if part not in self._told]) and self._notes_here:
-            note(f"model {model.name!r}: {whole_batch_note(new)}")
-        self._told.update(growths.exact)
 
     @property
     def _notes_here(self) -> bool:
@@ -295,14 +208,3 @@ class Introductions:
         self._told |= {key for key, _ in named}
         if text and self._notes_here:
             note(text)
-
-
-def _runs_python(model: Any) -> bool:
-    """Whether Python runs in each step of a model, so that its values matter after the first step."""
-    return bool(model.run_eagerly) or keras.backend.backend() == "torch"
-
-
-def _with_others(growths: Growths) -> dict[str, Growths]:
-    """Return what trials have shown with the latest choices, for trials with other ones."""
-    latest = list(growths.others.items())[-_MOST_CHOICES:]
-    return {**dict(latest), growths.choices: replace(growths, others={})}

@@ -143,8 +143,7 @@ class Mirrored:
             if training.model is not None:
                 self.steps_ended(training)
             with self._resumable.call("validation") as call:
-                again = growths_of(model).unweighted or self._introductions.may_follow(model)
-                if again and isinstance(data := kwargs["x"], GlobalInput):
+                if growths_of(model).unweighted and isinstance(data := kwargs["x"], GlobalInput):
                     # The first sample weights may be those of validation data. `fit` has compared a step.
                     self._introductions.measure(call, model, "test", data.batch_to_try, lambda: data.weighs)
                 parts.record.begin(call, model, dict)
@@ -297,18 +296,15 @@ class Mirrored:
             record.begin(call, model, lambda: model_facts(model), lambda: record.settings_of_call(model))
             self._parts.models.compilation(model).compared.add(kind)
 
-    def _is_to_try(self, model: Any, kind: StepKind, batch: Callable[[], Any]) -> bool:
+    @staticmethod
+    def _is_to_try(model: Any, kind: StepKind, batch: Callable[[], Any]) -> bool:
         """Whether a model, of which an earlier call has compared a kind of step, still has to be tried.
 
         This process may have skipped that call, the batch may have the first sample weights, or the program
-        may have added a layer or made another choice.
+        may have added a layer.
         """
         growths = growths_of(model)
-        return (
-            not growths.has_tried(model, kind)
-            or (growths.unweighted and has_weights(batch()))
-            or self._introductions.may_follow(model)
-        )
+        return not growths.has_tried(model, kind) or (growths.unweighted and has_weights(batch()))
 
     def _introduce_batch(
         self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
@@ -374,7 +370,6 @@ class Mirrored:
             calls=parts.calls,
             snapshots=parts.snapshots,
             context=context,
-            follow=self._introductions.follow,
         )
 
     def _sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:
