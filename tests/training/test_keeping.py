@@ -99,7 +99,8 @@ def test_a_job_with_several_steps_per_execution_resumes(
     )
 
 
-@pytest.mark.slow("jax", "tensorflow")
+# On JAX, NumPy draws the order of a later model, so one more sample batch would show.
+@pytest.mark.slow("torch", "tensorflow")
 @pytest.mark.ci
 def test_a_job_with_the_callback_resumes_with_one_replica(
     run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed

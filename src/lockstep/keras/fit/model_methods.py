@@ -117,6 +117,8 @@ class ModelMethods:
         if isinstance(source, GlobalInput):
             iterator = self._inputs.first_of(source, model)
         original(model, iterator=iterator, data_batch=data_batch)
+        if model in self._models:
+            self._snapshots.models.was_built_by_keras(model)
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in a strategy's scope, or in a script without a strategy."""

@@ -44,6 +44,10 @@ class CompiledModels:
         self._built[model] = self._built.get(model, False) or kind != "predict"
         self.load_waiting(model)
 
+    def was_built_by_keras(self, model: Any) -> None:
+        """Note that Keras has built `model` and its metrics, as it does itself with one replica."""
+        self._built[model] = True
+
     def is_built(self, model: Any) -> bool:
         """Whether `model` has its variables. Unlike Keras's `built`, this includes a model without a call."""
         return model is not None and (model.built or model in self._built)
