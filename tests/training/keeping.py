@@ -21,6 +21,9 @@ import keras  # noqa: E402
 import resuming  # noqa: E402
 
 import lockstep  # noqa: E402
+
+# It looks up Keras's callbacks when it is imported: before one of them is replaced below.
+import lockstep.keras.fit.callbacks  # noqa: E402
 from lockstep.worker import job  # noqa: E402
 
 
