@@ -433,10 +433,18 @@ def _with_missing(state: State, lost: int) -> State:
 
 
 def _host_joined(state: State, event: HostJoined) -> Decision:
-    """Note a host that has room for workers."""
+    """Note a host that has room for workers; one that was named too often gets none."""
+    others, host = state.hosts, len(state.slots)
     slots, cores = (*state.slots, event.workers), (*state.cores, event.cores)
     state = replace(state, slots=slots, cores=cores, names=(*state.names, event.host))
     reason = f"host {event.host} has joined, with room for {count(event.workers, 'worker')}"
+    if others and state.is_untrusted(host) and not (state.size.by_hand or state.vital):
+        state = replace(state, retiring=state.retiring | {host})
+        reason = (
+            f"host {event.host} has joined, but no worker starts there: its workers were named "
+            f"{count(state.named.count(event.host), 'time')} for wrong bits "
+            f"(--avoid-host-after {state.avoid_host_after})"
+        )
     return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
 
 
@@ -503,18 +511,17 @@ def _verification_failed(state: State, event: VerificationFailed, now: float) ->
 def _workers_named(state: State, event: VerificationFailed, now: float) -> Decision:
     """Count the hosts of workers at fault; let those retire that were named too often, but not the last."""
     hosts, most = state.hosts_of(event.workers), state.avoid_host_after
-    state = replace(state, named=(*state.named, *hosts))
-    often = [host for host in state.hosts if most and state.named.count(host) >= most]
-    if not set(often).intersection(hosts):
+    state = replace(state, named=(*state.named, *dict.fromkeys(state.names[host] for host in hosts)))
+    times = {host: state.named.count(state.names[host]) for host in state.hosts}
+    often = [host for host in state.hosts if state.is_untrusted(host)]
+    # Without another step, no worker leaves.
+    if not state.active or state.finished or not set(often).intersection(hosts):
         reason = f"{name_workers(event.workers)} computed wrong bits in step {event.step}"
         return Decision(state, reason=reason)
     # Also a host that was the last one when it was named, if another has joined since.
-    avoided = sorted(often, key=lambda host: (-state.named.count(host), host))[: len(state.hosts) - 1]
+    avoided = sorted(often, key=lambda host: (-times[host], host))[: len(state.hosts) - 1]
     told = tuple(sorted(avoided)) or tuple(often)
-    texts = (
-        f"workers of host {state.names[host]} were named {count(state.named.count(host), 'time')}"
-        for host in told
-    )
+    texts = (f"workers of host {state.names[host]} were named {count(times[host], 'time')}" for host in told)
     named = f"{' and '.join(texts)} for wrong bits"
     if not avoided:
         text = f"{named}, and no other host could continue (--avoid-host-after {most})"

@@ -298,7 +298,7 @@ class State:
         vital: the workers without which a job with parameter servers cannot continue. Such a job keeps its
             number of workers.
         servers: the parameter servers, which are not replaced.
-        named: the hosts of workers that verifications have named, once for each verdict.
+        named: the names of the hosts of workers that verifications have named, once for each verdict.
         avoid_host_after: how often a host is named until it retires; 0 for never.
         cut_off: whether no other host was heard for so long that this host seems to be cut off.
         heard_from: the time at which hosts count as heard that were not heard later.
@@ -335,7 +335,7 @@ class State:
     vital: frozenset[int] = frozenset()
     servers: frozenset[int] = frozenset()
     names: tuple[str, ...] = ()
-    named: tuple[int, ...] = ()
+    named: tuple[str, ...] = ()
     avoid_host_after: int = 0
     cut_off: bool = False
     heard_from: float = 0.0
@@ -385,8 +385,7 @@ class State:
             vital=spec.vital,
             servers=spec.servers,
         )
-        named = tuple(begun.names.index(name) for name in spec.named_hosts if name in begun.names)
-        return replace(begun, avoid_host_after=limits.avoid_host_after, named=named)
+        return replace(begun, avoid_host_after=limits.avoid_host_after, named=spec.named_hosts)
 
     @property
     def stage(self) -> Stage:
@@ -536,6 +535,10 @@ class State:
         """The hosts that take workers: they are not lost, and do not retire."""
         gone = self.lost_hosts | self.retiring
         return tuple(host for host in range(len(self.slots)) if host not in gone)
+
+    def is_untrusted(self, host: int) -> bool:
+        """Return whether workers of a host, also before it was lost and came back, were named too often."""
+        return 0 < self.avoid_host_after <= self.named.count(self.names[host])
 
     def hosts_of(self, workers: Iterable[int]) -> tuple[int, ...]:
         """Return the hosts of workers, each of them once, in the order of the workers."""
