@@ -6,7 +6,7 @@ from pathlib import Path
 
 from simulated_hosts import ManyHosts, Traffic
 
-from lockstep.cli.job_restarts import named_hosts
+from lockstep.cli.job_restarts import earlier_starts
 from lockstep.observability.events import JobTotals, VerificationFailed
 from lockstep.observability.run_lines import happenings
 from lockstep.observability.run_state import RunState
@@ -133,4 +133,4 @@ def test_a_job_that_starts_again_knows_the_hosts_that_were_named(tmp_path: Path)
         yield lambda: False
 
     assert job.run(scenario()) == 0
-    assert named_hosts(tmp_path) == ("host1",)
+    assert earlier_starts(tmp_path, 0).named_hosts == ("host1",)

@@ -4,12 +4,14 @@ A job survives the loss of workers by itself. It ends if all workers are lost, o
 chief or the only server of an asynchronous `fit`. Then it can continue from its checkpoint.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from lockstep.observability.run_lines import happenings
 from lockstep.protocol.job_spec import JobHost
@@ -32,48 +34,106 @@ _FINAL = (0, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, sign
 
 def folder_of_job() -> Path | None:
     """Return the run folder of the job that this command starts again, or None if it starts one."""
-    _, folder = attempt()
+    _, _, folder = attempt()
     return Path(folder) if folder else None
 
 
-def named_hosts(run_dir: Path) -> tuple[str, ...]:
-    """Return the hosts that verifications of earlier starts of the job have named, once for each verdict."""
+def events_begin(run_dir: Path) -> int:
+    """Return the size of the log of events before the first start of the job, in bytes."""
+    _, size, folder = attempt()
+    if folder:
+        return size
+    with contextlib.suppress(OSError):
+        return RunPaths(run_dir).events.stat().st_size
+    return 0
+
+
+class EarlierStarts(NamedTuple):
+    """What the starts of a job before this one have recorded.
+
+    Attributes:
+        replicas: R of the last start; None if it has recorded nothing.
+        threads: the threads that computed a replica in the last start, likewise.
+        named_hosts: the hosts whose workers verifications have named, once for each verdict.
+    """
+
+    replicas: int | None = None
+    threads: int | None = None
+    named_hosts: tuple[str, ...] = ()
+
+
+def earlier_starts(run_dir: Path, events_at: int) -> EarlierStarts:
+    """Return what the log of events of a run folder says of the earlier starts of a job.
+
+    Args:
+        run_dir: the folder.
+        events_at: where the events of the job begin; see `events_begin`. Those before are of other runs.
+    """
     try:
-        lines = RunPaths(run_dir).events.read_bytes()
+        with RunPaths(run_dir).events.open("rb") as file:
+            file.seek(events_at)
+            lines = file.read()
     except OSError:
-        return ()
-    verdicts = [each.fields for each in happenings(lines) if each.event == "verification failed"]
-    return tuple(
-        host for each in verdicts if each.get("verdict") == "worker" for host in each.get("hosts", ())
-    )
+        return EarlierStarts()
+    starts, told = EarlierStarts(), set[str]()
+    for each in happenings(lines):
+        fields = each.fields
+        if each.event == "job":
+            starts = starts._replace(replicas=_number(fields, "replicas"), threads=_number(fields, "threads"))
+            told.clear()
+        is_new = each.event == "verification failed" and str(fields) not in told
+        if is_new and fields.get("verdict") == "worker":
+            # A worker that is named ends, so an equal event is the same one, after a takeover.
+            told.add(str(fields))
+            starts = starts._replace(named_hosts=(*starts.named_hosts, *fields.get("hosts", ())))
+    return starts
+
+
+def _number(fields: Mapping[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def trusted_hosts(
-    hosts: Sequence[JobHost], named: Sequence[str], most: int, min_workers: int
+    hosts: Sequence[JobHost], named: Sequence[str], most: int, min_workers: int, *, in_store: bool
 ) -> tuple[JobHost, ...]:
     """Return the hosts that were named fewer than `most` times, or more if too few remain otherwise.
 
+    All hosts remain if one of them may have the only checkpoint.
+
     Args:
         hosts: the hosts that the user has named.
-        named: see `named_hosts`.
+        named: see `EarlierStarts`.
         most: the value of `--avoid-host-after`.
         min_workers: the least number of workers that must remain.
+        in_store: whether the checkpoints are in an object store, so that each host can resume from them.
     """
     trusted = list(hosts)
     for host in sorted(hosts, key=lambda host: -named.count(host.name)):
         rest = [other for other in trusted if other != host]
-        times = named.count(host.name)
-        if times < most or not rest or sum(other.workers for other in rest) < min_workers:
+        if named.count(host.name) < most or not rest or sum(other.workers for other in rest) < min_workers:
             break
         trusted = rest
+    texts = [
+        f"workers of host {host.name} were named {count(named.count(host.name), 'time')}"
+        for host in hosts
+        if host not in trusted
+    ]
+    if texts and not in_store:
         note(
-            f"workers of host {host.name} were named {count(times, 'time')} for wrong bits: the job starts "
-            f"without it (--avoid-host-after {most})"
+            f"{' and '.join(texts)} for wrong bits, but the job starts with all hosts, because one of them "
+            f"may have the only checkpoint; --avoid-host-after {most} leaves a host out if --checkpoint is a "
+            "URL"
         )
+        return tuple(hosts)
+    for text in texts:
+        note(f"{text} for wrong bits: the job starts without it (--avoid-host-after {most})")
     return tuple(trusted)
 
 
-def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, rolls_back: bool) -> None:
+def start_again(
+    restarts: int, status: int, run_dir: Path, seconds: float, *, events_at: int, rolls_back: bool
+) -> None:
     """Start the job again, if it has failed and a restart is left; otherwise return.
 
     Args:
@@ -81,9 +141,10 @@ def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, ro
         status: the exit status of the job.
         run_dir: its folder.
         seconds: how long the job took.
+        events_at: see `events_begin`.
         rolls_back: whether a job with the status of `WrongStateError` starts again in any case.
     """
-    number, _ = attempt()
+    number, _, _ = attempt()
     requested = restarts
     if rolls_back and status == WRONG_STATE:
         restarts = max(restarts, _ROLL_BACKS)
@@ -105,5 +166,5 @@ def start_again(restarts: int, status: int, run_dir: Path, seconds: float, *, ro
             signal.signal(signal_number, signal.SIG_DFL)
     time.sleep(pause)
     flush_streams()
-    take_environment({ATTEMPT: f"{number + 1}:{run_dir}"})
+    take_environment({ATTEMPT: f"{number + 1}:{events_at}:{run_dir}"})
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])

@@ -18,7 +18,14 @@ from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
-from lockstep.cli.job_restarts import folder_of_job, named_hosts, start_again, trusted_hosts
+from lockstep.cli.job_restarts import (
+    EarlierStarts,
+    earlier_starts,
+    events_begin,
+    folder_of_job,
+    start_again,
+    trusted_hosts,
+)
 from lockstep.cli.notifier import (
     JobIdentity,
     Notifier,
@@ -238,8 +245,8 @@ _GROUPS = {
     "--detach",
     "detached",
     is_flag=True,
-    help="Return once the job has begun. It runs to its end without this command and its terminal. For jobs "
-    "on this machine, whose output lockstep attach shows, or with --on.",
+    help="Return once the job has begun. It runs to its end without this command and its terminal, and "
+    "lockstep attach shows its output, except with --on. Not with --slurm or --tf-config.",
 )
 @click.option(
     "--plain",
@@ -513,14 +520,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         case _:
             destination = where
     options["named_hosts"] = ()
-    if (
-        (most := options["avoid_host_after"])
-        and (earlier := folder_of_job())
-        and isinstance(destination, Hosts)
-    ):
-        options["named_hosts"] = named = named_hosts(earlier)
-        least = options["min_workers"]
-        destination = replace(destination, hosts=trusted_hosts(destination.hosts, named, most, least))
+    if (earlier := folder_of_job()) is not None:
+        destination = _as_before(options, destination, earlier_starts(earlier, events_begin(earlier)))
     engine = destination.engine if isinstance(destination, Listen) else None
     receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
     # Where an engine starts a coordinator again, hosts that run the job have the variables.
@@ -546,6 +547,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
                 run_dir = folder_of_job() or options["run_dir"] or _fresh_folder(options)
                 claim_folder(run_dir, patience=_ENDS_WITHIN)
             spec = replace(spec, run_dir=run_dir)
+            events_at = events_begin(run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
             # The verdict is that of an earlier run.
             RunPaths(spec.run_dir).comparison.unlink(missing_ok=True)
@@ -600,6 +602,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         status,
         spec.run_dir,
         time.monotonic() - begun,
+        events_at=events_at,
         rolls_back=bool(spec.verification.every) and isinstance(destination, Here | Hosts),
     )
     if created:
@@ -611,6 +614,20 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with contextlib.suppress(OSError):
             board.rmdir()
     sys.exit(status)
+
+
+def _as_before(options: dict[str, Any], destination: Place, starts: EarlierStarts) -> Place:
+    """Set what a job that starts again keeps, and return where it runs: without hosts that are at fault."""
+    if not options["servers"]:
+        options["replicas"] = options["replicas"] or starts.replicas
+    options["threads"] = options["threads"] or starts.threads
+    most = options["avoid_host_after"]
+    if not most or not isinstance(destination, Hosts):
+        return destination
+    options["named_hosts"] = named = starts.named_hosts
+    in_store = isinstance(options["checkpoint"], str)
+    hosts = trusted_hosts(destination.hosts, named, most, options["min_workers"], in_store=in_store)
+    return replace(destination, hosts=hosts)
 
 
 def _folder_of(location: Path | str | None) -> Path | None:

@@ -549,10 +549,14 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
-    """Return how often the job of this command was started again, and its run folder; empty at first."""
-    number, _, folder = environ.get(ATTEMPT, "").partition(":")
-    return (int(number), folder) if number.isdecimal() else (0, "")
+def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str]:
+    """Return how often the job of this command was started again, what earlier runs left, and its run folder.
+
+    The second number is the size of `events.jsonl` before the first start, in bytes. All are empty at first.
+    """
+    number, _, rest = environ.get(ATTEMPT, "").partition(":")
+    size, _, folder = rest.partition(":")
+    return (int(number), int(size), folder) if number.isdecimal() and size.isdecimal() else (0, 0, "")
 
 
 THREAD_VARIABLES = tuple(_thread_variables(1))
