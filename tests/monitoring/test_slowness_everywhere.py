@@ -83,6 +83,10 @@ CAUSES = {
         ({"worker": 0, "cores": 0.3, "delayed": 0.4}, {"worker": 1, "cores": 0.3}),
         {"cores": 2, "busy": 2.0},
     ),
+    "slow callbacks on a slow processor": Planted(
+        ("worker 0 is slow (0.45): slow Keras's loop and callbacks: 50 ms per replica, 10 ms on worker 1",),
+        ({"compute": 1.2, "other": 1.0}, {"compute": 0.8, "other": 0.2, "wait": 1.2}),
+    ),
     "an overloaded host": Planted(
         (
             "box: other processes use 1.6 of 2 cores: each second, the threads of a worker together wait up "

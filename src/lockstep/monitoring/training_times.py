@@ -103,7 +103,7 @@ def _times(run: RunState, name: str, calls: Collection[int], since: float = -mat
     hosts = {
         host: _loads(run, host, max(since, began), ended, counts_first=counts_first) for host in run.hosts
     }
-    return CallTimes(call=name, workers=workers, hosts=hosts)
+    return CallTimes(call=name, workers=workers, hosts=hosts, chief=next(iter(run.members), None))
 
 
 def steps_of(steps: Columns, calls: Collection[int]) -> "npt.NDArray[np.bool_]":

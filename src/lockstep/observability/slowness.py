@@ -201,8 +201,10 @@ def _explained(call: CallTimes, worker: int, fastest: int) -> str:
     name = "Keras's loop and callbacks" if part == "other" else part
     behind, ahead = per_replica(slow, part), per_replica(fast, part)
     why = _why(call, worker, fastest)
-    if part == "other" and behind >= _SAVES * ahead and (not why or _CORES_TAKEN in why):
-        # Others that use its cores would slow what it computes, too.
+    # What takes its cores, or a slow processor, would slow what it computes, too.
+    computes_alike = per_replica(fast, "compute") >= SLOW * per_replica(slow, "compute")
+    saves = part == "other" and worker == call.chief and behind >= _SAVES * ahead
+    if saves and computes_alike and (not why or _CORES_TAKEN in why):
         why = "; one worker saves the files of callbacks: save less often, or do less in callbacks"
     return f"slow {name}: {behind:.3g} ms per replica, {ahead:.3g} ms on worker {fastest}{why}"
 

@@ -1,6 +1,6 @@
 """The times of a call: sums over the steps of its workers, and the load of their hosts. Pure."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import add, attrgetter
 
 import msgspec
@@ -98,12 +98,14 @@ class CallTimes(msgspec.Struct, frozen=True):
         workers: the times of each worker.
         ended: the workers that have ended the call.
         hosts: the load of each host, by its name.
+        chief: the chief; None if it is not known.
     """
 
     call: str = ""
     workers: GrowingMap[WorkerTimes] = GrowingMap()
     ended: frozenset[int] = frozenset()
     hosts: Mapping[str, HostLoads] = {}
+    chief: int | None = None
 
     def measured(self, worker: int, measured: StepsMeasured) -> "CallTimes":
         """Return the times with a measurement of a worker, which may be the first of another call."""
@@ -126,10 +128,10 @@ class CallTimes(msgspec.Struct, frozen=True):
         """Return the times after a worker has ended a call."""
         return replace(self, ended=self.ended | {worker}) if call == self.call else self
 
-    def of(self, members: Collection[int]) -> "CallTimes":
-        """Return the times of some workers only; others use their hosts, too."""
+    def of(self, members: Sequence[int]) -> "CallTimes":
+        """Return the times of the members only, the chief first; others use their hosts, too."""
         workers: GrowingMap[WorkerTimes] = GrowingMap()
         for worker in members:
             if (times := self.workers.find(worker)) is not None:
                 workers = workers.plus(worker, times)
-        return replace(self, workers=workers)
+        return replace(self, workers=workers, chief=next(iter(members), None))
