@@ -476,9 +476,20 @@ def test_the_cause_of_an_exit_follows_its_status() -> None:
 def test_a_failed_verification_names_workers_and_hosts() -> None:
     fields = {"step": 9, "part": "update", "arrays": ["out/kernel"], "workers": [1], "verdict": "worker"}
     third = {**fields, "part": "gradient", "workers": [0, 1], "verdict": "third", "hosts": ["node1", "node2"]}
-    texts = [details(Happening(0.0, "verification failed", 0, each), str) for each in (fields, third)]
+    again = {**fields, "part": "gradient", "verdict": "repeated"}
+    summed = {**again, "part": "sum", "workers": []}
+    # Only a gradient has examples: states and sums of which no array is known just differ.
+    unnamed = {**fields, "verdict": "undecided", "arrays": []}
+    events = (fields, third, again, summed, {**third, "arrays": []}, unnamed, {**summed, "arrays": []})
+    texts = [details(Happening(0.0, "verification failed", 0, each), str) for each in events]
     assert texts == [
         "step 9, update: wrong bits of worker 1 in out/kernel",
         "step 9, gradient: different bits of workers 0 and 1 (node1, node2), and another worker decides "
         "which are right, in out/kernel",
+        "step 9, gradient: wrong bits of worker 1, which are computed again, in out/kernel",
+        "step 9, sum: a wrong sum, which is summed again, in out/kernel",
+        "step 9, gradient: different bits of workers 0 and 1 (node1, node2), and another worker decides "
+        "which are right, in its examples",
+        "step 9, update: different bits of worker 1, and nobody decides which are right",
+        "step 9, sum: a wrong sum, which is summed again",
     ]

@@ -4,7 +4,7 @@ The page, the report and `lockstep top` count and join events in the same way.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,14 @@ _VERDICTS = {
     "third": "different bits of {}, and another worker decides which are right,",
     "step": "other bits each time",
     "everyone": "different bits of all workers",
+    "repeated": "wrong bits of {}, which are computed again,",
+}
+"""What the verdict of a verification says of its workers."""
+_VERDICTS_ON_SUMS = _VERDICTS | {
     "repeated": "a wrong sum, which is summed again,",
     "sum": "a wrong sum, twice,",
 }
-"""What the verdict of a verification says of its workers."""
+"""The same if the part of the step is a sum."""
 
 
 @dataclass
@@ -112,12 +116,12 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
             return f"{fields.get('what')}: {seconds} for {_named(fields.get('waits_for'))}"
         case "paused":
             return duration_text(seconds_of(event))
-        case "verification failed" if (verdict := str(fields.get("verdict"))) in _VERDICTS:
-            hosts = ", ".join(map(str, _items(fields.get("hosts"))))
-            arrays = ", ".join(map(str, _items(fields.get("arrays"))[:3])) or "its examples"
-            who = _named(fields.get("workers")) + (f" ({hosts})" if hosts else "")
-            where = f"step {fields.get('step')}, {fields.get('part')}"
-            return f"{where}: {_VERDICTS[verdict].format(who)} in {arrays}"
+        case "verification failed" if said := _verdict(fields):
+            arrays = ", ".join(map(str, _items(fields.get("arrays"))[:3]))
+            if not arrays and fields.get("part") == "gradient":
+                arrays = "its examples"
+            what = f"{said} in {arrays}" if arrays else said.rstrip(",")
+            return f"step {fields.get('step')}, {fields.get('part')}: {what}"
         case "exited" if isinstance(status := fields.get("status"), int):
             return ", ".join(filter(None, (describe_exit(status), str(fields.get("cause") or ""))))
         case "done" if isinstance(status := fields.get("status"), int):
@@ -139,6 +143,14 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
             return str(fields.get("text", ""))
         case _:
             return otherwise(event)
+
+
+def _verdict(fields: Mapping[str, Any]) -> str:
+    """Return what the verdict of a verification says of its workers, or an empty text for an unknown one."""
+    hosts = ", ".join(map(str, _items(fields.get("hosts"))))
+    who = _named(fields.get("workers")) + (f" ({hosts})" if hosts else "")
+    verdicts = _VERDICTS_ON_SUMS if fields.get("part") == "sum" else _VERDICTS
+    return verdicts.get(str(fields.get("verdict")), "").format(who)
 
 
 def seconds_of(event: Happening) -> float:
