@@ -72,7 +72,7 @@ def test_a_full_disk_keeps_the_newest(
             with pytest.raises(CheckpointError, match="No space left on device; free space there, or give"):
                 store.write(sample(step))
         else:
-            store.write(sample(step), lambda path: removed.append(path.name))
+            store.write(sample(step), lambda path, late: removed.append(path.name))
         assert is_sample(store.newest(print)[1])
     assert steps(tmp_path) == kept
     assert leftovers(tmp_path) == []
@@ -98,7 +98,7 @@ def test_a_full_disk_with_an_old_checkpoint_that_stays_keeps_the_newest(
     for step in range(1, 7):
         store.write(
             sample(step),
-            lambda path: removed.append(path.name),
+            lambda path, late: removed.append(path.name),
             lambda path, why: remained.add(f"{path.name}: {why}"),
         )
         assert is_sample(store.newest(print)[1])

@@ -75,6 +75,8 @@ class Chief:
     lease: StoreLease
     done: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
+    remained: list[str] = field(default_factory=list)
+    removed_late: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.mirror = Mirror(
@@ -84,6 +86,8 @@ class Chief:
             self.failed.append,
             lambda lease: self.store,
             lambda seconds: None,
+            self.removed_late.append,
+            lambda url, why: self.remained.append(url),
         )
 
     def upload(self, step: int, history: str = "", verified: int | None = None) -> None:
@@ -113,6 +117,25 @@ def whole(store: ObjectStore) -> list[int]:
 @pytest.fixture
 def backing() -> Any:
     return obstore.store.MemoryStore()
+
+
+def test_the_next_chief_deletes_what_the_last_one_could_not(
+    tmp_path: Path, backing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: ObjectStore, names: Iterable[str]) -> None:
+        raise CheckpointError("forbidden")
+
+    store = ObjectStore(URL, backing=backing)
+    first = begin(tmp_path, store, "job")
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "delete", refuse)
+        for step in (1, 2, 3):
+            first.upload(step)
+    assert (len(first.remained), len(store.names())) == (1, 7)
+    second = Chief(tmp_path, store, first.lease)
+    second.upload(4)
+    assert (second.removed_late, second.remained, whole(store)) == (first.remained, [], [3, 4])
+    assert len(store.names()) == 5
 
 
 def test_another_machine_gets_the_newest_checkpoint(tmp_path: Path, backing: Any) -> None:

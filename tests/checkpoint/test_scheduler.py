@@ -257,10 +257,17 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_published_once(
     assert capsys.readouterr().err == (
         f"lockstep: an old checkpoint could not be removed: {path}: {why}; training continues\n"
     )
-    monkeypatch.setattr(shutil, "rmtree", original)
+    # The next chief knows it under the same name.
+    events.clear()
+    scheduler = open_scheduler(Store(tmp_path, keep=1), Every(steps=1), events.append)
     scheduler.after_step(6, lambda: sample(6))
     assert scheduler.close(30)
-    assert (steps(tmp_path), leftovers(tmp_path)) == ([6], [])
+    assert [event for event in events if not isinstance(event, CheckpointWritten)] == [remained]
+    scheduler = open_scheduler(Store(tmp_path, keep=1), Every(steps=1), events.append)
+    monkeypatch.setattr(shutil, "rmtree", original)
+    scheduler.after_step(7, lambda: sample(7))
+    assert scheduler.close(30)
+    assert (steps(tmp_path), leftovers(tmp_path)) == ([7], [])
     removed = [event for event in events if isinstance(event, CheckpointRemoved)]
     assert removed == [CheckpointRemoved(path, "it could not be removed before", late=True)]
 

@@ -28,7 +28,7 @@ class BlockedStore(Store):
     def write(
         self,
         contents: Contents,
-        removed: Callable[[Path], None] = print,
+        removed: Callable[[Path, bool], None] = print,
         remained: Callable[[Path, str], None] = print,
     ) -> Path:
         self.reached.set()
@@ -45,10 +45,15 @@ class Reports:
     def __init__(self) -> None:
         self.done: list[tuple[Path, int, float]] = []
         self.failed: list[str] = []
-        self.removed: list[Path] = []
+        self.removed: list[tuple[Path, bool]] = []
 
     def writer(self, store: Store) -> Writer:
-        return Writer(store, lambda *done: self.done.append(done), self.failed.append, self.removed.append)
+        return Writer(
+            store,
+            lambda *done: self.done.append(done),
+            self.failed.append,
+            lambda *removed: self.removed.append(removed),
+        )
 
 
 def test_requested_checkpoints_are_written(tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ class EmptyStore(Store):
     def write(
         self,
         contents: Contents,
-        removed: Callable[[Path], None] = print,
+        removed: Callable[[Path, bool], None] = print,
         remained: Callable[[Path, str], None] = print,
     ) -> Path:
         return Path(str(contents.step))

@@ -75,6 +75,7 @@ def test_a_record_comes_back_as_it_was() -> None:
         12.5,
         3.25,
         1.75e9,
+        frozenset({"c/step-1"}),
     )
     again = decode_record(encode_record(record))
     assert again == record

@@ -10,6 +10,7 @@ import pytest
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
+    CallEnded,
     CallStarted,
     CheckpointNotRemoved,
     CheckpointNotWritten,
@@ -133,14 +134,21 @@ def test_what_did_not_hold(keeps_history: bool) -> None:
     wrong = VerificationFailed(step=9, replica=0, arrays=("a",), workers=(1,), verdict="worker")
     # The step is taken again before somebody is named: this is one fault.
     insisting = msgspec.structs.replace(wrong, workers=(0, 1), verdict="third")
+    named = msgspec.structs.replace(wrong, part="sum")
+    summed = msgspec.structs.replace(named, workers=(), verdict="repeated")
     state = after(
         RunState(keeps_history=keeps_history).after(JOB),
         (0, CheckpointWritten("c/4", 4, 0.1)),
         *[(0, CheckpointNotWritten(failure))] * 22,
-        *[(0, CheckpointNotRemoved(f"c/{step}", "busy")) for step in (1, 2)],
+        *[(chief, CheckpointNotRemoved(f"c/{step}", "busy")) for chief in (0, 1) for step in (1, 2)],
+        # A cut upload, say.
+        (1, CheckpointRemoved("c/9", "before", late=True)),
         *[(0, CheckpointRemoved(f"c/{step}", "before", late=True)) for step in (1, 2)],
         (0, insisting),
         (0, wrong),
+        # The second sum may be right, so that nobody is named.
+        *[(0, summed), (1, CallEnded("evaluate 1")), (0, summed), (0, named)] * 2,
+        *[(0, summed), (0, CallEnded("evaluate 1")), (0, named)] * 2,
         (None, HostLost("node2", "host node2 was lost")),
         (None, HostJoined("node3", 2, 8)),
         (None, WarningShown("odd")),
@@ -150,7 +158,7 @@ def test_what_did_not_hold(keeps_history: bool) -> None:
         failed_checkpoints=22,
         checkpoint_failure="cannot write a checkpoint to /c: No space left on device",
         saved=4,
-        failed_verifications=1,
+        failed_verifications=1 + 2 * 2 + 2 * 2,
         lost_hosts=1,
         joined_hosts=1,
         warnings=1,

@@ -34,7 +34,7 @@ from pathlib import Path
 import msgspec
 
 from lockstep.checkpoint.checkpoint_files import MANIFEST, STATE, read_outline
-from lockstep.checkpoint.durable import make_folder, reason
+from lockstep.checkpoint.durable import is_full, make_folder, reason
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of
 from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.checkpoint.latest import Latest
@@ -322,8 +322,9 @@ def take_lease(folder: Path, lease: StoreLease, resume: Path | None) -> None:
                 shutil.rmtree(path)
         _write_mark(folder, _Mark(lease.job, lease.base))
     except OSError as error:
+        advice = "; free space there" if is_full(error) else ""
         raise CheckpointError(
-            f"the folder of checkpoints {folder} cannot be used: {reason(error)}; free space there"
+            f"the folder of checkpoints {folder} cannot be used: {reason(error)}{advice}"
         ) from None
 
 
@@ -356,8 +357,8 @@ class Mirror:
     """Uploads the checkpoints that the chief of a job has written, on a thread; the newest one counts.
 
     That thread calls `done(url, step, seconds)` for each checkpoint that is in the store, `failed(message)`
-    for each that could not be uploaded, and `remained(url, why)` for each old one that could not be deleted;
-    these functions must not raise.
+    for each that could not be uploaded, `remained(url, why)` for each old one that could not be deleted, and
+    `removed_late(url)` for each that an earlier chief has left; these functions must not raise.
 
     Args:
         lease: the right to write to the store.
@@ -366,6 +367,7 @@ class Mirror:
         failed: see above.
         connect: opens the store, on the thread.
         wait: waits for some seconds, on the thread.
+        removed_late: see above.
         remained: see above.
 
     Attributes:
@@ -380,12 +382,14 @@ class Mirror:
         failed: Callable[[str], None],
         connect: Callable[[StoreLease], ObjectStore] | None = None,
         wait: Callable[[float], object] = time.sleep,
+        removed_late: Callable[[str], None] = lambda url: None,
         remained: Callable[[str, str], None] = lambda url, why: None,
     ) -> None:
         self._lease = lease
         self._local = local
         self._done = done
         self._failed = failed
+        self._removed_late = removed_late
         self._remained = remained
         self._connect = connect or open_leased
         self._work = Latest(self._act, "uploads")
@@ -595,12 +599,18 @@ class Mirror:
                 _write_mark(self._local.folder, mark)
 
     def _remove_leftovers(self, store: ObjectStore) -> None:
-        """Delete the objects of uploads that were cut, whose writers can change the head no more."""
+        """Delete what earlier chiefs have left, also cut uploads: they can change the head no more."""
         assert self._head is not None
         kept = {stored.folder for stored in self._head.checkpoints}
+        left: dict[str, list[str]] = {}
         with contextlib.suppress(CheckpointError):
-            names = [name for name in store.names() if name.startswith("step-")]
-            store.delete(name for name in names if name.partition("/")[0] not in kept)
+            for name in store.names():
+                folder, _, _ = name.partition("/")
+                if name.startswith("step-") and folder not in kept:
+                    left.setdefault(folder, []).append(name)
+            for folder, names in left.items():
+                store.delete(names)
+                self._removed_late(f"{store.url}/{folder}")
 
 
 def open_leased(lease: StoreLease) -> ObjectStore:

@@ -306,7 +306,18 @@ def open_scheduler(
         publish(CheckpointNotWritten(reason))
         say(f"a checkpoint was not written: {reason}; training continues")
 
-    def removed(path: Path) -> None:
+    # By the names that they had as checkpoints, under which other processes know them, too.
+    left: set[str] = set()
+    tried: set[str] = set()
+
+    def removed_late(whole: str) -> None:
+        left.discard(whole)
+        publish(CheckpointRemoved(whole, "it could not be removed before", late=True))
+
+    def removed(path: Path, late: bool) -> None:
+        if late:
+            removed_late(_whole(path))
+            return
         publish(CheckpointRemoved(str(path), "the disk is full"))
         say(
             f"the disk has no space for another checkpoint in {path.parent}; removing the oldest; free "
@@ -314,7 +325,7 @@ def open_scheduler(
         )
 
     def not_removed(path: Path | str, why: str) -> None:
-        publish(CheckpointNotRemoved(str(path), why))
+        publish(CheckpointNotRemoved(path if isinstance(path, str) else _whole(path), why))
         say(f"an old checkpoint could not be removed: {path}: {why}; training continues")
 
     def finished(step: int) -> None:
@@ -325,22 +336,20 @@ def open_scheduler(
             publish(WarningShown(text))
             note(text)
 
-    left: dict[str, str] = {}
-    tried: set[str] = set()
-
     def remained(path: Path, why: str) -> None:
-        # A folder that was renamed before it could not be removed has the same step.
-        step = re.sub(r"\D", "", path.name)
-        tried.add(step)
-        if step not in left:
-            left[step] = str(path)
+        whole = _whole(path)
+        tried.add(whole)
+        if whole not in left:
+            left.add(whole)
             not_removed(path, why)
 
-    mirror = Mirror(lease, store, done, failed, remained=not_removed) if lease is not None else None
+    mirror = None
+    if lease is not None:
+        mirror = Mirror(lease, store, done, failed, removed_late=removed_late, remained=not_removed)
 
     def on_disk(path: Path, step: int, seconds: float) -> None:
-        for gone in left.keys() - tried:
-            publish(CheckpointRemoved(left.pop(gone), "it could not be removed before", late=True))
+        for gone in sorted(left - tried):
+            removed_late(gone)
         tried.clear()
         if mirror is None:
             done(path, step, seconds)
@@ -349,6 +358,11 @@ def open_scheduler(
 
     writer = Writer(store, on_disk, failed, removed, remained)
     return CheckpointScheduler(writer, every, SystemClock(), finished, failed, mirror)
+
+
+def _whole(path: Path) -> str:
+    """Return the path of a checkpoint whose folder was renamed before it was removed."""
+    return str(path.with_name("step-" + re.sub(r"\D", "", path.name)))
 
 
 def end_at_a_step(

@@ -19,6 +19,8 @@ from lockstep.errors import CheckpointError, UnknownFormatError
 from lockstep.system.clock import SystemClock
 from lockstep.system.files import read_regular
 
+_Removed = Callable[[Path, bool], None]
+"""Called with each folder that is removed to free space, or late; see `Store.write`."""
 _Remained = Callable[[Path, str], None]
 """Called with each folder of an old checkpoint that cannot be removed, and the reason."""
 _NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
@@ -85,7 +87,7 @@ class Store:
     def write(
         self,
         contents: Contents,
-        removed: Callable[[Path], None] = lambda path: None,
+        removed: _Removed = lambda path, late: None,
         remained: _Remained = lambda path, why: None,
     ) -> Path:
         """Write a checkpoint; it replaces one of the same step.
@@ -97,8 +99,9 @@ class Store:
 
         Args:
             contents: to write.
-            removed: called for each complete checkpoint that is removed to free space although it is among
-                the newest `keep`.
+            removed: called with the folder of each complete checkpoint that is removed to free space although
+                it is among the newest `keep`, and False; and with each folder that an earlier removal has
+                left, once it is removed, and True.
             remained: called with each folder of an old checkpoint that cannot be removed, and the reason. The
                 next call tries again.
 
@@ -117,7 +120,7 @@ class Store:
         try:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
-                self._clean(remained)
+                self._clean(removed, remained)
                 self._write_freeing_space(contents, path, removed, remained)
                 self._prune(path, contents.manifest, remained)
         except (OSError, SafetensorError) as error:
@@ -128,7 +131,7 @@ class Store:
         return path
 
     def _write_freeing_space(
-        self, contents: Contents, path: Path, removed: Callable[[Path], None], remained: _Remained
+        self, contents: Contents, path: Path, removed: _Removed, remained: _Remained
     ) -> None:
         needed = sum(array.nbytes for array in contents.arrays.values())
         while True:
@@ -139,7 +142,7 @@ class Store:
                 if not is_full(error) or not self._make_room(needed, removed, remained):
                     raise
 
-    def _make_room(self, needed: int, removed: Callable[[Path], None], remained: _Remained) -> bool:
+    def _make_room(self, needed: int, removed: _Removed, remained: _Remained) -> bool:
         """Remove the oldest checkpoint that can be removed; return whether there was one.
 
         Only checkpoints older than the newest complete one are removed, and none if that would not free
@@ -154,7 +157,7 @@ class Store:
         for path in older:
             if _try(self._remove, path, remained):
                 if path in complete:
-                    removed(path)
+                    removed(path, False)
                 return True
         return False
 
@@ -296,13 +299,18 @@ class Store:
                 by_step[_step(path)] = path
         return [path for _, path in sorted(by_step.items())]
 
-    def _clean(self, remained: _Remained = lambda path, why: None) -> None:
+    def _clean(
+        self,
+        removed: _Removed = lambda path, late: None,
+        remained: _Remained = lambda path, why: None,
+    ) -> None:
         """Remove the folders of killed writers, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
                 path.rename(self.path(_step(path)))
         for path in self._folder.glob(".step-*"):
-            _try(_remove_folder, path, remained)
+            if _try(_remove_folder, path, remained) and path.suffix == ".removed":
+                removed(path, True)
 
     def _write(self, contents: Contents, path: Path) -> None:
         temporary = self._folder / f".{path.name}.writing"

@@ -14,8 +14,9 @@ class Writer:
     """Writes one checkpoint at a time on a daemon thread, which runs while there is a checkpoint to write.
 
     That thread calls `done(path, step, seconds)` for each checkpoint that is on the disk, `failed(message)`
-    for each that could not be written, `removed(path)` for each older one removed to free space, and
-    `remained(path, why)` for each older one that could not be removed; these functions must not raise.
+    for each that could not be written, `removed(path, late)` for each older one removed to free space, or
+    late, and `remained(path, why)` for each older one that could not be removed; these functions must not
+    raise. See `Store.write`.
 
     Attributes:
         requested: the step of the checkpoint that was requested last; None before the first.
@@ -28,7 +29,7 @@ class Writer:
         store: Store,
         done: Callable[[Path, int, float], None],
         failed: Callable[[str], None],
-        removed: Callable[[Path], None],
+        removed: Callable[[Path, bool], None],
         remained: Callable[[Path, str], None] = lambda path, why: None,
     ) -> None:
         self._store = store

@@ -311,6 +311,7 @@ class Coordinator:
             ),
             view=self._view,
             tally=self._narrator.run.totals,
+            remaining=self._narrator.run.remaining,
             doing=self._narrator.doing,
             chief_writes=self._narrator.chief_writes,
             used_strategy=self._narrator.used_strategy,

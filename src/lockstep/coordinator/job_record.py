@@ -71,6 +71,7 @@ class JobRecord(msgspec.Struct, frozen=True):
         at: the coordinator's clock, in seconds; times in the state are on it.
         begun: when the job began, on that clock.
         since: when it began, in seconds since 1970.
+        remaining: the paths or URLs of older checkpoints that could not be removed.
     """
 
     spec: JobSpec
@@ -86,6 +87,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     at: float = 0.0
     begun: float = 0.0
     since: float = 0.0
+    remaining: frozenset[str] = frozenset()
 
 
 class PackedRecord(msgspec.Struct, frozen=True):

@@ -80,6 +80,7 @@ class Narrator:
             job={"workers": spec.workers},
             members=state().view.workers,
             totals=kept.tally,
+            remaining=kept.remaining,
         )
         events.subscribe(self._hear, *run_events.RUN_EVENTS, *run_events.MEASUREMENTS)
 

@@ -456,7 +456,7 @@ class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
 
 
 class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
-    """An older checkpoint was removed to free space; if `late`, one that could not be removed before."""
+    """An older checkpoint was removed to free space; if `late`, what a removal or an upload had left."""
 
     path: str
     reason: str
@@ -464,7 +464,10 @@ class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
 
 
 class CheckpointNotRemoved(_Event, frozen=True, tag="checkpoint not removed"):
-    """An older checkpoint, which newer ones have replaced, could not be removed; published once for each."""
+    """An older checkpoint, which newer ones have replaced, could not be removed.
+
+    Published once for each by each chief. A folder that was renamed meanwhile keeps its name here.
+    """
 
     path: str
     reason: str

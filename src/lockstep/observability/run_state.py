@@ -253,6 +253,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         waits: the last report of each wait in progress, by the worker that waits.
         events: the newest 20,000 events, without measurements.
         checkpoints: the events `checkpoint`.
+        remaining: the paths or URLs of older checkpoints that could not be removed.
         finished: the fields of the event `finished`; None while the run has not ended.
         compared: the verdict of the comparison with one process; empty if none was wanted.
         skipped: number of lines that could not be read.
@@ -283,6 +284,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     waits: Mapping[int, Happening] = {}
     events: GrowingList[Happening] = GrowingList()
     checkpoints: GrowingList[Happening] = GrowingList()
+    remaining: frozenset[str] = frozenset()
     finished: Mapping[str, Any] | None = None
     compared: str = ""
     skipped: int = 0
@@ -504,6 +506,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             views=(),
             waits={},
             totals=JobTotals(job_restarts=restarts if isinstance(restarts, int) else 0),
+            remaining=frozenset(),
             _doubted=(),
             stepped=False,
             call_times=CallTimes(),
@@ -604,6 +607,9 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _call_ended(self, happening: Happening) -> "RunState":
         state, name = self, str(happening.fields.get("name", ""))
         number = self._call_names.number(name)
+        if happening.worker in self.members[:1]:
+            # The steps of the next evaluation count from 1 again. The chief publishes verdicts, too.
+            state = replace(state, _doubted=())
         if number is not None:
             calls = self.calls
             for index in range(self._earlier_calls + number, len(calls)):
@@ -638,20 +644,26 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _checkpoint_removed(self, happening: Happening) -> "RunState":
         if not happening.fields.get("late"):
             return self._with_more(happening, "removed_checkpoints")
-        remaining = max(self.totals.remaining_checkpoints - 1, 0)
-        failure = self.totals.removal_failure if remaining else ""
-        return self._with_totals(remaining_checkpoints=remaining, removal_failure=failure)
+        remaining = self.remaining - {str(happening.fields.get("path", ""))}
+        return self._with_remaining(remaining, self.totals.removal_failure if remaining else "")
 
     def _checkpoint_remained(self, happening: Happening) -> "RunState":
-        more = self._with_more(happening, "remaining_checkpoints")
-        return more._with_totals(removal_failure=str(happening.fields.get("reason", "")))
+        # The next chief may fail to remove it, too.
+        remaining = self.remaining | {str(happening.fields.get("path", ""))}
+        return self._with_remaining(remaining, str(happening.fields.get("reason", "")))
+
+    def _with_remaining(self, remaining: frozenset[str], failure: str) -> "RunState":
+        state = replace(self, remaining=remaining)
+        return state._with_totals(remaining_checkpoints=len(remaining), removal_failure=failure)
 
     def _verification_failed(self, happening: Happening) -> "RunState":
         """Count a fault once, also if a part of a step was computed again before somebody was named."""
         fields = happening.fields
         part = tuple(fields.get(name) for name in ("step", "part", "replica"))
-        state = self if part == self._doubted else self._with_more(happening, "failed_verifications")
-        return replace(state, _doubted=part if fields.get("verdict") in ("third", "repeated") else ())
+        is_open = fields.get("verdict") in ("third", "repeated")
+        is_counted = part == self._doubted and not is_open
+        state = self if is_counted else self._with_more(happening, "failed_verifications")
+        return replace(state, _doubted=part if is_open else ())
 
     def _resumed(self, happening: Happening) -> "RunState":
         step, worker = int(happening.fields.get("step", 0)), happening.worker
