@@ -21,6 +21,11 @@ from lockstep.system.memory import Available, available_memory
 PAGEMAP = Path("/proc/self/pagemap")
 """Has 8 bytes for each page of the process; see the kernel's `admin-guide/mm/pagemap.rst`."""
 
+_OF_PRIVATE = (
+    " and on its data (ulimit -d), and whether the system commits memory in advance (vm.overcommit_memory=2)"
+)
+"""Limits that count a mapping which a process may write to for itself, although it takes no memory yet."""
+
 _IN_MEMORY_OR_SWAPPED, _OF_A_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
 
 
@@ -123,7 +128,7 @@ class SharedPool:
         except OSError as error:
             raise SharedMemoryError(
                 f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
-                "a process (ulimit -v)"
+                f"a process (ulimit -v){_OF_PRIVATE if flags & mmap.MAP_PRIVATE else ''}"
             ) from error
 
     def map_privately(self, size: int) -> "PrivateMapping":
