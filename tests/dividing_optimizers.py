@@ -3,6 +3,8 @@
 dividing_optimizers.py THREADS NAME...
 """
 
+import operator
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,6 +80,7 @@ def compare(threads: int, names: Sequence[str]) -> None:
         shapes, dtypes, optimizer_blocks.BLOCK = LARGE, dtypes[:2], 1 << 14
         for other, dtype in ((optimizers.Adam, "bfloat16"), (optimizers.Ftrl, "float32")):
             assert "several threads" in str(TorchBlocks.of(Update(*built(other, dtype)), REPLICAS))
+    check_changes()
     for name in names:
         make = {**OPTIMIZERS, **CLIPPED}[name]
         for dtype in dtypes:
@@ -119,6 +122,52 @@ def compare(threads: int, names: Sequence[str]) -> None:
                 assert bool((value == 7).all())
 
 
+def check_changes() -> None:
+    """What the program changes in an optimizer after its first update counts."""
+    from lockstep.keras.backends.torch_blocks import TorchBlocks
+
+    optimizer, weights = built(lambda: optimizers.Adam(0.1, gradient_accumulation_steps=2), "float32")
+    update = Update(optimizer, weights)
+    changes: list[tuple[Any, str, Any, str]] = [
+        (optimizer, "clipnorm", 1.0, "it clips sums of gradients by their norms"),
+        (optimizer, "gradient_accumulation_steps", None, ""),
+        (optimizer, "weight_decay", 0.1, ""),
+        (optimizer, "learning_rate", optimizers.schedules.CosineDecay(0.1, 9), ""),
+        (weights[0], "constraint", keras.constraints.NonNeg(), "a weight has a constraint"),
+        (weights[0], "constraint", None, ""),
+        (optimizer, "learning_rate", lambda: 0.1, "its learning rate is a function"),
+    ]
+    before = TorchBlocks.decisive(update)
+    assert all(map(operator.is_, before, TorchBlocks.decisive(update)))
+    for thing, name, value, refusal in changes:
+        setattr(thing, name, value)
+        after = TorchBlocks.decisive(update)
+        assert len(before) != len(after) or not all(map(operator.is_, before, after)), name
+        blocks, before = TorchBlocks.of(update, REPLICAS), after
+        assert (blocks if isinstance(blocks, str) else "") == refusal
+
+
+def check_fork(update: Any, shared: DividedState) -> None:
+    """A process that is forked has the values of that time, and so has this one."""
+    slots = [slot for slots in shared.slots for slot in slots]
+    before = [slot.copy() for slot in slots]
+    values = [slot.array.tobytes() for slot in update.own_slots()]
+    assert all(slot.is_in(shared) for slot in update.own_slots())
+    readable, writable = os.pipe()
+    if not (child := os.fork()):
+        os.read(readable, 1)
+        os._exit(values != [slot.array.tobytes() for slot in update.own_slots()])
+    for slot in slots:
+        slot.view(np.uint8)[:] = 1
+    os.write(writable, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    assert values == [slot.array.tobytes() for slot in update.own_slots()]
+    for slot, value in zip(slots, before, strict=True):
+        slot[:] = value
+    assert not update.has(shared)
+    assert all(slot.is_in(shared) for slot in update.own_slots())
+
+
 def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[Any, DividedState]:
     """Make updates by blocks; return the last one, and the memory."""
     layout = DividedLayout(blocks.blocks.block_groups, blocks.blocks.elements, REPLICAS)
@@ -141,6 +190,9 @@ def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[A
             shared.update(number, replica, compute)
         assert update.finish(shared, lambda: pool.map_privately(layout.size)) == ("logs", None)
         assert update.has(shared)
+        if number == len(steps) - 2:
+            check_fork(update, shared)
+            update.finish(shared, lambda: pool.map_privately(layout.size))
     return update, shared
 
 

@@ -73,6 +73,10 @@ def main() -> None:
     model.fit(x, x[:, :1], epochs=3, batch_size=24, **data)
     model.train_on_batch(x[:24], x[:24, :1])
     model.fit(x, x[:, :1], epochs=2, batch_size=24, **data)
+    # The optimizer has other variables, and nothing decays.
+    model.optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(0.01, 40)
+    model.optimizer.weight_decay = None
+    model.fit(x, x[:, :1], epochs=1, batch_size=24, **data)
     model.save(FOLDER / f"{job.current().worker}.keras")
     print("result", lockstep.digest(model), *steps.sums, flush=True)
 

@@ -54,6 +54,29 @@ class BlockPlace(NamedTuple):
     stop: int
 
 
+class SlotValue(NamedTuple):
+    """A worker's value of one slot of a variable.
+
+    Attributes:
+        name: of the optimizer's variable that holds it.
+        group: the group of its blocks.
+        slot: the number of the slot there.
+        start: its first element there.
+        array: its elements, flat.
+    """
+
+    name: str
+    group: int
+    slot: int
+    start: int
+    array: Array
+
+    def is_in(self, state: "DividedState") -> bool:
+        """Whether a state has the same bytes."""
+        there = state.slots[self.group][self.slot][self.start : self.start + len(self.array)]
+        return np.array_equal(self.array.view(np.uint8), there.view(np.uint8))
+
+
 @dataclass(frozen=True)
 class DividedLayout:
     """The division of an update, which depends on the model and on the number of replicas alone.

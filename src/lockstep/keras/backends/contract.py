@@ -1,13 +1,13 @@
 """The contract of a Keras backend whose replicas compute the steps of Keras's loops."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
 
-from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
+from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import PrivateMapping
 from lockstep.data.batch import Share
 from lockstep.keras.backends.multi_update import Update
@@ -71,6 +71,9 @@ class BlockUpdate(Protocol):
 
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
+
+    def own_slots(self) -> Iterable[SlotValue]:
+        """Yield this worker's values of the slots, wherever they are."""
 
     def fill(self, state: DividedState, block: int) -> None:
         """Write this worker's values of the slots of a block."""

@@ -280,7 +280,7 @@ class JaxProgram(JaxState):
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._finish = jax.jit(self._metrics_added) if compiled else self._metrics_added
         self._apply_rest = jax.jit(self._traced_rest, donate_argnums=(0, 1))
-        self._blocks: JaxBlocks | str = ""
+        self._blocks: dict[tuple[int, frozenset[str]], JaxBlocks | str] = {}
         self._form = StepForm()
         self._traces = Traces(model, kind)
         self.varies = not compiled
@@ -345,17 +345,20 @@ class JaxProgram(JaxState):
             return "the weights are on a GPU"
         if len(totals) != 1 or self._metric_arguments is not None:
             return "losses or metrics compare the examples of a batch"
-        if not self._blocks:
-            self._blocks = JaxBlocks.of(self._model.optimizer, replicas)
-        if isinstance(self._blocks, str):
-            return self._blocks
         total = self.parts(0, totals[0])
+        # For these, JAX would trace the whole update again, with the settings of the optimizer at that time.
+        form = len(state[2]), frozenset(total)
+        if form not in self._blocks:
+            self._blocks[form] = JaxBlocks.of(self._model.optimizer, replicas)
+        blocks = self._blocks[form]
+        if isinstance(blocks, str):
+            return blocks
         gradients = _gradients(total)
         if len(gradients) != len(state[0]):
             return "it does not have one gradient for each weight"
         rest = {name: array for name, array in total.items() if not name.startswith("gradient/")}
         return JaxBlockUpdate(
-            self._blocks,
+            blocks,
             state,
             gradients,
             total.get("density"),

@@ -6,7 +6,7 @@ shared memory into the memory of the old ones.
 """
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
+from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import PrivateMapping
 from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, VariableGroup, blocks_of
 from lockstep.keras.private.common import rate_object, trained_by, with_values
@@ -77,7 +77,9 @@ class StandIn:
         # Within a `fit`, Keras's trainer has the values.
         with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
             settings = optimizer.get_config()
-        self.optimizer: Any = type(optimizer).from_config({**settings, "learning_rate": 0.0})
+        # AdamW takes no None at first.
+        settings |= {"learning_rate": 0.0, "weight_decay": settings["weight_decay"] or 0.0}
+        self.optimizer: Any = type(optimizer).from_config(settings)
         if not variables:
             self.optimizer.learning_rate = source
         if not group.decays:
@@ -190,6 +192,10 @@ class JaxBlockUpdate:
             isinstance(self._values[position], SharedSlot) and self._values[position].state is state
             for position in self._functions.blocks.slots
         )
+
+    def own_slots(self) -> Iterator[SlotValue]:
+        """Yield this worker's values of the slots."""
+        return self._functions.blocks.values(lambda position: np.asarray(self._values[position]))
 
     def fill(self, state: DividedState, block: int) -> None:
         """Write the values of the slots of a block."""

@@ -11,7 +11,7 @@ and a few others, such as the number of iterations. The latter change in the sam
 worker keeps its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16)
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.collectives.shared.divided_state import BlockGroup
+from lockstep.collectives.shared.divided_state import BlockGroup, SlotValue
 from lockstep.keras.private.common import has_weight_decay, rate_object
+from lockstep.keras.variables import named_arrays
 
 BLOCK = 1 << (18 if keras.backend.backend() == "torch" else 16)
 """The largest number of elements of a block. In a small model, each replica has about one block.
@@ -112,12 +113,20 @@ class OptimizerBlocks:
         slots: for each variable of the optimizer that is a slot, by its position: the group, the number of
             its kind, and the position of its weight.
         others: the positions of the optimizer's other variables.
+        names: the names of the optimizer's variables.
     """
 
     elements: int
     groups: tuple[VariableGroup, ...]
     slots: dict[int, tuple[int, int, int]]
     others: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def values(self, value: Callable[[int], Array]) -> Iterator[SlotValue]:
+        """Yield the slots, whose values `value` returns by position."""
+        for position, (group, kind, i) in self.slots.items():
+            start = self.groups[group].offsets[i]
+            yield SlotValue(self.names[position], group, kind, start, value(position).reshape(-1))
 
     @property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -175,7 +184,8 @@ def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> Optimi
         for number, kind in enumerate(kinds):
             slots[positions[id(vars(optimizer)[kind][i])]] = list(groups).index(key), number, i
     others = tuple(i for i in range(len(optimizer.variables)) if i not in slots)
-    return OptimizerBlocks(elements, tuple(groups.values()), slots, others)
+    names = tuple(named_arrays(optimizer.variables, optimizer.variables))
+    return OptimizerBlocks(elements, tuple(groups.values()), slots, others, names)
 
 
 def _aligned(size: int) -> int:

@@ -24,6 +24,7 @@ Three things follow from that:
 """
 
 import functools
+import operator
 import threading
 import warnings
 import weakref
@@ -405,7 +406,7 @@ class TorchProgram(TorchState):
         self._log_template: LogTemplate | None = None
         self._metric_arguments: MetricArguments | None = None
         self._outputs: list[tuple[int, Any]] = []
-        self._blocks: tuple[Update, TorchBlocks | str] | None = None
+        self._blocks: tuple[list[Any], TorchBlocks | str] = [], ""
         self._pass: ForwardPass | None = None
         self._keeps_passes, self._can_go_on = False, True
 
@@ -492,15 +493,19 @@ class TorchProgram(TorchState):
         updates = self._form.updates(len(totals))
         if len(totals) != 1 or len(updates) != 1 or self._metric_arguments is not None:
             return "a step has several updates, or losses or metrics that compare the examples of a batch"
-        (update,), blocks = updates, self._blocks
+        (update,), (before, blocks) = updates, self._blocks
         if not update.optimizer.built:
             return "the optimizer is not built"
-        if blocks is None or blocks[0] is not update:
-            self._blocks = blocks = update, TorchBlocks.of(update, replicas)
-        if isinstance(blocks[1], str):
-            return blocks[1]
+        decisive = TorchBlocks.decisive(update)
+        if len(decisive) != len(before) or not all(map(operator.is_, decisive, before)):
+            if not isinstance(blocks, str):
+                blocks.release()
+            blocks = TorchBlocks.of(update, replicas)
+            self._blocks = decisive, blocks
+        if isinstance(blocks, str):
+            return blocks
         total = divided(self._model, totals[0])
-        positions = {id(variable): i for i, variable in enumerate(blocks[1].trained)}
+        positions = {id(variable): i for i, variable in enumerate(blocks.trained)}
         gradients = {
             positions[id(variable)]: total[f"gradient/{i}"]
             for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
@@ -508,10 +513,10 @@ class TorchProgram(TorchState):
         }
         if not any(gradient.size for gradient in gradients.values()):
             return "no weight has a gradient"
-        if blocks[1].needs_all_gradients and len(gradients) < len(positions):
+        if blocks.needs_all_gradients and len(gradients) < len(positions):
             return "a weight has no gradient"
         self._note_gradients()
-        return TorchBlockUpdate(blocks[1], gradients, lambda: self._apply_rest(total))
+        return TorchBlockUpdate(blocks, gradients, lambda: self._apply_rest(total))
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

@@ -6,11 +6,14 @@ its options count as they are now, and a scalar stays one.
 Between updates, the optimizer's variables show the shared memory through a private mapping. They have its
 values without a copy. What is written to them outside of a divided update stays in the process, and the page
 table shows it: then all workers fill the shared memory again. Version counters would not be enough: fused
-kernels, and writes to `tensor.data` or to the memory of `tensor.numpy()`, do not change them.
+kernels, and writes to `tensor.data` or to the memory of `tensor.numpy()`, do not change them. What is written
+through another tensor or array that had the memory of a slot before the first step of a `fit` is lost: it has
+the old memory. A fork would copy the mapping, not the memory, so the variables get copies before it.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +22,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.collectives.shared.divided_state import BlockGroup, DividedState
+from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import PAGEMAP, PrivateMapping
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.optimizer_blocks import BlockPart, OptimizerBlocks, VariableGroup, blocks_of
 from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
-from lockstep.keras.private.common import clipped, has_weight_decay, stored_value, trained_by, with_parts
+from lockstep.keras.private.common import (
+    clipped,
+    has_weight_decay,
+    rate_object,
+    stored_value,
+    trained_by,
+    with_parts,
+)
 from lockstep.system.memory import return_freed_memory
 from lockstep.worker.patch_registry import replaced
 
@@ -96,6 +106,22 @@ class TorchBlocks:
         blocks = blocks_of(update.optimizer, variables, replicas)
         return blocks if isinstance(blocks, str) else cls(update, blocks)
 
+    @staticmethod
+    def decisive(update: Update) -> list[Any]:
+        """Return what `of` depends on and the program may change, to be compared by identity."""
+        optimizer, variables = update.optimizer, trained_by(update.optimizer)
+        return [
+            update,
+            *optimizer.variables,
+            *variables,
+            *(variable.constraint for variable in variables),
+            rate_object(optimizer),
+            optimizer.weight_decay is None,
+            bool(optimizer.gradient_accumulation_steps),
+            bool(optimizer.clipnorm or optimizer.global_clipnorm),
+            torch.get_num_threads() > 1,
+        ]
+
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the update changes what belongs to a weight without a gradient."""
@@ -141,26 +167,45 @@ class TorchBlocks:
 
     def show(self, state: DividedState, mapping: PrivateMapping) -> None:
         """Let the optimizer's variables show the slots in another mapping of the memory of `state`."""
-        variables, self._shown = self.update.optimizer.variables, []
+        variables, shown = self.update.optimizer.variables, []
         private = DividedState(state.layout, mapping.bytes)
         for position, (group, kind, i) in self.blocks.slots.items():
             tensor = stored_value(variables[position])
             tensor.data = borrowed(self.part(group, i, private.slots[group][kind])).reshape(tensor.shape)
-            self._shown.append(_Shown(variables[position], tensor, tensor.data_ptr()))
-        self._state, self._mapping = state, mapping
+            shown.append(_Shown(variables[position], tensor, tensor.data_ptr()))
+        self._state, self._mapping, self._shown = state, mapping, shown
+        _showing.add(self)
         # The memory of the slots, which the allocator would retain.
         return_freed_memory()
 
     def release(self) -> None:
         """Let the optimizer's variables have their values in memory of this process."""
-        for shown in self._shown:
+        # Another thread may fork meanwhile.
+        released, self._shown = self._shown, []
+        self._state, self._mapping = None, None
+        for shown in released:
             shown.release()
-        self._state, self._mapping, self._shown = None, None, []
 
     def part(self, group: int, variable: int, array: Array) -> Array:
         """Return the elements of a variable, by its position, in an array of its group."""
         of = self.blocks.groups[group]
         return array[of.offsets[variable] :][: of.sizes[variable]]
+
+
+_showing: weakref.WeakSet[TorchBlocks] = weakref.WeakSet()
+"""Those whose slots may be shown."""
+
+
+def _release_all() -> None:
+    """Let variables have their values in memory of this process, which a fork copies.
+
+    In the new process, they would otherwise change with each update.
+    """
+    for blocks in list(_showing):
+        blocks.release()
+
+
+os.register_at_fork(before=_release_all)
 
 
 class TorchBlockUpdate:
@@ -200,6 +245,11 @@ class TorchBlockUpdate:
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
         return self._blocks.are_shown(state)
+
+    def own_slots(self) -> Iterator[SlotValue]:
+        """Yield this worker's values of the slots."""
+        variables = self._blocks.update.optimizer.variables
+        return self._blocks.blocks.values(lambda position: to_numpy(variables[position].value))
 
     def fill(self, state: DividedState, block: int) -> None:
         """Write the values of the slots of a block."""

@@ -13,12 +13,14 @@ weights. So when a worker is lost, the members of the next view make the same tw
 replicas update the blocks that are not counted.
 
 A step whose workers have values of their own for the slots, because they were just assigned, restored or
-initialized, begins by writing them to the shared memory: each worker those of its shards. A worker that
-joins has received the state of the others, and uses what is there.
+initialized, begins by writing them to the shared memory: each worker those of its shards. If only some have
+values of their own, such as one that joins or has copied the slots, these must be what is there, which is
+used. So two things are compared that the update would make equal: the slots here, and every `CHECK_EVERY`
+steps the facts about the state and the settings before the update.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import msgspec
@@ -30,6 +32,7 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import DisagreementError, SharedMemoryError
 from lockstep.keras.backends.contract import BlockUpdate, Program, Total
 from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.worker_exchange import Facts, gather, state_facts
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -76,12 +79,23 @@ class DividedUpdate:
         return None if pool is None else DividedUpdate(job, pool)
 
     def make(
-        self, program: Program, state: Any, totals: Sequence[Total], calls: NumberedCalls
+        self, program: Program, state: Any, totals: Sequence[Total], calls: NumberedCalls, facts: Facts
     ) -> tuple[Any, Any]:
         """Make the update of a step with the other workers, or by itself; return (logs, the new state).
 
         A `fit` within another call, or a call for one batch, makes its updates by itself: the memory belongs
         to one `fit` from its first step to its last.
+
+        Args:
+            program: the program of the step.
+            state: before the update.
+            totals: of the step.
+            calls: the calls in progress.
+            facts: must be equal on all workers before the update.
+
+        Raises:
+            DisagreementError: the workers have other facts, variables or slots.
+            SharedMemoryError: there is too little memory for the slots.
         """
         update: BlockUpdate | str
         method = calls.current.name.partition(" ")[0]
@@ -92,17 +106,35 @@ class DividedUpdate:
         else:
             update = program.block_update(state, totals, self._job.view.replicas)
         if not isinstance(update, str):
-            return self._together(update, calls.where())
+            return self._together(update, facts, calls.where())
         if self._job.is_chief and update not in self._noted:
             self._noted.add(update)
             note(f"each worker computes the whole update: {update}")
         return program.apply(state, totals)
 
-    def _together(self, update: BlockUpdate, what: str) -> tuple[Any, Any]:
+    def _together(self, update: BlockUpdate, facts: Facts, what: str) -> tuple[Any, Any]:
         layout = DividedLayout(update.groups, update.elements, self._job.view.replicas)
+        shares = self._state is not None and self._state.layout == layout and update.has(self._state)
+
+        @cache
+        def own_slot() -> str:
+            # In a later view, blocks may already be updated.
+            shared = self._mapped(layout)
+            return next((slot.name for slot in update.own_slots() if not slot.is_in(shared)), "")
 
         def act(view: View, communicator: Communicator) -> DividedState:
-            state = self._entered(update, layout, view, communicator, what)
+            standing = _Standing(shares, self._number, layout.text)
+            blob = msgspec.msgpack.encode(standing)
+            blobs = gather(self._job.worker, communicator, what, facts, blob)
+            standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
+            _compare_layouts(view, standings, what)
+            if not any(standing.shares for standing in standings):
+                state = self._filled(update, layout, view, communicator, what)
+            else:
+                if not all(standing.shares for standing in standings):
+                    own = "" if shares else own_slot()
+                    _refuse_own_slots(view, communicator.gather(own.encode(), what=what), what)
+                state = self._shared(layout, shares, standings)
 
             def compute(block: int, slots: Sequence[Array]) -> Sequence[Array]:
                 group, start, _ = layout.places[block]
@@ -115,33 +147,15 @@ class DividedUpdate:
 
         state = self._job.exchange(act)
         self._number += 1
-        result = update.finish(state, lambda: self._pool.map_privately(layout.size))
+        # If it ends with an error, some variables may show the memory.
         self._release = update.release
-        return result
+        return update.finish(state, lambda: self._pool.map_privately(layout.size))
 
-    def _entered(
-        self, update: BlockUpdate, layout: DividedLayout, view: View, communicator: Communicator, what: str
-    ) -> DividedState:
-        """Return the shared state as it is before the update, once nobody reads it any more."""
-        shares = self._state is not None and self._state.layout == layout and update.has(self._state)
-        standing = _Standing(shares, self._number, layout.text)
-        blobs = communicator.gather(msgspec.msgpack.encode(standing), what=what)
-        standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
-        first = standings[0].layout
-        differing = [pair for pair in zip(view.workers, standings, strict=True) if pair[1].layout != first]
-        if differing:
-            worker, standing = differing[0]
-            raise DisagreementError(
-                f"{what}: the optimizers of the workers have other variables or settings: the update of "
-                f"worker {view.workers[0]} has {first}, that of worker {worker} {standing.layout}",
-                tuple(worker for worker, _ in differing),
-            )
-        sharing = [standing for standing in standings if standing.shares]
-        if not sharing:
-            return self._filled(update, layout, view, communicator, what)
+    def _shared(self, layout: DividedLayout, shares: bool, standings: Sequence[_Standing]) -> DividedState:
+        """Return the shared state as it is before the update."""
         if not shares:
             self._state = self._mapped(layout)
-        self._number = sharing[0].number
+        self._number = next(standing.number for standing in standings if standing.shares)
         assert self._state is not None
         return self._state
 
@@ -157,7 +171,9 @@ class DividedUpdate:
                 self._pool.grow(layout.size)
             except SharedMemoryError as error:
                 failed = str(error)
-        for text in communicator.gather(failed.encode(), what=what):
+        slots = {slot.name: slot.array for slot in update.own_slots()}
+        facts = state_facts(lambda array: array, slots)
+        for text in gather(self._job.worker, communicator, what, facts, failed.encode()):
             if text:
                 raise SharedMemoryError(text.decode())
         state = self._mapped(layout)
@@ -171,3 +187,26 @@ class DividedUpdate:
 
     def _mapped(self, layout: DividedLayout) -> DividedState:
         return DividedState(layout, np.frombuffer(self._pool.map(layout.size), np.uint8))
+
+
+def _compare_layouts(view: View, standings: Sequence[_Standing], what: str) -> None:
+    first = standings[0].layout
+    differing = [pair for pair in zip(view.workers, standings, strict=True) if pair[1].layout != first]
+    if differing:
+        worker, standing = differing[0]
+        raise DisagreementError(
+            f"{what}: the optimizers of the workers have other variables or settings: the update of "
+            f"worker {view.workers[0]} has {first}, that of worker {worker} {standing.layout}",
+            tuple(worker for worker, _ in differing),
+        )
+
+
+def _refuse_own_slots(view: View, names: Sequence[bytes], what: str) -> None:
+    """Raise DisagreementError if workers have values of their own, given the name of a slot of each."""
+    if own := {worker: name.decode() for worker, name in zip(view.workers, names, strict=True) if name}:
+        worker, name = next(iter(own.items()))
+        raise DisagreementError(
+            f"{what}: worker {worker} has another value of {name} than the workers that share it: look for "
+            "code that sets variables of the optimizer on some workers only",
+            tuple(own),
+        )

@@ -32,15 +32,18 @@ from lockstep.keras.python_replicas import PythonOfReplicas, python_facts
 from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.seeds import seed_at
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
+from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state_verification import StateBefore, StateVerifier
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
 from lockstep.keras.verification import StepWithdrawn, Verifier, verifications_of
 from lockstep.keras.worker_exchange import (
     CHECK_EVERY,
+    Facts,
     chiefs_state,
     gather,
     pack,
+    setting_facts,
     state_facts,
 )
 from lockstep.topology import View
@@ -295,8 +298,17 @@ class GlobalStep:
         # What was gathered has served its purpose, and is not the same in each step.
         totals = [{} if is_gather(total) else total for total in totals]
         if divided is not None:
-            return divided.make(self.program, state, totals, self.calls)
+            return divided.make(self.program, state, totals, self.calls, self._facts_before(state))
         return self.program.apply(state, totals)
+
+    def _facts_before(self, state: Any) -> Facts:
+        """Return facts that a divided update compares, because it makes different weights equal."""
+        if (self.calls.current.steps + 1) % CHECK_EVERY or len(self.job.view.workers) == 1:
+            return {}
+        facts = state_facts(self.backend.to_numpy, self.program.named_state(state))
+        # A compiled step has the settings of its first step.
+        settings = settings_of_parts({"optimizer": self.model.optimizer}) if self.program.varies else {}
+        return {**facts, **setting_facts(settings)}
 
     def _predict(self, state: Any, element: Any) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
