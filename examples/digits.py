@@ -59,7 +59,6 @@ class Throughput(keras.callbacks.Callback):
         self.images = images
         self.started = 0.0
         self.epochs = 0
-        self.rate = 0.0
 
     def on_epoch_end(self, epoch: int, logs: dict | None = None) -> None:
         if not self.started:

@@ -11,9 +11,7 @@ import fcntl
 import mmap
 import os
 from pathlib import Path
-from typing import Self
-
-import numpy as np
+from typing import Any, Self
 
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.memory import Available, available_memory
@@ -26,7 +24,7 @@ _OF_PRIVATE = (
 )
 """Limits that count a mapping which a process may write to for itself, although it takes no memory yet."""
 
-_IN_MEMORY_OR_SWAPPED, _OF_A_FILE = np.uint64(3 << 62), np.uint64(1 << 61)
+_IN_MEMORY_OR_SWAPPED, _OF_A_FILE = 3 << 62, 1 << 61
 
 
 class PrivateMapping:
@@ -39,7 +37,10 @@ class PrivateMapping:
     """
 
     def __init__(self, memory: memoryview) -> None:
-        self.bytes = np.frombuffer(memory, np.uint8)
+        # Imported late, because the agent, which has no mapping like this, starts faster without it.
+        import numpy as np
+
+        self.bytes: Any = np.frombuffer(memory, np.uint8)
 
     def is_written(self) -> bool:
         """Whether this process has written to the memory.
@@ -47,6 +48,8 @@ class PrivateMapping:
         Raises:
             OSError: the system does not tell.
         """
+        import numpy as np
+
         start = self.bytes.ctypes.data // mmap.PAGESIZE
         pages = -(-len(self.bytes) // mmap.PAGESIZE)
         # Unlike a single read, a buffered one goes on after a signal.
@@ -56,7 +59,8 @@ class PrivateMapping:
         if len(entries) != pages:
             raise OSError(f"{PAGEMAP} has {len(entries)} of {pages} pages")
         # A page of its own is in memory or swapped out, and is not a page of the file.
-        return bool(np.any((entries & _IN_MEMORY_OR_SWAPPED != 0) & (entries & _OF_A_FILE == 0)))
+        used, of_file = np.uint64(_IN_MEMORY_OR_SWAPPED), np.uint64(_OF_A_FILE)
+        return bool(np.any((entries & used != 0) & (entries & of_file == 0)))
 
 
 class SharedPool:
