@@ -63,7 +63,7 @@ class EarlierStarts(NamedTuple):
 
 
 def earlier_starts(run_dir: Path, events_at: int) -> EarlierStarts:
-    """Return what the log of events of a run folder says of the earlier starts of a job.
+    """Read what the earlier starts of a job have recorded in its event log.
 
     Args:
         run_dir: the folder.

@@ -38,7 +38,7 @@ from lockstep.coordinator.comparison import (
 from lockstep.observability.run_lines import GrowingFile, json_object
 from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
-from lockstep.system.environment import cache_folder, usable_cores, with_temporary_folder
+from lockstep.system.environment import WITHOUT_GPUS, cache_folder, usable_cores, with_temporary_folder
 from lockstep.system.landlock import can_restrict
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -259,7 +259,7 @@ def _step_back(calls: Calls) -> None:
     # The kernel kills the process with the highest value.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    os.environ.update(CUDA_VISIBLE_DEVICES="", JAX_PLATFORMS="cpu")
+    os.environ.update(WITHOUT_GPUS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if calls == "first":
         limit = max(1, round(SHARE * _TEN_MINUTES * usable_cores()))

@@ -14,7 +14,7 @@ import msgspec
 from lockstep.doctor.check import Finding, Sources, failure, fine, in_section, warning
 from lockstep.doctor.links import describe_failure
 from lockstep.system.child_process import command_of
-from lockstep.system.environment import job_environment
+from lockstep.system.environment import WITHOUT_GPUS, job_environment
 from lockstep.system.memory import available_memory
 from lockstep.system.programs import ProbeProgram, ProgramResult, results
 from lockstep.system.prose import count, duration_text
@@ -27,10 +27,9 @@ MEMORY = 1 << 30
 _GRACE_OF_JOB = 10.0
 """Seconds that a job has to end its workers."""
 _REPORT = 60.0
-_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 _REPLACE = (
     "do not train on this machine before its processor has been replaced; lockstep run --verify-every finds "
-    "such faults during a training"
+    "such faults during training"
 )
 _TEST_MEMORY = "do not train on this machine before a test of its memory, such as memtest86+, has passed"
 
@@ -53,7 +52,7 @@ class CoreResults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str], None]) -> CoreResults:
-    """Compute on all cores that this process may use; return what they have computed.
+    """Compute on all cores that this process may use; return their results.
 
     Args:
         backend: the Keras backend.
@@ -64,7 +63,7 @@ def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str],
     cores = sorted(os.sched_getaffinity(0))
     number = max(1, min(len(cores), available_memory() // MEMORY))
     shares = [cores[first::number] for first in range(number)]
-    environment = job_environment(0, 1, {**sources.environment, **_NO_GPU}, backend=backend)
+    environment = job_environment(0, 1, {**sources.environment, **WITHOUT_GPUS}, backend=backend)
     deadline = time.monotonic() + seconds + GRACE
     report = _progress(seconds, say)
     say(f"{count(len(cores), 'core')} compute on {backend} for {duration_text(seconds)}")
@@ -80,7 +79,7 @@ def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str],
 
 
 def _progress(seconds: float, say: Callable[[str], None]) -> Callable[[Sequence[int], float], None]:
-    """Return what `results` calls: it says each minute how much of the time has passed."""
+    """Return a function for `results` that says each minute how much of the time has passed."""
     reported = 0.0
 
     def report(indices: Sequence[int], passed: float) -> None:

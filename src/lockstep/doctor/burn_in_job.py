@@ -20,8 +20,8 @@ def main(seconds: float) -> None:
     backend, _ = keras_backend()
     # `lockstep run` gives each worker the variable.
     assert backend is not None
-    found = burn_in(backend, seconds, Sources(environment=environment_at_start()), note)
-    gathered = current.communicator.gather(msgspec.json.encode((current.context.host, found)))
+    results = burn_in(backend, seconds, Sources(environment=environment_at_start()), note)
+    gathered = current.communicator.gather(msgspec.json.encode((current.context.host, results)))
     if job.is_chief():
         pairs = [msgspec.json.decode(blob, type=tuple[str, CoreResults]) for blob in gathered]
         print(msgspec.json.encode(dict(pairs)).decode())

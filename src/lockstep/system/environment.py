@@ -52,7 +52,9 @@ _OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_H
 KEY_FILE = f"{_PREFIX}KEY_FILE"
 """The variable with the path of the key of a job over several hosts."""
 ATTEMPT = f"{_PREFIX}ATTEMPT"
-"""The variable with the number of times that a job was started again, and its run folder."""
+"""The variable with the number of times that a job was started again; see `attempt`."""
+WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
+"""Variables of a process that must not use the GPUs of its machine."""
 ENGINE = f"{_PREFIX}ENGINE"
 """The variable with the descriptor of the socket of the engine that has started this process."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"

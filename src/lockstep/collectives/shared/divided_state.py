@@ -58,7 +58,7 @@ class SlotValue(NamedTuple):
     """A worker's value of one slot of a variable.
 
     Attributes:
-        name: of the optimizer's variable that holds it.
+        name: the name of the optimizer's variable that holds it.
         group: the group of its blocks.
         slot: the number of the slot there.
         start: its first element there.

@@ -30,14 +30,14 @@ _IN_MEMORY_OR_SWAPPED, _OF_A_FILE = 3 << 62, 1 << 61
 class PrivateMapping:
     """A mapping that shows what others write, except in pages to which this process has written.
 
-    Nobody else sees those.
+    Other processes do not see what it has written there.
 
     Attributes:
         bytes: the memory.
     """
 
     def __init__(self, memory: memoryview) -> None:
-        # Imported late, because the agent, which has no mapping like this, starts faster without it.
+        # Imported late: the agent does not need it, and starts faster without it.
         import numpy as np
 
         self.bytes: Any = np.frombuffer(memory, np.uint8)
@@ -52,7 +52,7 @@ class PrivateMapping:
 
         start = self.bytes.ctypes.data // mmap.PAGESIZE
         pages = -(-len(self.bytes) // mmap.PAGESIZE)
-        # Unlike a single read, a buffered one goes on after a signal.
+        # A buffered read continues after a signal; a single read may stop early.
         with PAGEMAP.open("rb") as pagemap:
             pagemap.seek(start * 8)
             entries = np.frombuffer(pagemap.read(pages * 8), np.uint64)
