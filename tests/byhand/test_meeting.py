@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,11 @@ print(json.dumps({
     "variables": [os.environ.get(name) for name in names],
     "task": json.loads(os.environ["TF_CONFIG"])["task"]["index"], "warned": sys.warnoptions,
 }), flush=True)
+"""
+TRAINED = """
+from lockstep.observability.events import StrategyInstalled, TrainingEnded
+me.events.publish(StrategyInstalled("none"))
+me.at_end(lambda: me.events.publish(TrainingEnded(7, "m", "ab")))
 """
 WAIT = """
 from lockstep.observability.events import StrategyInstalled
@@ -91,18 +97,23 @@ def test_processes_become_workers_in_any_order(host: Any, is_gone: Gone, order: 
 def test_the_chief_is_worker_0_and_a_script_may_set_its_own_task(host: Any) -> None:
     cluster = {"worker": [f"localhost:{host.ports[1]}"], "chief": [f"127.0.0.1:{host.ports[0]}"]}
     own = "import json, os, sys\nos.environ['TF_CONFIG'] = sys.argv[1]\n"
-    script = host.script(own + MEET + TELL)
+    script = host.script(own + MEET + TELL + TRAINED)
     tasks = [host.config(0, kind=kind, **cluster) for kind in ("worker", "chief")]
 
     def start(task: Any) -> Any:
         return host.start(None, script, json.dumps(task), CUDA_VISIBLE_DEVICES="1")
 
-    texts = [terminal.end() for terminal in [start(task) for task in tasks]]
+    terminals = [start(task) for task in tasks]
+    ends = [terminal.end().rpartition("lockstep: ") for terminal in terminals]
+    texts = [before for before, *_ in ends]
     assert [printed(text)["worker"] for text in texts] == [1, 0]
     # Both see one GPU: neither reserves all of its memory.
     assert [printed(text)["variables"][1:3] for text in texts] == [["1", "false"]] * 2
     assert "lockstep: all workers are connected; chief 0 restarts the script" in texts[1]
     assert "ignoring the TF_CONFIG" not in texts[0] + texts[1]
+    lines = [line for *_, line in ends]
+    assert lines[0] == lines[1]
+    assert re.fullmatch("finished in .* s: 7 steps on 2 workers; digest ab of model 'm'\n", lines[0])
 
 
 @pytest.mark.ci
@@ -168,7 +179,7 @@ while me.worker == 1 and not os.path.exists("go"):
 def test_a_worker_that_arrives_as_a_job_ends_begins_the_next_job(host: Any) -> None:
     script = host.script(MEET + ONE_WAITS)
     first, other = [host.start(host.config(index), script) for index in range(2)]
-    first.end()
+    assert "lockstep: the script of worker 0 has finished; the others run on, " in first.end()
     again = host.start(host.config(0), script)
     again.until("lockstep: worker 0 waits for main-")
     (host.folder / "go").touch()

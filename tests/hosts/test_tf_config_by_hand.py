@@ -78,6 +78,10 @@ def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
     for one in (first, second, again):
         assert one.end() == 0, one.err
         assert digest(one) == wanted
+        # The last line of the job ends every terminal, on the other host, too.
+        last = one.err.splitlines()[-1]
+        assert last.startswith("lockstep: finished in ")
+        assert last.endswith("7 steps on 3 workers (1 lost, 1 joined); digest ab of model 'm'")
     assert "3 workers on 2 hosts" in first.err
 
 

@@ -57,6 +57,7 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     ShowMessage,
+    TellSuccess,
 )
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
@@ -212,6 +213,8 @@ def render(action: Action) -> str:
             return f"ask worker {worker} for its stack"
         case ShowMessage(text, logs):
             return f"tell: {text}{f' [logs of {logs}]' if logs else ''}"
+        case TellSuccess():
+            return "tell that the job has succeeded"
         case FinishJob(outcome):
             shown = f" [{outcome.evidence.name} of {outcome.workers}]" if outcome.workers else ""
             return f"finish with {outcome.status}: {outcome.message or 'all is well'}{shown}"

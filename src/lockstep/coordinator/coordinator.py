@@ -381,6 +381,9 @@ class Coordinator:
                 self._tell(worker, action)
             case actions.ShowMessage(text, logs):
                 self._narrator.say(text, logs)
+            case actions.TellSuccess():
+                self._narrator.tell_success()
+                self._tell_all(AbortExchange("the job has finished"))
             case actions.FinishJob(outcome):
                 self._outcome = outcome
 

@@ -201,6 +201,7 @@ _DECIDED = {
     "KillWorker": "kills workers",
     "DumpStack": "asks for Python stacks",
     "ShowMessage": "",
+    "TellSuccess": "lets the workers exit",
     "FinishJob": "ends the job",
 }
 """What a decision does, by the class of the action; empty for what its reason says."""

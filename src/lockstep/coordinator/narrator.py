@@ -204,6 +204,11 @@ class Narrator:
 
     # At its end.
 
+    def tell_success(self) -> None:
+        """Show the last line of the job while the workers that were started by hand still have terminals."""
+        if line := self._summary():
+            self._console.say(line)
+
     def announce(self, outcome: JobOutcome) -> None:
         """Show the last line of the job on other hosts, before their agents end."""
         if last := outcome.message or (self._summary() if outcome.status == 0 else ""):

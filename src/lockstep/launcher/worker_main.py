@@ -94,6 +94,10 @@ _STATUS: dict[type[BaseException], int] = {
 """The exit status for errors that are not faults of the script; otherwise 1."""
 
 
+_LAST_LINE_PATIENCE = 10.0
+"""Seconds that a worker whose script has ended waits for the scripts of other workers to end."""
+
+
 def main(arguments: Sequence[str]) -> None:
     """Run the script of `arguments` as the worker that the environment describes."""
     try:
@@ -249,16 +253,33 @@ def _run(script: Script, client: AgentClient, identity: WorkerIdentity) -> None:
     except SystemExit as leaving:
         # Python handles it as usual.
         if leaving.code in (None, 0):
-            client.finished()
-            job.current().end()
+            _finish(client, identity)
         else:
             # An agent cannot see the exit status of a process that a user started.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
         sys.exit(_fail(error, client, identity))
-    client.finished()
+    _finish(client, identity)
+
+
+def _finish(client: AgentClient, identity: WorkerIdentity) -> None:
+    """Report success. A worker with its own terminal waits for the last line of the job to appear there."""
+    from lockstep.worker import job
+
+    if not identity.by_hand:
+        client.finished()
+        job.current().end()
+        return
+    # The last line counts what the chief does here.
     job.current().end()
+    client.finished()
+    flush_streams()
+    if not client.wait_for_release(_LAST_LINE_PATIENCE):
+        note(
+            f"the script of worker {identity.worker} has finished; the others run on, and the last line of "
+            "the job appears on their terminals"
+        )
 
 
 def _run_whole(script: Script) -> None:

@@ -62,6 +62,11 @@ class JobOutcome:
 
 
 @dataclass(frozen=True)
+class TellSuccess:
+    """Show the last line of the job, for which workers that were started by hand wait, and let them exit."""
+
+
+@dataclass(frozen=True)
 class FinishJob:
     """Kill the remaining processes, show the outcome, and exit with its status."""
 
@@ -79,5 +84,6 @@ Action = (
     | KillWorker
     | DumpStack
     | ShowMessage
+    | TellSuccess
     | FinishJob
 )

@@ -79,6 +79,7 @@ from lockstep.supervisor.actions import (
     FinishJob,
     JobOutcome,
     ShowMessage,
+    TellSuccess,
 )
 from lockstep.supervisor.events import (
     DeadlinePassed,
@@ -173,7 +174,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _stop_requested(state, event, now)
         case DeadlinePassed():
             decision = _deadline_passed(state, now)
-    return _reconciled(decision, now)
+    return _success_told(state, _reconciled(decision, now))
 
 
 def refusal(state: State, workers: int) -> str:
@@ -702,13 +703,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
         return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return _kill(state, now, f"received {name} again")
-    members = [state.workers[worker] for worker in state.present]
-    if (
-        state.stage is Stage.RUNNING
-        and shutdown.suspect is None
-        and members
-        and all(record.script_ended for record in members)
-    ):
+    if state.stage is Stage.RUNNING and shutdown.suspect is None and state.scripts_ended:
         reason = f"{name} arrived after the script finished: the job succeeded"
         state = _with_outcome(state, JobOutcome(0))
         if state.keeps:
@@ -1070,6 +1065,12 @@ def _admission_closed(decision: Decision) -> Decision:
         state = replace(state, admission=replace(state.admission, backoff_until=None))
         return replace(decision, state=state, actions=actions)
     return _finish(state, f"{decision.reason}; no members remain").after(*actions)
+
+
+def _success_told(before: State, decision: Decision) -> Decision:
+    """Tell users who have started the workers of the success, once the scripts of all members have ended."""
+    tells = decision.state.size.by_hand and decision.state.scripts_ended and not before.scripts_ended
+    return replace(decision, actions=(*decision.actions, TellSuccess())) if tells else decision
 
 
 def _without_joiners(state: State, workers: tuple[int, ...]) -> tuple[State, tuple[Action, ...]]:

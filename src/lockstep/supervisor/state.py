@@ -428,6 +428,11 @@ class State:
         return self.within(Phase.FINISHED)
 
     @property
+    def scripts_ended(self) -> bool:
+        """Whether there are members that run, and the scripts of all of them have ended without an error."""
+        return bool(self.present) and all(self.workers[worker].script_ended for worker in self.present)
+
+    @property
     def joiners(self) -> tuple[int, ...]:
         """The workers that were started to join and are in no view yet, the longest-waiting first."""
         return tuple(sorted(self.within(*JOINERS)))

@@ -27,6 +27,7 @@ from lockstep.protocol.worker import (
     EventReport,
     FailureReport,
     FileOpened,
+    Leave,
     PeerConnected,
     StateGiven,
     ViewBroken,
@@ -103,6 +104,14 @@ class AgentClient:
     def finished(self, status: int = 0) -> None:
         """Report that the script ended, or exited with a status of its own."""
         self._channel.send(EventReport(ScriptEnded(self._worker, status)), _PATIENCE)
+
+    def wait_for_release(self, seconds: float) -> bool:
+        """Wait until the job has finished or no longer needs this worker; return whether that was in time."""
+        until = time.monotonic() + seconds
+        while (message := self.receive(max(0.0, until - time.monotonic()))) is not None:
+            if isinstance(message, AbortExchange | Leave):
+                return True
+        return False
 
     def wait_for_end(self) -> None:
         """Wait until the agent has ended, without reading messages."""
