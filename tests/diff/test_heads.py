@@ -207,6 +207,11 @@ def test_a_source_that_was_not_kept_or_has_changed_since_only_differs(tmp_path: 
             ({}, {}),
             ["environment variable DATA is /d in the first run and not given in the second"],
         ),
+        (
+            ({"RATE": "0.1"}, {"RATE": None}),
+            ({"RATE": "aaaa"}, {"RATE": "set"}),
+            ["environment variable RATE is 0.1 in the first run and set to an unknown value in the second"],
+        ),
         # The same value, once given and once set by the user.
         (({"RATE": "0.1"}, {}), ({"RATE": "aaaa"}, {"RATE": "aaaa"}), []),
         (({"A_TOKEN": None}, {"A_TOKEN": None}), ({"A_TOKEN": "set"}, {"A_TOKEN": "set"}), []),

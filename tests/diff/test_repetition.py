@@ -2,6 +2,7 @@
 
 import subprocess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ def recording_of(folder: Path, **job: Any) -> Recording:
     return Recording(folder / "old", JOB | {"directory": str(folder)} | job, PROGRAM)
 
 
-def options_of_repetition(folder: Path, monkeypatch: pytest.MonkeyPatch, **job: Any) -> dict[str, Any]:
+def options_of_repetition(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, changed: Any = MappingProxyType({}), **job: Any
+) -> dict[str, Any]:
     """Return the options with which `lockstep run` repeats a run, as it reads them."""
     started: list[list[str]] = []
 
@@ -45,7 +48,7 @@ def options_of_repetition(folder: Path, monkeypatch: pytest.MonkeyPatch, **job: 
 
     monkeypatch.setattr(subprocess, "run", start)
     recording = recording_of(folder, **job)
-    assert repeat(recording, folder / "new") == 0
+    assert repeat(recording, folder / "new", variables=changed) == 0
     ((_, *command),) = started
     assert command[:4] == ["-P", "-m", "lockstep", "run"]
     with run.make_context("run", command[4:]) as context:
@@ -120,6 +123,12 @@ def test_the_variables_of_the_run_are_given_again(tmp_path: Path, monkeypatch: p
         options_of_repetition(tmp_path, monkeypatch, **job)
     monkeypatch.setenv("API_KEY", "abc")
     assert options_of_repetition(tmp_path, monkeypatch, **job)["env"] == ("COLOR=blue", "API_KEY")
+    changed = {"COLOR": "red", "SIZE": None}
+    with pytest.raises(ConfigError, match="--env SIZE: set the variable here first"):
+        options_of_repetition(tmp_path, monkeypatch, changed=changed, **job)
+    monkeypatch.setenv("SIZE", "3")
+    again = options_of_repetition(tmp_path, monkeypatch, changed=changed, **job)
+    assert again["env"] == ("API_KEY", "COLOR=red", "SIZE")
 
 
 def test_variables_that_are_not_what_they_were_are_named(

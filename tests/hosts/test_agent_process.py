@@ -99,15 +99,12 @@ def test_an_address_that_sends_nothing_is_perhaps_no_coordinator() -> None:
         silence.check(5.0)
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> None:
-    """Once if it trains; each minute if it waits, with what to do and the time that is left."""
-    said: list[str] = []
-    clock, lost = VirtualClock(), "the connection to the coordinator ended"
+def contact_of(said: list[str], lost: str) -> Any:
+    """The contact of a host whose coordinator has sent one byte before the job began."""
     dialer = SimpleNamespace(take=lambda: None, close=lambda: None)
     process: Any = SimpleNamespace(
         channel=SimpleNamespace(received=1),
-        clock=clock,
+        clock=VirtualClock(),
         say=said.append,
         address=SimpleNamespace(address="10.0.0.1:7000", dial=lambda: dialer),
         engine=None,
@@ -117,10 +114,35 @@ def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> No
     spec = JobSpec(target="a.py", run_dir=Path("run"))
     agent: Any = SimpleNamespace(spec=spec, lacks_workers=False, pauses=lambda now: False)
     offer: Any = None
-    with contextlib.closing(agent_process._Contact(process, session, agent, None, 600.0, offer)) as contact:
+    return contextlib.closing(agent_process._Contact(process, session, agent, None, 600.0, offer))
+
+
+def test_a_coordinator_that_starts_slowly_is_not_said_to_be_silent() -> None:
+    said = list[str]()
+    with contact_of(said, "") as contact:
+        for _ in range(6):
+            contact.serve()
+            contact.process.clock.advance(10.0)
+        contact.process.channel.received = 2
+        contact.serve()
+        assert said == []
+        contact.process.clock.advance(6.0)
+        contact.serve()
+    assert said == [
+        "the coordinator has been silent for 6 s; training continues while no worker is lost, and ends on "
+        "this host after 600 s without a coordinator"
+    ]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> None:
+    """Once if it trains; each minute if it waits, with what to do and the time that is left."""
+    said, lost = list[str](), "the connection to the coordinator ended"
+    with contact_of(said, lost) as contact:
+        clock = contact.process.clock
         contact.serve()
         clock.advance(3.0)
-        agent.lacks_workers = broken
+        contact.agent.lacks_workers = broken
         for _ in range(8):
             contact.serve()
             clock.advance(10.0)

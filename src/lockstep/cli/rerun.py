@@ -17,11 +17,18 @@ from lockstep.errors import ConfigError
     help="Folder of the new run.  [default: runs/<script>-<time>, in the folder where RUN was started]",
 )
 @click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable of the script to another value than in RUN. Of NAME, the value here is used, and "
+    "not recorded. Can be repeated.",
+)
+@click.option(
     "--one-process",
     is_flag=True,
     help="With parameter servers: repeat the steps of all processes in one process.",
 )
-def rerun(run: str, run_dir: Path | None, one_process: bool) -> None:
+def rerun(run: str, run_dir: Path | None, env: tuple[str, ...], one_process: bool) -> None:
     """Repeat RUN, and say whether the bits are equal.
 
     RUN is the folder of a run, or its name in runs/. The script runs again on this host, from its first step,
@@ -34,10 +41,12 @@ def rerun(run: str, run_dir: Path | None, one_process: bool) -> None:
     from lockstep.diff.recording import read_recording
     from lockstep.diff.repetition import fresh_run_folder, repeat
     from lockstep.diff.wording import lines
+    from lockstep.system.environment import parse_variables
 
+    variables = parse_variables(env)
     recording = read_recording(find_run(run).folder)
     folder = run_dir.absolute() if run_dir is not None else fresh_run_folder(recording)
-    status = repeat(recording, folder, one_process=one_process)
+    status = repeat(recording, folder, one_process=one_process, variables=variables)
     if status:
         raise ConfigError(f"the new run ended with status {status}; its logs are in {folder}")
     again = read_recording(folder)

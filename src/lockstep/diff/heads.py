@@ -178,7 +178,12 @@ def _variable_differences(first: Recording, second: Recording) -> Iterator[HeadD
                 continue
             # No source names it: a library may read it.
             missing = "not given" if hashes == [None, None] else ABSENT
-            others = ("set", "set" if None in hashes else "set to another value")
+            others = ("set", "set to another value")
+            if None in hashes:
+                others = ("set", "set")
+            elif "set" in hashes:
+                # A secret, or a variable of --env NAME, may have the same value.
+                others = ("set", "set to an unknown value")
             values = [
                 value if value is not None else missing if mark is None else other
                 for value, mark, other in zip(values, hashes, others, strict=True)

@@ -4,8 +4,9 @@ import hashlib
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lockstep.checkpoint.store import Entry, Store
@@ -76,6 +77,7 @@ def repeat(
     output: Any = None,
     *,
     one_process: bool = False,
+    variables: Mapping[str, str | None] = MappingProxyType({}),
 ) -> int:
     """Run the script of a run again, with its options; return the exit status.
 
@@ -85,6 +87,7 @@ def repeat(
         options: further options.
         output: the file for the output of the command; None to use the output of this process.
         one_process: whether one process repeats all processes of a job with parameter servers.
+        variables: further variables of the script, or other values; None for the value here.
 
     Raises:
         ConfigError: the run cannot be repeated.
@@ -108,10 +111,13 @@ def repeat(
         )
     if recording.has_servers:
         _refuse_incomplete(recording)
-    require_variables(job.get("env", {}), form=f"{recording.folder} has not recorded the value of {{}}")
+    require_variables(variables)
+    recorded = {name: value for name, value in job.get("env", {}).items() if name not in variables}
+    require_variables(recorded, form=f"{recording.folder} has not recorded the value of {{}}")
+    variables = recorded | variables
     _note_changed(recording)
-    _note_variables(recording)
-    words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job), *options)
+    _note_variables(recording, variables)
+    words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job, variables), *options)
     if recording.has_servers:
         words += ["--order", str(recording.folder.absolute())]
     words += ["--one-process"] if one_process else []
@@ -122,8 +128,8 @@ def repeat(
     ).returncode
 
 
-def _options(job: Mapping[str, Any]) -> list[str]:
-    """Return the options of `lockstep run` that bits depend on, and the number of workers."""
+def _options(job: Mapping[str, Any], variables: Mapping[str, str | None]) -> list[str]:
+    """Return the options of `lockstep run` that bits depend on, the number of workers, and the variables."""
     servers = job.get("parameter_servers", 0)
     if servers:
         # A worker that was lost and replaced is not lost here: it also repeats the work of its replacement.
@@ -139,7 +145,7 @@ def _options(job: Mapping[str, Any]) -> list[str]:
     words += ["--local-steps", str(job["local_steps"])] if job.get("local_steps") else []
     words += [] if job["adopts"] else ["--no-adopt"]
     words += ["--timeout", str(job["timeout"])]
-    for name, value in job.get("env", {}).items():
+    for name, value in variables.items():
         words += ["--env", name if value is None else f"{name}={value}"]
     return words + (["-m"] if job["module"] else [])
 
@@ -183,14 +189,14 @@ def _note_changed(recording: Recording) -> None:
         note(f"changed since {recording.folder}: {', '.join(changed)}; the new run uses the present version")
 
 
-def _note_variables(recording: Recording) -> None:
-    """Note which environment variables of the script have other values here than in the run, if any."""
-    set_for_run, marks = recording.job.get("env", {}), recording.program.get("variables") or {}
+def _note_variables(recording: Recording, given: Collection[str]) -> None:
+    """Note which environment variables of the script have other values here, except for those of `--env`."""
+    marks = recording.program.get("variables") or {}
     now = variable_marks(marks, [name for name, mark in marks.items() if mark == "set"])
     texts = [
         f"{name} {'has another value' if name in now else 'is not set'} here"
         for name, mark in marks.items()
-        if name not in set_for_run and now.get(name) != mark
+        if name not in given and now.get(name) != mark
     ]
     if texts:
         note(

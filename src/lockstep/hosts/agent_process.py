@@ -73,6 +73,9 @@ _BEHIND = 1 << 20
 _REPEAT = 60.0
 """Seconds from one note that training waits to the next."""
 
+_STARTING = 60.0
+"""Seconds that the coordinator may take to start on a busy host before a note says that it is silent."""
+
 _UNTIL_ENDED = 5.0
 """Seconds from the last checkpoint of a stopped job to its end."""
 
@@ -427,9 +430,11 @@ class _Contact:
     _due: float = 0.0
     _noted: bool = False
     _repeat: float = 0.0
+    _limit: float = _STARTING
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
+        self._received = self.process.channel.received
 
     def close(self) -> None:
         """End the attempts to connect."""
@@ -459,19 +464,21 @@ class _Contact:
 
     def _judge(self, now: float) -> None:
         seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
+        if self.session.lost or self.process.channel.received != self._received:
+            self._limit = SILENCE
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self._noted, self._repeat = False, 0.0
             if self.agent_place is not None:
                 self.agent_place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)
-        if seconds <= SILENCE:
+        if seconds <= min(self._limit, self.patience):
             if self.session.lost and self.agent.lacks_workers:
                 self._note(self.session.lost, seconds)
             return
         if self.agent_place is not None and self.agent_place.is_wanted:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
-        self._note(self.session.lost or f"the coordinator has been silent for {SILENCE:g} s", seconds)
+        self._note(self.session.lost or f"the coordinator has been silent for {seconds:.0f} s", seconds)
         self._silence.check(self.patience)
 
     def _note(self, event: str, seconds: float) -> None:
