@@ -23,6 +23,8 @@ Array = npt.NDArray[Any]
 
 STATE = "state.safetensors"
 MANIFEST = "manifest.json"
+FILES = (STATE, MANIFEST)
+"""The files of a checkpoint; with the last one, it is complete."""
 _FORMAT = 1
 _SEAL = b'{"checksum": "'
 _SEALED = b'",\n'

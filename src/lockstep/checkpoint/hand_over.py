@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from lockstep.checkpoint.checkpoint_files import MANIFEST, STATE, Outline, load, read_outline
+from lockstep.checkpoint.checkpoint_files import FILES, Outline, load, read_outline
 from lockstep.checkpoint.durable import make_folder, reason, sync
 from lockstep.checkpoint.held import HeldCheckpoint, JobFacts
 from lockstep.checkpoint.resume import job_facts
@@ -18,7 +18,6 @@ from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 from lockstep.system.clock import SystemClock
 
-_FILES = (STATE, MANIFEST)
 _ARRIVING = ".arriving-"
 _ABANDONED = 3600.0
 """Seconds after which a copy that has not changed is one that a killed process has left."""
@@ -60,7 +59,7 @@ def parts_of_checkpoint(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
     Raises:
         CheckpointError: a file cannot be read.
     """
-    for number, name in enumerate(_FILES):
+    for number, name in enumerate(FILES):
         try:
             with (path / name).open("rb") as file:
                 while part := file.read(size):
@@ -100,7 +99,7 @@ class ArrivingCheckpoint:
             CheckpointError: it cannot be written.
         """
         try:
-            with (self._temporary / _FILES[file]).open("ab") as opened:
+            with (self._temporary / FILES[file]).open("ab") as opened:
                 opened.write(part)
         except (OSError, IndexError) as error:
             self.discard()
@@ -113,7 +112,7 @@ class ArrivingCheckpoint:
             CheckpointError: it is damaged, or cannot be written.
         """
         try:
-            for name in _FILES:
+            for name in FILES:
                 sync(self._temporary / name)
             sync(self._temporary)
             contents = load(self._temporary)

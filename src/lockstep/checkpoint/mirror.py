@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.checkpoint.checkpoint_files import MANIFEST, STATE, read_outline
+from lockstep.checkpoint.checkpoint_files import FILES, read_outline
 from lockstep.checkpoint.durable import is_full, make_folder, reason
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of
 from lockstep.checkpoint.held import HeldCheckpoint
@@ -45,7 +45,6 @@ from lockstep.system.clock import SystemClock
 
 _HEAD = "head.json"
 _FORMAT = 1
-_FILES = (STATE, MANIFEST)
 _MARK = ".store.json"
 _TRIES = (2.0, 10.0)
 """Seconds before a failed upload is tried again; the library has repeated its requests by then."""
@@ -90,7 +89,7 @@ class StoredCheckpoint(msgspec.Struct, frozen=True):
     @property
     def objects(self) -> list[str]:
         """The names of its objects; the manifest first."""
-        return [f"{self.folder}/{name}" for name in reversed(_FILES)]
+        return [f"{self.folder}/{name}" for name in reversed(FILES)]
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -272,7 +271,7 @@ def _download(
 
 def _whole_parts(store: ObjectStore, stored: StoredCheckpoint) -> Iterator[tuple[int, bytes]]:
     """Yield the files of a checkpoint in parts, each with the number of its file; then compare the hashes."""
-    for number, name in enumerate(_FILES):
+    for number, name in enumerate(FILES):
         where, hashed = f"{stored.folder}/{name}", hashlib.sha256()
         file = stored.files.get(name)
         if file is None:
@@ -486,7 +485,7 @@ class Mirror:
         assert self._head is not None
         with ExitStack() as opened:
             # Their content remains if the checkpoint is removed here meanwhile.
-            files = {name: opened.enter_context((path / name).open("rb")) for name in _FILES}
+            files = {name: opened.enter_context((path / name).open("rb")) for name in FILES}
             held = msgspec.structs.replace(held_of(path), finished=False)
             if any(stored.held.is_same(held) for stored in self._head.checkpoints):
                 return ""
@@ -504,7 +503,7 @@ class Mirror:
                 verified if isinstance(verified, int) else -1,
             )
             try:
-                for name in _FILES:
+                for name in FILES:
                     opened_file = Path(f"/proc/self/fd/{files[name].fileno()}")
                     store.put(f"{stored.folder}/{name}", opened_file, stored.files[name].bytes)
             except CheckpointError:

@@ -48,6 +48,8 @@ _PATIENCE_SECONDS = 60.0
 """The longest time that a step waits for the disk."""
 _LAST_SECONDS = 600.0
 """The longest time that the end of the script waits for the disk."""
+_CLOSE_SECONDS = 60.0
+"""The same for a script that ends early, with an error or on a signal."""
 _TOLERATED_SECONDS = 2.0
 """The total waiting time of steps after which the user gets a note."""
 _REST_SECONDS = 60.0
@@ -225,7 +227,7 @@ class CheckpointScheduler:
         left = self._writer.remove_after(step)
         return self._mirror.remove_after(step) if self._mirror is not None and is_chief else left
 
-    def close(self, seconds: float) -> bool:
+    def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
         """Wait until all requested checkpoints are where they belong; return False on timeout."""
         until = self._clock.now() + seconds
         written = self._writer.close(seconds)

@@ -190,8 +190,8 @@ def _text_or_none(fields: dict[str, Any], name: str) -> str | None:
     return value
 
 
-def _invalid(what: str) -> ConfigError:
-    return ConfigError(f"TF_CONFIG {what}. Write it as {_EXAMPLE}")
+def _invalid(fault: str) -> ConfigError:
+    return ConfigError(f"TF_CONFIG {fault}. Write it as {_EXAMPLE}")
 
 
 def _names(names: Any) -> str:

@@ -138,12 +138,12 @@ def state_of(finished: Mapping[str, Any] | None, *, active: bool) -> str:
 def headline(run: RunState, state: str) -> str:
     """Return how a run in a state went, in a few words."""
     number, message = len(troubles(run.totals)), str((run.finished or {}).get("message", ""))
-    what = "one thing" if number == 1 else f"{number} things"
+    things = "one thing" if number == 1 else f"{number} things"
     match state:
         case "finished":
-            return f"finished, but {what} did not hold" if number else "finished, and everything held"
+            return f"finished, but {things} did not hold" if number else "finished, and everything held"
         case "running":
-            return f"running, but {what} did not hold" if number else "running, and everything holds"
+            return f"running, but {things} did not hold" if number else "running, and everything holds"
         case "lost":
             return NO_END
         case "failed" if message:
@@ -163,8 +163,8 @@ def remedies(run: RunState, state: str) -> list[str]:
         texts.append(first + again)
     if totals.failed_checkpoints:
         is_full = "No space left" in totals.checkpoint_failure
-        what = "free space on the disk of the checkpoints" if is_full else "mend what prevents checkpoints"
-        texts.append(what + ("; until then, only older steps are safe" if state == "running" else ""))
+        remedy = "free space on the disk of the checkpoints" if is_full else "mend what prevents checkpoints"
+        texts.append(remedy + ("; until then, only older steps are safe" if state == "running" else ""))
     elif totals.removed_checkpoints:
         texts.append("free space on the disk of the checkpoints, or keep fewer of them (--keep)")
     if totals.remaining_checkpoints:

@@ -14,6 +14,7 @@ from typing import Literal
 from lockstep.diff.heads import Cause, HeadDifference, head_differences
 from lockstep.diff.recording import Key, RecordedHashes, Recording
 from lockstep.errors import ConfigError
+from lockstep.observability.events import HASH_DIGITS
 from lockstep.system.prose import count
 
 Place = Literal["first state", "state", "input", "gradient", "reduction", "update", "result", "length", "end"]
@@ -22,8 +23,7 @@ number of steps (`length`), and the model at the `end`, although all recorded st
 
 END_OF_SCRIPT = "the end of the script"
 """Names the record of the state of the model that was trained last."""
-DIGITS = 16
-ROW_DIGITS = 8
+_ROW_DIGITS = 8
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _input(first: RecordedHashes, second: RecordedHashes) -> _Fact | None:
     ours: list[str] = []
     theirs: list[str] = []
     for replica in replicas:
-        mine, yours = (_split(each.rows.get(replica, ""), ROW_DIGITS) for each in (first, second))
+        mine, yours = (_split(each.rows.get(replica, ""), _ROW_DIGITS) for each in (first, second))
         examples = first.examples.get(replica)
         if mine and len(mine) == len(yours) == examples:
             rows[replica] = [row for row, (a, b) in enumerate(zip(mine, yours, strict=True)) if a != b]
@@ -346,7 +346,9 @@ def _named(first: tuple[tuple[str, ...], str], second: tuple[tuple[str, ...], st
         `_UNKNOWN` if the hashes by name are not recorded. Nothing if only the names differ: a record may have
         the results of more metrics.
     """
-    ours, theirs = (dict(zip(names, _split(parts, DIGITS), strict=False)) for names, parts in (first, second))
+    ours, theirs = (
+        dict(zip(names, _split(parts, HASH_DIGITS), strict=False)) for names, parts in (first, second)
+    )
     if not ours or not theirs:
         return _UNKNOWN
     common = [name for name in ours if name in theirs]

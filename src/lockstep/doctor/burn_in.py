@@ -148,7 +148,7 @@ def judge_burn_in(hosts: Mapping[str, CoreResults]) -> list[Finding]:
         where = f" of {host}" if host else ""
         # Hosts with other processors may compute other bits, so the cores of a host decide first.
         votes = zip(_agreed(machine.cores.values()), everywhere, strict=False)
-        expected = [own or common for own, common in votes]
+        expected = [of_host or common for of_host, common in votes]
         faults = [*_faults(machine, expected, where)]
         if not faults:
             agreed[host] = "".join(each[:4] for each in expected if each)

@@ -47,10 +47,10 @@ def burn_in(cores: Sequence[int], seconds: float) -> dict[str, object]:
                 hashes[kind][function()] += 1
         done = time.monotonic() >= end
         if done or time.monotonic() - looked >= _LOOK:
-            looked, found = time.monotonic(), xxhash.xxh3_64_intdigest(block.data)
+            looked, digest = time.monotonic(), xxhash.xxh3_64_intdigest(block.data)
             # A second look at the same bytes may be right: the first one then computed a wrong hash.
-            changes += found != expected
-            expected = found
+            changes += digest != expected
+            expected = digest
     return {"cores": counts, "changes": changes}
 
 

@@ -12,6 +12,7 @@ import msgspec
 from lockstep.errors import DisagreementError
 from lockstep.keras.small_program import computed_bits, cost_of_limit
 from lockstep.observability.events import HostsDiffer
+from lockstep.protocol.job_spec import BACKEND_NAMES
 from lockstep.system.processor import (
     CHOOSING_VARIABLES,
     instruction_set,
@@ -25,8 +26,6 @@ from lockstep.worker.program_sources import own_sources
 
 GatherTexts = Callable[[str], Sequence[str]]
 """Sends a text to all workers of the call, and returns the texts of all."""
-
-_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
 
 class HostReport(msgspec.Struct, frozen=True):
@@ -144,7 +143,7 @@ def refuse_unlike(
         DisagreementError: it names the hosts, and how to make them equal.
     """
     first, other, *_ = reports
-    backend = _NAMES.get(other.backend, other.backend)
+    backend = BACKEND_NAMES.get(other.backend, other.backend)
     differs = (
         f"{first.host} and {other.host} compute different bits in {program} with {backend}"
         f"{_why_other_bits(first, other)}"

@@ -30,6 +30,7 @@ from lockstep.keras.backends.contract import Total, TrainingState
 from lockstep.keras.host_report import libraries
 from lockstep.keras.rounds import Round
 from lockstep.observability.events import (
+    HASH_DIGITS,
     DigestsRecorded,
     NamesRecorded,
     ProgramRecorded,
@@ -62,8 +63,6 @@ recorded without parts."""
 
 _CONFIG = ("floatx", "epsilon", "image_data_format")
 """Functions of `keras.config` that return values of keras.json, besides the backend."""
-
-DIGITS = 16
 
 Describe = Callable[[str], str]
 """Returns the name of an array of a partial for people."""
@@ -397,7 +396,7 @@ class DigestRecorder:
             arrays = self._arrays(data)
             if not arrays:
                 continue
-            inputs[replica] = digest_arrays(arrays).hex()[:DIGITS]
+            inputs[replica] = digest_arrays(arrays).hex()[:HASH_DIGITS]
             counts = {len(array) if array.ndim else 0 for array in arrays}
             if len(counts) == 1 and (count := counts.pop()):
                 examples[replica] = count

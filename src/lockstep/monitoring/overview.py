@@ -447,14 +447,14 @@ def _tell(happening: Happening) -> str:
         case "gpu lost":
             text = str(fields.get("fault", ""))
         case "checkpoint failed" | "checkpoint removed" | "checkpoint not removed":
-            what = {
+            outcome = {
                 "checkpoint failed": "no checkpoint",
                 "checkpoint removed": "an old checkpoint was removed"
                 if fields.get("late")
                 else "the oldest checkpoint was removed early",
                 "checkpoint not removed": "an old checkpoint could not be removed",
             }[happening.event]
-            text = f"{what}: {fields.get('reason', '')}"
+            text = f"{outcome}: {fields.get('reason', '')}"
         case "no memory" | "stop" | "coordinator":
             text = {
                 "no memory": "ran out of memory",

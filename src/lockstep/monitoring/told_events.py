@@ -120,8 +120,8 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
             arrays = ", ".join(map(str, _items(fields.get("arrays"))[:3]))
             if not arrays and fields.get("part") == "gradient":
                 arrays = "its examples"
-            what = f"{said} in {arrays}" if arrays else said.rstrip(",")
-            return f"step {fields.get('step')}, {fields.get('part')}: {what}"
+            verdict = f"{said} in {arrays}" if arrays else said.rstrip(",")
+            return f"step {fields.get('step')}, {fields.get('part')}: {verdict}"
         case "exited" if isinstance(status := fields.get("status"), int):
             return ", ".join(filter(None, (describe_exit(status), str(fields.get("cause") or ""))))
         case "done" if isinstance(status := fields.get("status"), int):

@@ -18,6 +18,9 @@ FORMAT = 1
 DIGEST_FORMAT = 1
 """The format of the digest log."""
 
+HASH_DIGITS = 16
+"""Digits of the hash of an array in the digest log."""
+
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event"):
     """An immutable event; its tag is its name on disk."""

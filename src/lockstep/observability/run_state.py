@@ -32,7 +32,7 @@ from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numb
 from lockstep.observability.host_loads import throttled_gpus
 from lockstep.observability.run_lines import Happening, as_happening
 from lockstep.observability.slowness import is_often, with_load
-from lockstep.observability.step_parts import CallTimes, is_first
+from lockstep.observability.step_parts import CallTimes, is_first, parts_of
 from lockstep.observability.step_recorder import serves, trains
 
 _MOST_EVENTS = 20_000
@@ -154,7 +154,6 @@ class ViewInfo(msgspec.Struct, frozen=True):
     pause: float | None = None
 
 
-_parts_of = attrgetter(*STEP_PARTS)
 _effective_parts_of = attrgetter("input", "compute", "wait", "exchange", "update")
 _sums_of = attrgetter(*_STEP_SUMS)
 
@@ -181,7 +180,7 @@ class StepSums(msgspec.Struct, frozen=True):
         stale = steps.staleness is not None and steps.largest_staleness is not None
         return StepSums(
             self.count + steps.count,
-            tuple(map(add, self.parts, _parts_of(steps))),
+            tuple(map(add, self.parts, parts_of(steps))),
             max(self.trained, steps.trained),
             (self.staleness or 0) + (steps.staleness or 0) if stale else self.staleness,
             steps.largest_staleness if stale else self.largest_staleness,

@@ -10,7 +10,8 @@ from lockstep.observability.events import STEP_PARTS, LoadMeasured, StepsMeasure
 from lockstep.observability.growth import GrowingMap
 from lockstep.observability.host_loads import HostLoads
 
-_parts_of = attrgetter(*STEP_PARTS)
+parts_of = attrgetter(*STEP_PARTS)
+"""Returns the seconds of the parts of a step, in their order."""
 
 
 class WorkerTimes(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ class WorkerTimes(msgspec.Struct, frozen=True):
             steps=self.steps + measured.count,
             examples=self.examples + measured.examples,
             replicas=self.replicas + measured.replicas * measured.count,
-            parts=dict(zip(STEP_PARTS, map(add, self.parts.values(), _parts_of(measured)), strict=True)),
+            parts=dict(zip(STEP_PARTS, map(add, self.parts.values(), parts_of(measured)), strict=True)),
             calls=calls,
             compiled=self.compiled + measured.compiled,
             compiling=self.compiling + measured.compiling,

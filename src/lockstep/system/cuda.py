@@ -161,10 +161,10 @@ def visibility(gpus: Sequence[Gpu], listed: str | None) -> Visibility:
             break
         matches = _find(name, gpus)
         if len(matches) != 1:
-            what = f"{'several' if matches else 'none'} of the {count(len(gpus), 'GPU')} here"
+            identified = f"{'several' if matches else 'none'} of the {count(len(gpus), 'GPU')} here"
             if by_number and not matches and int(name) < len(gpus):
-                what = "a GPU that is partitioned (MIG) and has no instance"
-            problem = f"{name!r} identifies {what}, and CUDA stops there"
+                identified = "a GPU that is partitioned (MIG) and has no instance"
+            problem = f"{name!r} identifies {identified}, and CUDA stops there"
             break
         ((identity, index),) = matches
         if identity in shown:

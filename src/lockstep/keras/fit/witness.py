@@ -234,8 +234,8 @@ def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> 
     """Return why a step of another backend cannot be taken again; empty if it can."""
     for path in dict.fromkeys([*kept.shapes, *shapes]):
         if kept.shapes.get(path) != shapes.get(path):
-            own, theirs = (each.get(path, "absent") for each in (shapes, kept.shapes))
-            return f"the shape of {path} is {own} instead of {theirs}"
+            ours, theirs = (each.get(path, "absent") for each in (shapes, kept.shapes))
+            return f"the shape of {path} is {ours} instead of {theirs}"
     rows = [None if leaf is None else leaf.shape[1:] for leaf in keras.tree.flatten(batch)]
     theirs_of_rows = [None if leaf is None else leaf.shape[1:] for leaf in kept.batch]
     return f"rows have the shapes {rows} instead of {theirs_of_rows}" if rows != theirs_of_rows else ""
@@ -369,10 +369,10 @@ class _Comparison:
     def _first_unlike(self, layers: Sequence[LayerRows]) -> str:
         """Name the first layer with the inputs of another backend and other outputs."""
         try:
-            own = self._layer_rows()
+            computed = self._layer_rows()
         except Exception:
             return ""
-        for theirs, rows in zip(layers, own, strict=False):
+        for theirs, rows in zip(layers, computed, strict=False):
             if self._are_alike(theirs.inputs, rows.inputs) and not self._are_alike(
                 theirs.outputs, rows.outputs
             ):

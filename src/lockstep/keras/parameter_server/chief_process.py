@@ -236,12 +236,12 @@ class ChiefProcess(FitProcess):
         weights = zip(self.model.trainable_variables, self._served_state.weights, strict=True)
         slots = zip(self.model.optimizer.variables, self._served_state.values, strict=True)
         others = zip(self.model.non_trainable_variables, self._first_others, strict=True)
-        own = {
+        parts = {
             "steps": Part(lambda: self._steps),
             "random": Part(lambda: self._random),
             "peers": Part(self.mesh.peers),
         }
-        return self.served.take_snapshot(whole, own, [*weights, *slots, *others])
+        return self.served.take_snapshot(whole, parts, [*weights, *slots, *others])
 
     def _compare_batches(self) -> None:
         """Check that workers have read the same batches as this process.

@@ -73,8 +73,8 @@ class FunctionJoining:
         Args:
             peers: returns the facts about the processes; see `Mesh.peers`.
         """
-        own = {"random": Part(random_states), "peers": Part(peers)}
-        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, own))
+        parts = {"random": Part(random_states), "peers": Part(peers)}
+        return self._job.joiners.admit(lambda whole: self._snapshots.take_apart(whole, parts))
 
     def join(self) -> FunctionLog:
         """Become a member of the job, if this worker is not yet one, and return the newest log.

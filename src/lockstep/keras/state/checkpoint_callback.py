@@ -48,7 +48,6 @@ from lockstep.topology import View
 from lockstep.worker.job import Alone, Job
 
 _PATIENCE = 20.0
-_LAST_SECONDS = 60.0
 _PART = 1 << 20
 """Bytes of a checkpoint that hosts hand over at once."""
 _END = b"\xff"
@@ -411,7 +410,7 @@ class ScriptCheckpoints:
 def _end(scheduler: CheckpointScheduler) -> None:
     """Save the last state of a plain program that has not ended with an error."""
     if hasattr(sys, "last_value"):
-        scheduler.close(_LAST_SECONDS)
+        scheduler.close()
     else:
         scheduler.finish()
 

@@ -46,8 +46,6 @@ from lockstep.system.notes import note
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
 
-_LAST_SECONDS = 60.0
-
 _POSITION = ("journal", "steps", "looks", "passes", "states", "turn", "growths")
 """The parts of the state that a process needs before it arrives."""
 
@@ -99,7 +97,7 @@ class Snapshots:
             scheduler.after_step(self._calls.taken, lambda: take_snapshot(True))
             if scheduler.leaving:
                 self._job.events.publish(LastStepEnded(self._calls.taken))
-                scheduler.close(_LAST_SECONDS)
+                scheduler.close()
                 sys.exit(128 + signal.SIGTERM)
 
     def change_workers(self, take_snapshot: Callable[[bool], Contents]) -> None:
@@ -202,17 +200,17 @@ class Snapshots:
         }
 
     def take_apart(
-        self, whole: bool, own: dict[str, Part], values: Sequence[tuple[Any, Any]] = (), model: Any = None
+        self, whole: bool, others: dict[str, Part], values: Sequence[tuple[Any, Any]] = (), model: Any = None
     ) -> Contents:
         """Return the state for workers that join while the others do not wait for each other.
 
         Args:
             whole: whether to return the whole state; otherwise only the position.
-            own: the parts that differ: the chief's random states, its `Mesh.peers`, and the completed steps.
+            others: the other parts: the chief's random states, its `Mesh.peers`, and the completed steps.
             values: variables of the model, with their values at some time within the call.
             model: the model of the call in progress; None between two entries of the log of a call.
         """
-        parts = self._parts(model, None) | {"schedules": Part(lambda: model is None)} | own
+        parts = self._parts(model, None) | {"schedules": Part(lambda: model is None)} | others
         names, arrays = [*_POSITION, "call", "schedules"], dict[str, Any]()
         if whole:
             names += ["built", "random", "peers"]
