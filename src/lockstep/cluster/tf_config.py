@@ -7,6 +7,7 @@ from typing import Any
 
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
+from lockstep.system.prose import shortened
 
 TASK_TYPES = ("chief", "worker", "ps", "evaluator")
 TRAINING = ("chief", "worker")
@@ -199,5 +200,4 @@ def _names(names: Any) -> str:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else f"{text[:120]}..."
+    return shortened(repr(value), 120)

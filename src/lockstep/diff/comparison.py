@@ -230,7 +230,7 @@ def _differing(
     """Return the first difference in a step, or None if everything that both have recorded of it is equal."""
     state_differs = not only_inputs and _differ(first.before, second.before)
     if state_differs and (names := _state_names(first, second, "before")):
-        return _before(first, second, previous, names)
+        return _before(previous, names)
     if fact := _input(first, second):
         return fact
     if only_inputs:
@@ -238,12 +238,7 @@ def _differing(
     return _partial(first, second) or _total(first, second, replicas) or _after(first, second)
 
 
-def _before(
-    first: RecordedHashes,
-    second: RecordedHashes,
-    previous: tuple[RecordedHashes, RecordedHashes] | None,
-    names: tuple[str, ...],
-) -> _Fact:
+def _before(previous: tuple[RecordedHashes, RecordedHashes] | None, names: tuple[str, ...]) -> _Fact:
     names = () if names == _UNKNOWN else names
     missing = () if names else ("the variables",)
     if previous is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.diff.comparison import Comparison, Place
 from lockstep.diff.heads import ABSENT, Cause, HeadDifference
-from lockstep.system.prose import count
+from lockstep.system.prose import count, first_of, shortened
 
 _SHOWN = 4
 _LONGEST = 160
@@ -148,7 +148,7 @@ def _equal(comparison: Comparison) -> str:
 
 
 def _happened(place: Place, comparison: Comparison) -> str:
-    which = _listed(comparison.names)
+    which = first_of(comparison.names, _SHOWN)
     several = len(comparison.names) > 1
     match place:
         case "first state":
@@ -191,9 +191,9 @@ def _before_step(comparison: Comparison) -> str:
 def _examples(comparison: Comparison) -> str:
     rows = [f"row {row} of replica {replica}" for replica, some in comparison.rows.items() for row in some]
     if comparison.swapped:
-        return f"the same examples are read in another order: {_listed(rows)}"
+        return f"the same examples are read in another order: {first_of(rows, _SHOWN)}"
     if rows and not comparison.missing:
-        return f"other examples are read: {_listed(rows)}"
+        return f"other examples are read: {first_of(rows, _SHOWN)}"
     return f"other examples are read by {_replicas(comparison.replicas)}"
 
 
@@ -204,7 +204,7 @@ def _whose(comparison: Comparison) -> str:
 
 
 def _replicas(numbers: Sequence[int]) -> str:
-    return f"replica{'s' if len(numbers) > 1 else ''} {_listed([str(number) for number in numbers])}"
+    return f"replica{'s' if len(numbers) > 1 else ''} {first_of([str(number) for number in numbers], _SHOWN)}"
 
 
 def _doubt(comparison: Comparison, *facts: str) -> str:
@@ -214,11 +214,6 @@ def _doubt(comparison: Comparison, *facts: str) -> str:
 
 def _in(which: str) -> str:
     return f", in {which}" if which else ""
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def described(head: HeadDifference) -> str:
@@ -232,10 +227,6 @@ def described(head: HeadDifference) -> str:
         # The part in which they differ.
         same = next((at for at, (a, b) in enumerate(zip(*values, strict=False)) if a != b), 0)
         start = max(0, same - _BEFORE)
-    first, second = (f"{'...' * (start > 0)}{_cut(text[start:])}" for text in values)
+    first, second = (f"{'...' * (start > 0)}{shortened(text[start:], _LONGEST)}" for text in values)
     verb = "are" if head.name.startswith(_PLURAL) else "is"
     return f"{head.name} {verb} {first} in the first run and {second} in the second"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -19,7 +19,7 @@ from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tas
 from lockstep.doctor.check import Finding, Rating, Sources, fine, warning
 from lockstep.errors import ConfigError
 from lockstep.system.environment import RUN
-from lockstep.system.prose import count
+from lockstep.system.prose import count, first_of
 
 LONGEST_WAIT = 600
 """Maximum seconds that a process started by hand waits for the others."""
@@ -260,6 +260,6 @@ def _is_loopback(number: str) -> bool:
 
 def _listed(tasks: Sequence[str]) -> str:
     if len(tasks) > _MAX_NAMED:
-        return f"{', '.join(tasks[:_MAX_NAMED])} and {len(tasks) - _MAX_NAMED} more"
+        return first_of(tasks, _MAX_NAMED)
     *most, last = tasks
     return f"{', '.join(most)} and {last}" if most else last

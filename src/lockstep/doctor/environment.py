@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.launcher.backend import is_legacy
 from lockstep.system.cuda import LISTED
 from lockstep.system.environment import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
-from lockstep.system.prose import count, printable
+from lockstep.system.prose import count, printable, shortened
 
 _MAX_SHOWN = 120
 
@@ -103,8 +103,7 @@ def _preloaded(variables: Mapping[str, str]) -> list[str]:
 
 def plain(text: str) -> str:
     """Return a text without control characters, shortened if it is long."""
-    text = printable(text)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return shortened(printable(text), _MAX_SHOWN)
 
 
 def judge_visible_gpus(shell: Shell) -> Iterator[Finding]:

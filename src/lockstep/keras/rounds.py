@@ -23,6 +23,7 @@ from lockstep.keras.backends.common import refuse_unequal_state
 from lockstep.keras.backends.contract import EQUAL, GATHERED, RARE, SCALED, Partial, Total
 from lockstep.keras.scaled_sums import limits_of, scales_of, sum_of, summand_of
 from lockstep.keras.worker_exchange import Packed, pack, unpack
+from lockstep.system.prose import first_of, shortened
 from lockstep.topology import View
 
 Array = npt.NDArray[Any]
@@ -230,12 +231,9 @@ class Round(ABC):
         return partial
 
     def _refuse(self, differing: Sequence[str]) -> NoReturn:
-        shown = ", ".join(
-            part if len(part) <= _LONGEST else f"{part[:_LONGEST]}..." for part in differing[:_SHOWN]
-        )
-        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        parts = first_of([shortened(part, _LONGEST) for part in differing], _SHOWN)
         raise ModelError(
-            f"{self.what}: replicas compute different things in one step ({shown}{more}): {self.advice}"
+            f"{self.what}: replicas compute different things in one step ({parts}): {self.advice}"
         )
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:

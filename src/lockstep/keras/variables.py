@@ -9,6 +9,7 @@ import keras
 
 from lockstep.errors import CheckpointError
 from lockstep.keras.private.common import layers_of, seed_generators
+from lockstep.system.prose import first_of
 
 _SHOWN = 4
 """Maximum names of each kind that a message lists."""
@@ -162,7 +163,9 @@ def misfits(expected: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
         "missing in the checkpoint": [repr(name) for name in expected if name not in arrays],
         "missing in the model": [repr(name) for name in arrays if name not in expected],
     }
-    return "; ".join(f"{problem}: {_listed(names)}" for problem, names in names_by_problem.items() if names)
+    return "; ".join(
+        f"{problem}: {first_of(names, _SHOWN)}" for problem, names in names_by_problem.items() if names
+    )
 
 
 def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str, Any]:
@@ -229,8 +232,3 @@ def _alike(first: tuple[str, str], second: tuple[str, str]) -> bool:
     if keras.backend.backend() == "torch":
         first, second = ((_ON_TORCH.get(dtype, dtype), shape) for dtype, shape in (first, second))
     return first == second
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

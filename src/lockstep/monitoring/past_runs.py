@@ -27,7 +27,7 @@ from lockstep.observability.run_lines import happenings, measurement
 from lockstep.observability.run_state import RunState, effective_share, location_of
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import columns, duration_text, percent, printable
+from lockstep.system.prose import columns, duration_text, percent, printable, shortened
 
 _MOST = 256 * 1024 * 1024
 """Bytes of measurements from which those of a run without an end are not read: that would take a minute."""
@@ -267,7 +267,7 @@ _COLUMNS = (
     _RunColumn("tags", lambda run: list(run.tags), lambda run: ", ".join(run.tags)),
     _RunColumn("resumed", lambda run: run.resumed_from, lambda run: run.resumed_from),
     _RunColumn("digest", lambda run: run.digest, lambda run: run.digest[:_DIGITS]),
-    _RunColumn("end", lambda run: run.end, lambda run: _cut(_remark(run))),
+    _RunColumn("end", lambda run: run.end, lambda run: shortened(_remark(run), _LONGEST)),
 )
 _BY_NAME = {column.name: column for column in _COLUMNS}
 
@@ -404,10 +404,6 @@ def _remark(run: PastRun) -> str:
     """Return how a run ended without its state, which has a column."""
     first, _, rest = run.end.partition("; ")
     return rest if first == run.state else run.end
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 # --------------------------------------------------------------------------------------------------- ends

@@ -15,6 +15,16 @@ def printable(text: str, kept: str = "") -> str:
     return "".join(sign if sign.isprintable() or sign in kept else "?" for sign in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text; of a longer one, the first `most` characters and "..."."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """Return names; of more than `most`, the first ones and how many others there are: "a, b and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def count(number: int, noun: str) -> str:
     """Return "1 worker", "2 workers"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
