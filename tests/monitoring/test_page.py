@@ -207,7 +207,7 @@ def test_a_run_that_trains_shows_its_progress_metrics_and_what_slows_it(
         assert browser.text("#progress-text") == "Epoch 3 of 4 · step 51 of 120 · 43 % · 7 s left"
         assert browser.run("byId('progress-bar').getAttribute('aria-valuenow')") == "43"
         tiles = " ".join(browser.text("#tiles").split())
-        assert tiles == "loss 0.4 validation not finite accuracy 0.8 validation 0.76"
+        assert tiles == "loss 0.4 validation not finite best 0.65 in epoch 1 accuracy 0.8 validation 0.76"
         advice = "[...document.querySelectorAll('#advice li')].map((one) => one.textContent)"
         assert browser.run(advice) == ["Nothing stands out: computing takes 40 % of the time."]
         for number in (1, 2):

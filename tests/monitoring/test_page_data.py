@@ -213,6 +213,7 @@ def test_the_newest_metrics_and_what_workers_do(tmp_path: Path) -> None:
     ]
     trends = [(one["trend"], one["validation_trend"]) for one in summary["metrics"]]
     assert trends == [([0.6, 0.4], [0.65, None]), ([0.7, 0.8], [0.66, 0.76])]
+    assert [one["best"] for one in summary["metrics"]] == [{"value": 0.65, "epoch": 1}, None]
     assert summary["phase"] == ""
     assert summary["shares"]["compute"] == pytest.approx(0.4)
     running = parts(read(make_run(tmp_path / "running", EVENTS[:5], [])), active=True)["summary"]

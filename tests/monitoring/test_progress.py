@@ -1,12 +1,16 @@
 """How far a run is, and how long the rest takes."""
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.monitoring.progress import TrainingProgress, progress
+from lockstep.monitoring.overview import overview
+from lockstep.monitoring.progress import BetterEpoch, TrainingProgress, better_epochs, progress
 from lockstep.monitoring.run_folder import RunFolder
+from lockstep.monitoring.top_text import heading
 
 from .recorded import event, job, record, started, steps
 
@@ -82,3 +86,39 @@ def test_without_measured_steps_the_rest_follows_from_the_epochs(tmp_path: Path)
     assert seen(tmp_path / "one", known, ended[0]) == TrainingProgress("fit 1", None, 180, 2, 9, None)
     found = seen(tmp_path / "three", known, *ended)
     assert found == TrainingProgress("fit 1", None, 180, 4, 9, pytest.approx(30.0))
+
+
+def test_epochs_of_the_last_fit_that_were_better_are_named(tmp_path: Path) -> None:
+    rows = [
+        {"loss": 0.1, "val_loss": 0.9, "val_accuracy": 0.5, "val_f1_score": 0.7, "gain": 3.0},
+        {"loss": 0.2, "val_loss": 0.3, "val_accuracy": 0.8, "val_f1_score": None, "gain": 1.0},
+        {"loss": 0.3, "val_loss": 0.3, "val_accuracy": 0.7, "val_f1_score": 0.9, "gain": 2.0},
+        {"loss": 0.1, "val_loss": 0.4, "val_accuracy": 0.8, "val_f1_score": None, "gain": 0.0},
+    ]
+    ends = [epoch_end(1010.0 + at, at, 20 * at) | {"values": row} for at, row in enumerate(rows, 1)]
+    earlier = {"call": "fit 1", "values": {"loss": 0.0, "val_loss": 0.0}}
+    record(tmp_path, job(), started(0), begins(), epoch_end(1002.0, 1, 5) | earlier)
+    record(
+        tmp_path, event(1005.0, "call", worker=0, name="fit 2"), *(end | {"call": "fit 2"} for end in ends)
+    )
+    run = RunFolder(tmp_path)
+    run.update()
+    assert better_epochs(run.state) == {"val_loss": BetterEpoch(0.3, 2), "val_f1_score": BetterEpoch(0.9, 3)}
+    (shown,) = [line for line in heading(overview(run.state, "a", 1030.0)) if "val_loss" in line]
+    assert "loss 0.1  val_loss 0.4 (best 0.3 in epoch 2)  val_accuracy 0.8  " in shown
+
+
+def test_a_run_of_hours_says_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.localtime", time.gmtime)
+    measured = [steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3)]
+    for number, words in ((900, "8 min 57 s left"), (12_000, "2 h 0 min left, until about 02:16")):
+        folder = tmp_path / str(number)
+        record(
+            folder, job(), started(0), begins(initial_epoch=0, epochs=6, steps_per_epoch=number), *measured
+        )
+        run = RunFolder(folder)
+        run.update()
+        assert f", {words}" in heading(overview(run.state, "a", 1014.0))[1]
+    view = overview(run.state, "a", 1014.0)
+    assert view.left is not None
+    assert ", until about Fri 02:16" in heading(replace(view, left=view.left + 86400.0))[1]

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.coordinator.job_report import how_it_goes, remedies, state_of
-from lockstep.monitoring.progress import progress
+from lockstep.monitoring.progress import BetterEpoch, better_epochs, progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.told_events import join_equal, seconds_of
 from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
@@ -140,6 +140,7 @@ class Overview:
         left: seconds until its last step at the present speed; None if they are unknown.
         trained: training steps of all calls.
         metrics: the newest metrics, by name.
+        better: the best epochs of metrics that were better before; see `better_epochs`.
         examples_per_second: examples per second; None if the size of batches is unknown.
         steps_per_second: training steps per second.
         idle: seconds since the last measured step; None before the first.
@@ -173,6 +174,7 @@ class Overview:
     wanted: int | None
     hosts: tuple[HostRow, ...]
     events: tuple[str, ...]
+    better: Mapping[str, BetterEpoch] = field(default_factory=dict)
     epochs: int | None = None
     left: float | None = None
     silent_since: float | None = None
@@ -231,7 +233,8 @@ def overview(
         for info in infos
     )
     doing = progress(run)
-    leader = max(times.values(), key=lambda sums: (sums.steps, sums.seconds), default=None)
+    timed = (sums for sums in times.values() if sums.seconds)
+    leader = max(timed, key=lambda sums: (sums.steps, sums.seconds), default=None)
     last = max((_last(info.steps, "time") for info in infos if len(info.steps)), default=None)
     names = {row.host for row in rows}
     hosts = tuple(_host(host, rows) for name, host in run.hosts.items() if name in names)
@@ -247,8 +250,9 @@ def overview(
         left=doing.left if doing else None,
         trained=steps_trained(run),
         metrics=_metrics(run),
+        better=better_epochs(run),
         examples_per_second=leader.examples / leader.seconds if leader and leader.examples else None,
-        steps_per_second=leader.steps / leader.seconds if leader and leader.seconds else None,
+        steps_per_second=leader.steps / leader.seconds if leader else None,
         idle=None if last is None else max(0.0, now - last),
         workers=rows,
         wanted=status.wanted if status else None,

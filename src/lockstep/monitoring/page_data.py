@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.coordinator.job_report import headline, last_line, remedies, state_of, troubles
-from lockstep.monitoring.progress import progress
+from lockstep.monitoring.progress import better_epochs, progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.told_events import ToldEvents, details, join_equal
 from lockstep.monitoring.training_times import advice, training_times
@@ -239,9 +239,11 @@ def _phase(run: RunState) -> str:
 def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
     """Return the newest value of each metric of training and of validation, or None if it is not finite.
 
-    The trends are their values at the ends of epochs, at most `_TREND` of them.
+    `best` is the best epoch, of validation if there is one; None if the newest epoch is the best one. The
+    trends are their values at the ends of epochs, at most `_TREND` of them.
     """
-    names = dict.fromkeys(name.removeprefix(_VALIDATION) for name in run.values)
+    names, better = dict.fromkeys(name.removeprefix(_VALIDATION) for name in run.values), better_epochs(run)
+    judged = {name: _VALIDATION + name if _VALIDATION + name in run.values else name for name in names}
     return [
         {
             "name": _text(name),
@@ -249,6 +251,7 @@ def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
             "recorded": name in run.values,
             "validation": _number(run.values.get(_VALIDATION + name)),
             "validated": _VALIDATION + name in run.values,
+            "best": None if (best := better.get(judged[name])) is None else asdict(best),
             "trend": _trend(run, name),
             "validation_trend": _trend(run, _VALIDATION + name),
         }

@@ -1,6 +1,7 @@
-"""The progress of training in a run, and the time that the rest takes. Pure."""
+"""The progress of training in a run, the time that the rest takes, and epochs that were better. Pure."""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,25 @@ if TYPE_CHECKING:
 
 _MANY = 8
 """The number of measurements from which only the newer half of the time says how long the rest takes."""
+
+_LOWER = re.compile(
+    r"(^|_)(loss|error|mae|mse|mape|msle|rmse|crossentropy|perplexity|divergence|hinge)(_|\d|$)"
+)
+_HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|score|f1|io_?u)(_|\d|$)")
+"""The names of metrics that are better if they are lower, or higher; of others, that is unknown."""
+
+
+@dataclass(frozen=True)
+class BetterEpoch:
+    """An epoch at whose end a metric was better than at that of the last one.
+
+    Attributes:
+        value: the best value of the metric.
+        epoch: the first epoch that has it, from 1.
+    """
+
+    value: float
+    epoch: int
 
 
 @dataclass(frozen=True)
@@ -51,6 +71,27 @@ def progress(run: RunState) -> TrainingProgress | None:
     if call.ended is None and run.finished is None:
         left = _left_in_epochs(run, call) if leader is None else _left(leader[1], steps)
     return TrainingProgress(call.name, step, steps, epoch, call.epochs, left)
+
+
+def better_epochs(run: RunState) -> dict[str, BetterEpoch]:
+    """Return the best epochs of the last `fit`, of metrics whose last value is worse than that."""
+    import numpy as np
+
+    call = next((call for call in reversed(run.calls) if re.fullmatch(r"fit \d+", call.name)), None)
+    found: dict[str, BetterEpoch] = {}
+    if call is None:
+        return found
+    until = math.inf if call.ended is None else call.ended
+    for name, columns in run.metrics.items():
+        sign = -1.0 if _HIGHER.search(name) and not _LOWER.search(name) else 1.0
+        chosen = (columns.column("time") >= call.began) & (columns.column("time") <= until)
+        values, epochs = (columns.column(column)[chosen] for column in ("value", "epoch"))
+        if not (_LOWER.search(name) or _HIGHER.search(name)) or not np.isfinite(values).any():
+            continue
+        best = int(np.nanargmin(np.where(np.isfinite(values), sign * values, np.nan)))
+        if values[best] != values[-1]:
+            found[name] = BetterEpoch(float(values[best]), int(epochs[best]))
+    return found
 
 
 def _rows(info: WorkerInfo, call: int) -> "npt.NDArray[np.void]":

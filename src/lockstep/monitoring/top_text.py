@@ -17,6 +17,8 @@ _GIB = 2**30
 _MIB = 2**20
 _IDLE = 5.0
 """Seconds without a step that are worth a word."""
+_LONG = 600.0
+"""Seconds of training that are left from which the time of its end is shown."""
 _METRICS = 6
 
 
@@ -83,13 +85,13 @@ def heading(view: Overview) -> list[str]:
             unit = "functions" if view.call.startswith("functions") else "steps"
             doing.append(f"{view.steps_per_second:,.0f} {unit}/s")
         if view.left is not None and not (view.end or view.averages):
-            doing.append(f"{duration_text(view.left)} left")
+            doing.append(_time_left(view.time, view.left))
         if view.idle is not None and view.idle >= _IDLE and not (view.end or view.averages):
             doing.append(f"last step {duration_text(view.idle)} ago")
         lines.append(", ".join(doing))
     if view.metrics:
         shown = list(view.metrics.items())[:_METRICS]
-        lines.append("  ".join(f"{printable(name)} {value:.5g}" for name, value in shown))
+        lines.append("  ".join(f"{printable(name)} {value:.5g}{_best(view, name)}" for name, value in shown))
     if view.compared not in view.end:
         lines.append(view.compared)
     if went := [text for text in view.went if text not in view.end]:
@@ -99,6 +101,22 @@ def heading(view: Overview) -> list[str]:
         seconds = max(0.0, view.time - view.silent_since)
         lines.append(f"no answer of the coordinator since {at} ({duration_text(seconds)})")
     return lines
+
+
+def _time_left(now: float, seconds: float) -> str:
+    """Say how long a run still trains, and of a longer time, when it ends."""
+    if seconds < _LONG:
+        return f"{duration_text(seconds)} left"
+    today, end = time.localtime(now), time.localtime(now + seconds)
+    day = "" if end[:3] == today[:3] else "%a "
+    return f"{duration_text(seconds)} left, until about {time.strftime(f'{day}%H:%M', end)}"
+
+
+def _best(view: Overview, name: str) -> str:
+    """Name an earlier epoch that was better; of a metric of training only if there is no validation."""
+    if (best := view.better.get(name)) is None or f"val_{name}" in view.metrics:
+        return ""
+    return f" (best {best.value:.5g} in epoch {best.epoch})"
 
 
 def table(view: Overview, width: int | None = None) -> list[str]:

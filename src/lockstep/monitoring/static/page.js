@@ -2,6 +2,8 @@
 "use strict";
 
 const POLL_EVERY = 2000;
+// Seconds of training that are left from which the page says when it ends.
+const LONG = 600;
 const MOST_POINTS = 2000;
 const MOST_ROWS = 200;
 const MOST_BARS = 100;
@@ -62,7 +64,7 @@ const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 function figures(value, digits = 3) {
   const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e6 || size < 1e-4) return value.toExponential(digits - 1).replace("e+", "e");
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
   return value.toLocaleString("en", { maximumSignificantDigits: Math.max(digits, size >= 1000 ? 6 : 1) });
 }
 
@@ -945,6 +947,7 @@ function drawSummary(summary) {
     return make("div", {}, make("dt", {}, metric.name), make("dd", {},
       metric.recorded ? make("div", { class: metric.value === null ? "value bad" : "value" }, text(metric.value)) : null,
       metric.validated ? make("div", { class: metric.recorded ? "validation" : "value" }, `${metric.recorded ? "validation " : ""}${text(metric.validation)}`) : null,
+      metric.best ? make("div", { class: "validation" }, `best ${figures(metric.best.value, 4)} in epoch ${count(metric.best.epoch)}`) : null,
       sparkline([["train", metric.trend], ["validation", metric.validation_trend]])));
   }));
   drawSlowness(summary);
@@ -1034,13 +1037,19 @@ function drawProgress(summary) {
     else if (progress.epochs && progress.epoch) share = Math.min(1, (progress.epoch - 1) / progress.epochs);
     const of = (total) => (total ? ` of ${count(total)}` : "");
     parts = [progress.epoch ? `Epoch ${count(progress.epoch)}${of(progress.epochs)}` : "", progress.step === null ? "" : `step ${count(progress.step)}${of(progress.steps)}`,
-      share === null ? "" : percent(share), isNumber(progress.left) ? `${duration(Math.round(progress.left))} left` : "", phase === "training" ? "" : phase];
+      share === null ? "" : percent(share), isNumber(progress.left) ? timeLeft(progress.left) : "", phase === "training" ? "" : phase];
   }
   const bar = byId("progress-bar");
   bar.hidden = share === null;
   bar.setAttribute("aria-valuenow", Math.round(100 * (share ?? 0)));
   bar.firstElementChild.style.width = `${100 * (share ?? 0)}%`;
   setText(byId("progress-text"), parts.filter(Boolean).join(" · "));
+}
+
+/** Says how long a run still trains, and of a longer time, when it ends. */
+function timeLeft(seconds) {
+  const end = seconds >= LONG ? `, until about ${shortDate(Date.now() / 1000 + seconds)}` : "";
+  return `${duration(Math.round(seconds))} left${end}`;
 }
 
 /** Shows what slows a run, and the shares of the parts of its steps. */
