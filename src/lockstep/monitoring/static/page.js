@@ -6,6 +6,8 @@ const POLL_EVERY = 2000;
 const LONG = 600;
 const MOST_POINTS = 2000;
 const MOST_ROWS = 200;
+// Pixels of a chart for one mean where points fill an area.
+const MEAN_PIXELS = 3;
 const MOST_BARS = 100;
 const SHOWN_WORKERS = 8;
 const COLORS = 8;
@@ -772,7 +774,9 @@ function drawLine(context, line, toX, toY, start, stop, smooth, dots) {
   context.strokeStyle = context.fillStyle = line.color;
   context.setLineDash(line.dashed ? [6, 4] : []);
   context.lineWidth = { train: 1, epoch: 2.5 }[line.role] ?? 1.75;
-  context.globalAlpha = smooth ? 0.3 : 1;
+  // A point for every other pixel fills an area, in which a line of means shows the course.
+  const width = Math.abs(toX(stop) - toX(start)), fills = !smooth && !line.role && last - first > width / 2;
+  context.globalAlpha = smooth || fills ? 0.3 : 1;
   // Each point goes from its lowest to its highest value, so that a spike shows at every zoom.
   context.beginPath();
   let pen = false;
@@ -790,17 +794,20 @@ function drawLine(context, line, toX, toY, start, stop, smooth, dots) {
   }
   context.stroke();
   context.globalAlpha = 1;
-  if (smooth) {
+  if (smooth || fills) {
+    const size = fills ? Math.ceil((MEAN_PIXELS * (last - first)) / width) : 1;
     context.lineWidth = 2;
     context.beginPath();
     pen = false;
-    for (let at = first; at < last; at += 1) {
-      if (line.mean[at] === null) {
+    for (let at = first; at < last; at += size) {
+      const values = line.mean.slice(at, Math.min(at + size, last)).filter((value) => value !== null);
+      if (!values.length) {
         pen = false;
         continue;
       }
-      if (pen) context.lineTo(toX(line.x[at]), toY(line.mean[at]));
-      else context.moveTo(toX(line.x[at]), toY(line.mean[at]));
+      const x = toX(line.x[Math.min(at + (size >> 1), last - 1)]), y = toY(values.reduce((sum, value) => sum + value, 0) / values.length);
+      if (pen) context.lineTo(x, y);
+      else context.moveTo(x, y);
       pen = true;
     }
     context.stroke();
