@@ -24,7 +24,7 @@ ALL = ["jax", "tensorflow", "torch"]
 ASKED = os.environ.get("BACKENDS", "")
 INSTALLED = ALL if find_spec("torch") else ALL[:2]
 BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
-FIRST = {"jax": 8, "tensorflow": 8, "torch": 20}
+FIRST = {"jax": 6, "tensorflow": 6, "torch": 10}
 """Programs in `make test-ci`: JAX takes four times as long as PyTorch, and TensorFlow three times."""
 
 PROGRAMS = 80
@@ -77,8 +77,7 @@ def test_the_first_programs_have_parts_of_each_kind(backend: str) -> None:
     counts = Counter[str]()
     for seed in range(FIRST[backend]):
         counts.update(features(quicker(seed, settled(draw(seed), backend), backend)))
-    least = FIRST[backend] // len(KINDS)
-    assert {kind: counts[kind] for kind in KINDS if counts[kind] < least} == {"any": 0, "own": 0}
+    assert {kind for kind in KINDS if not counts[kind]} == {"any", "own"}
 
 
 @pytest.mark.parametrize("backend", ALL)

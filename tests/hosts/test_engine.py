@@ -87,7 +87,7 @@ def test_a_coordinator_that_is_lost_before_the_job_begins(start: Start) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_coordinator_whose_lease_is_over(start: Start, stopped: bool) -> None:
     """It ends, also if it was stopped at that time; the job does not, and another one takes over."""
     engine = start("-n 2", 300, *PACED)

@@ -208,7 +208,7 @@ def test_a_process_that_resumes_follows_the_recorded_turns() -> None:
 @pytest.mark.parametrize(
     ("options", "how", "workers"),
     [
-        pytest.param("-n 2 --min-workers 2", "lost", (0, 2), marks=pytest.mark.ci),
+        pytest.param("-n 2 --min-workers 2", "lost", (0, 2), marks=pytest.mark.slow),
         pytest.param("-n 2", "whole", (0, 1), marks=pytest.mark.slow),
         pytest.param("-n 1 --replicas 2", "whole", (0,), marks=pytest.mark.ci),
     ],

@@ -29,7 +29,7 @@ Y = X[:, :1]
 
 @pytest.mark.parametrize(
     "backend",
-    ["torch", pytest.param("jax", marks=pytest.mark.ci), pytest.param("tensorflow", marks=pytest.mark.slow)],
+    ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "tensorflow"))],
     indirect=True,
 )
 def test_a_plain_script_has_the_bits_of_one_in_a_scope(

@@ -108,7 +108,8 @@ def test_a_model_with_several_optimizers_resumes(launch: Launch, backend: str, t
     assert resumed.marked(0, "result ")[-1:] == undisturbed.marked(0, "result ")[-1:] != []
 
 
-@pytest.mark.ci
+# CI stops it the same way below, with its checkpoints in a store.
+@pytest.mark.slow
 def test_a_stopped_job_resumes_at_its_last_step(
     launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:

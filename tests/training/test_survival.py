@@ -39,11 +39,10 @@ def undisturbed(
     return train(launch, backend, tmp_path_factory.mktemp("undisturbed"))
 
 
-@pytest.mark.ci("jax")
 @pytest.mark.parametrize(
-    # On TensorFlow, workers are lost in test_joining.py, test_graph_loops.py and test_random_numbers.py.
+    # On the others, workers are lost in test_joining.py, test_graph_loops.py and test_random_numbers.py, too.
     "backend",
-    ["jax", pytest.param("tensorflow", marks=pytest.mark.slow), "torch"],
+    [*(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "tensorflow")), "torch"],
     indirect=True,
 )
 def test_the_result_is_that_of_an_undisturbed_run(

@@ -380,7 +380,7 @@ def figures(run: Any, worker: int) -> list[str]:
     [
         ("once", "replica "),
         ("sum", "the sum over all replicas"),
-        ("update", "the state after the update"),
+        pytest.param("update", "the state after the update", marks=pytest.mark.slow),
     ],
 )
 def test_a_wrong_bit_changes_no_result(
@@ -400,15 +400,12 @@ def test_a_wrong_bit_changes_no_result(
     assert len(failed["arrays"]) == 1
 
 
-ci = pytest.mark.ci
-
-
 @pytest.mark.parametrize(
     ("how", "what", "guilty", "replicas"),
     [
         ("flip", "replica ", 1, 2),
-        pytest.param("flip", "replica ", 0, 4, marks=ci),
-        pytest.param("updates", "the state after the update", 1, 4, marks=ci),
+        pytest.param("flip", "replica ", 0, 4, marks=pytest.mark.slow),
+        pytest.param("updates", "the state after the update", 1, 4, marks=pytest.mark.ci),
         pytest.param("updates", "the state after the update", 0, 2, marks=pytest.mark.slow),
     ],
 )
