@@ -11,6 +11,8 @@ import pytest
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from lockstep.data.batch import PendingBatch
+from lockstep.errors import DataError
+from lockstep.keras.fit.call_inputs import refuse_empty
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
 from lockstep.keras.input.readings import ReadingWorker, read_batch, whole_batch
 from lockstep.keras.input.streams import on_host
@@ -110,6 +112,37 @@ def test_a_calls_facts_read_a_bounded_sample() -> None:
 def inputs(**options: Any) -> GlobalInput:
     x = np.arange(12, dtype="float32").reshape(6, 2)
     return input_of(x, **{"batch_size": 4, "shuffle": True} | options)
+
+
+class NoBatches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, index: int) -> Any:
+        raise IndexError(index)
+
+
+def nothing() -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_generator(lambda: (), output_signature=tf.TensorSpec((None, 2)))
+
+
+@pytest.mark.parametrize("unsplit", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: np.zeros((0, 2)), NoBatches, nothing], ids=["array", "dataset", "late"]
+)
+def test_an_input_without_examples_is_refused(make: Callable[[], Any], unsplit: bool) -> None:
+    def begin(method: str) -> None:
+        data = input_of(make(), batch_size=4, unsplit=unsplit)
+        refuse_empty(data)
+        getattr(data, method)()
+
+    for method in ("first", "peek"):
+        with pytest.raises(DataError, match="the input has no examples"):
+            begin(method)
+    # Validation data may have none.
+    assert not input_of(make(), batch_size=4, unsplit=unsplit).weighs
 
 
 def test_each_pass_has_an_order_that_another_process_reproduces() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import keras
 
+from lockstep.errors import DataError
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.distribution import explain_sharding
@@ -12,7 +13,7 @@ from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_val
 from lockstep.keras.input.held_state import states_held
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
 from lockstep.keras.input.sources import GlobalBatchSource
-from lockstep.keras.input.visits import order_seed
+from lockstep.keras.input.visits import NO_EXAMPLES, order_seed
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.private.common import layers_of
 from lockstep.keras.randomness import is_in_variable
@@ -65,6 +66,7 @@ class CallInputs:
             shuffle=arguments["shuffle"],
             class_weight=arguments["class_weight"],
         )
+        refuse_empty(training)
         return training, validation
 
     def of_validation(self, arguments: Mapping[str, Any], validation: Any) -> GlobalInput:
@@ -122,6 +124,16 @@ class CallInputs:
         Keras asks again if the program's own `compute_loss` leaves the compiled loss without a call.
         """
         yield 0, 0, [data.peek() if self._calls.current.samples else self.sample(data, model, "train")]
+
+
+def refuse_empty(data: GlobalInput) -> None:
+    """Refuse an input that is known to have no examples. Keras accepts only validation data without any.
+
+    Raises:
+        DataError: it has none.
+    """
+    if data.known_batches == 0:
+        raise DataError(NO_EXAMPLES)
 
 
 def _dataset_of(data: Any) -> Any:

@@ -16,6 +16,7 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import growths_of
+from lockstep.keras.fit.call_inputs import refuse_empty
 from lockstep.keras.fit.call_record import extent_of_fit, fit_facts, model_facts
 from lockstep.keras.fit.callbacks import (
     chief_files,
@@ -158,6 +159,7 @@ class Mirrored:
                 return parts.record.finish(original(model, *args, **kwargs))
             options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"]}
             data = parts.inputs.of_call(arguments["x"], arguments["y"], arguments["sample_weight"], **options)
+            refuse_empty(data)
             explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
             arguments.update(x=data, y=None, sample_weight=None, verbose=self._verbose(arguments["verbose"]))
@@ -178,6 +180,7 @@ class Mirrored:
                 return parts.record.finish(original(model, *args, **kwargs))
             options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"], "in_order": True}
             data = parts.inputs.of_call(arguments["x"], **options)
+            refuse_empty(data)
             explain_memory(self._job, data.held)
             parts.inputs.build_to_predict(data, model)
             self._introduce(call, model, "predict", data.batch_to_try)

@@ -45,6 +45,7 @@ from lockstep.keras.input.sparse_rows import is_sparse
 from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, is_ragged, on_host, readable, refuse_ragged
 from lockstep.keras.input.visits import (
+    NO_EXAMPLES,
     OrderSeed,
     ReorderedDataset,
     draw_as_a_loader,
@@ -143,8 +144,10 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     @property
     def weighs(self) -> bool:
         """Whether the batches have sample weights. This reads one; all workers call it together."""
-        with suppress(StopIteration):
-            return has_weights(self.batch_to_try())
+        # Validation data may have no examples.
+        if self.known_batches != 0:
+            with suppress(StopIteration, DataError):
+                return has_weights(self.batch_to_try())
         return False
 
     def batch_to_try(self) -> Any:
@@ -582,11 +585,16 @@ class StreamInput(GlobalInput):
         return self._sample(first_of_pass(_begin(self._inner)))
 
     def peek(self) -> Any:
-        """Return the first batch of the next pass, which still yields it."""
+        """Return the first batch of the next pass, which still yields it.
+
+        Raises:
+            DataError: there is none.
+        """
         if self._unsplit and keras.backend.backend() == "tensorflow":
             return self.first()
         rest = self._begun or self._begin()
-        first = next(rest)
+        if (first := next(rest, None)) is None:
+            raise DataError(NO_EXAMPLES)
         self._begun = chain([first], rest)
         return first.whole()
 

@@ -23,6 +23,7 @@ import keras
 import numpy as np
 
 from lockstep.data.order import Indices, Order, Shuffle
+from lockstep.errors import DataError
 from lockstep.keras.input.streams import easily_freed, on_host
 from lockstep.keras.private.common import ArrayDataAdapter
 from lockstep.keras.randomness import digest_of_states, seed_of_script
@@ -30,6 +31,7 @@ from lockstep.keras.randomness import digest_of_states, seed_of_script
 Batch = TypeVar("Batch")
 OrderSeed = tuple[int, ...] | None
 """The numbers that determine the job's own order; None for the order that Keras draws."""
+NO_EXAMPLES = "the input has no examples"
 
 
 class Visits(Protocol):
@@ -69,9 +71,15 @@ def draw_as_a_loader() -> None:
 
 
 def first_of_pass(batches: Iterator[Batch]) -> Batch:
-    """Return the first batch of a pass; read as many as Keras reads before it returns that."""
-    first, *_ = itertools.islice(batches, _batches_of_a_sample())
-    return first
+    """Return the first batch of a pass; read as many as Keras reads before it returns that.
+
+    Raises:
+        DataError: there is none.
+    """
+    first = [*itertools.islice(batches, _batches_of_a_sample())]
+    if not first:
+        raise DataError(NO_EXAMPLES)
+    return first[0]
 
 
 def _batches_of_a_sample() -> int:
