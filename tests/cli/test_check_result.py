@@ -42,7 +42,8 @@ def test_the_lines_of_a_check() -> None:
         "  loss: double",
         "fit 1, training step of m: not compared: it has steps",
         "the check ends here: t.py:1 writes a",
-        "the script has failed here, and the rest is not compared: ValueError: no",
+        "the script has failed here, perhaps because a check ends each fit early, and the rest is not "
+        "compared: ValueError: no",
     ]
 
 
@@ -51,6 +52,8 @@ def test_a_check_that_compares_nothing_says_why() -> None:
     assert line.startswith("nothing was compared: the script has called no fit")
     line, reason = lines({"compared": [], "ended": "t.py:1 writes a", "failed": ""})
     assert (line, reason) == ("nothing was compared", "the check ends here: t.py:1 writes a")
+    _, reason = lines({"compared": [], "ended": "", "failed": "ValueError: no"})
+    assert reason == "the script has failed here, and the rest is not compared: ValueError: no"
 
 
 @pytest.mark.parametrize("words", [["-n", "1"], ["-n", "4", "--replicas", "1"]])

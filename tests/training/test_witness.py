@@ -23,7 +23,8 @@ from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.trials import Trial
-from lockstep.keras.fit.witness import explaining
+from lockstep.keras.fit.witness import explaining, rounded_outputs
+from lockstep.keras.private.common import mask_of
 from lockstep.keras.rounds import Round
 from lockstep.observability.events import CheckEnded, Event, StepCompared
 from lockstep.worker.job import Job
@@ -194,6 +195,43 @@ def test_a_layer_with_which_a_difference_begins_is_told(compared: Callable[[], l
     (step,) = compared()
     assert {part.begins for part in step.differences} == {"layer centered"}
     assert {part.named for part in step.differences} == {"the layer centered"}
+
+
+class Twice(keras.layers.Layer):
+    """Repeats a column; in batches of odd numbers of rows, the second one differs in the last bits."""
+
+    def call(self, x: Any) -> Any:
+        return ops.concatenate([x, x * (1 + 2e-7 * (ops.shape(x)[0] % 2))], axis=1)
+
+
+def test_an_order_of_equal_outputs_is_rounding(compared: Callable[[], list[StepCompared]]) -> None:
+    def first_is_larger(y: Any, p: Any) -> Any:
+        return ops.cast(p[:, 0] > p[:, 1], "float32")
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1), Twice()])
+        model.compile(loss="mse", metrics=[first_is_larger])
+    model.evaluate(X, np.repeat(Y, 2, axis=1), batch_size=29, verbose=0)
+    (step,) = compared()
+    assert differing([step]) == {}
+    assert "first_is_larger" in step.equal
+
+
+def test_rounded_outputs_keep_whole_numbers_and_masks() -> None:
+    masking, dense = keras.layers.Masking(), keras.layers.Dense(2)
+    model = keras.Sequential([keras.Input((3, 1)), masking, dense])
+    masks, whole = [], []
+    with rounded_outputs(model, 1e-6):
+        for size in (1.0, 0.5):
+            x = ops.convert_to_tensor(np.full((5, 3, 1), size, "float32"))
+            masked = masking(x)
+            masks.append(mask_of(masked))
+            whole.append(np.array_equal(masked, x))
+            outputs = np.asarray(dense(x))
+            assert len(np.unique(outputs[:, :, 0])) > 10
+            np.testing.assert_allclose(outputs, np.broadcast_to(outputs[:1, :1], outputs.shape), 1e-5)
+    assert whole == [True, False]
+    assert all(mask is not None for mask in masks)
 
 
 DRAWS: dict[str, Callable[[Any, int], Any]] = {

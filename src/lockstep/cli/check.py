@@ -125,7 +125,9 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     if result["ended"]:
         yield f"the check ends here: {result['ended']}"
     if result["failed"]:
-        yield f"the script has failed here, and the rest is not compared: {result['failed']}"
+        shortened = any(step["call"].startswith("fit ") for step in result["compared"])
+        reason = ", perhaps because a check ends each fit early" if shortened else ""
+        yield f"the script has failed here{reason}, and the rest is not compared: {result['failed']}"
 
 
 def status(result: Mapping[str, Any]) -> int:

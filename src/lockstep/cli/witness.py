@@ -92,10 +92,14 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
             stderr=subprocess.STDOUT,
         ).returncode
     shutil.rmtree(temporary, ignore_errors=True)
-    events = _events(RunPaths(folder).events, 0.0)
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
+    paths = RunPaths(folder)
+    events = _events(paths.events, 0.0)
+    tail = _tail_of(log)
     if "SIGXCPU" in tail:
         tail = f"it takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of processor time"
+    else:
+        # The script's own words, such as those with which it refuses its arguments, if it has started.
+        tail = _tail_of(paths.log(0)) or tail
     failures = [event["summary"] for event in events if event["event"] == "failed"]
     reasons = [event["reason"] for event in events if event["event"] == "check ended"]
     compared = [event for event in events if event["event"] == "compared"]
@@ -107,6 +111,14 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
         "ended": reasons[0] if reasons else "",
         "failed": "" if reasons else failures[0] if failures else tail if ended else "",
     }
+
+
+def _tail_of(log: Path) -> str:
+    """Return the last lines of a log; empty if there are none."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:]).strip()
+    except OSError:
+        return ""
 
 
 def _events(path: Path, since: float) -> list[Mapping[str, Any]]:

@@ -79,6 +79,10 @@ class ParameterServerStrategy(Strategy):
         take_part_with_servers()
         super().__init__()
         if self._job.context.tasks is None and self._job.view.replicas > 1:
+            if self._job.settings.checks:
+                self._job.end_check(
+                    "the script trains with parameter servers, whose steps are not those of one process"
+                )
             raise ConfigError(
                 f"this job has {self._job.view.replicas} replicas and no parameter servers: start it with "
                 "`lockstep run --ps P -n N`"

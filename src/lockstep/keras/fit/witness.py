@@ -39,6 +39,7 @@ and those of KerasTuner: Landlock refuses that (`system/landlock.py`).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -58,7 +59,7 @@ from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.kept_steps import KeptStep, LayerRows, StepOutcome
 from lockstep.keras.fit.trials import DRAWS, LIBRARIES, LayerCalls, neutral, rows_are_equal
 from lockstep.keras.input.readings import whole_batch
-from lockstep.keras.private.common import layers_of, trained_by
+from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
@@ -71,6 +72,8 @@ Array = npt.NDArray[Any]
 _GRADIENT = "lockstep gradient"
 _ROUNDINGS = 2
 """Computations of plain Keras from inputs that differ in the last bits."""
+_OF_OUTPUTS = 1 / 8
+"""The weight of a change due to rounded outputs of layers, compared with one due to rounded inputs."""
 _ROWS = 4
 """Rows of the inputs and outputs of layers that are compared between backends."""
 
@@ -187,7 +190,7 @@ class Witness:
 
     @staticmethod
     def _results(comparison: "_Comparison", names: Sequence[str]) -> tuple[list[str], list[Difference]]:
-        deviations = comparison.deviations()
+        deviations = comparison.deviations(lambda part: bool(explaining(part, names)))
         equal = [part for part, difference in deviations.items() if difference is None]
         begins = comparison.beginning() if len(equal) < len(deviations) else ""
         return equal, [
@@ -230,6 +233,11 @@ def _first_rows(array: Array) -> Array:
     return array[:_ROWS] if array.ndim else array
 
 
+def _but_whole(array: Array, changed: Array) -> Array:
+    """Return changed numbers, but whole numbers, which may be indices, as they were."""
+    return np.where(array == np.round(array), array, changed) if array.dtype.kind == "f" else changed
+
+
 def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> str:
     """Return why a step of another backend cannot be taken again; empty if it can."""
     for path in dict.fromkeys([*kept.shapes, *shapes]):
@@ -239,6 +247,48 @@ def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> 
     rows = [None if leaf is None else leaf.shape[1:] for leaf in keras.tree.flatten(batch)]
     theirs_of_rows = [None if leaf is None else leaf.shape[1:] for leaf in kept.batch]
     return f"rows have the shapes {rows} instead of {theirs_of_rows}" if rows != theirs_of_rows else ""
+
+
+@contextmanager
+def rounded_outputs(model: Any, size: float) -> Iterator[None]:
+    """Within the block, the outputs of layers differ in the last bits, each element in another way.
+
+    So outputs that are equal, such as the scores of two equal rows, are not, as may happen in a batch of
+    another size. Whole numbers remain, because they may be indices.
+
+    Args:
+        model: the model.
+        size: the largest change, as a part of an element. With the negative of it, changes are the opposite.
+    """
+    ops = keras.ops
+
+    def moved(output: Any) -> Any:
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(output.dtype)):
+            return output
+        place = ops.zeros(())
+        for number in range(len(output.shape)):
+            along = ops.arange(ops.shape(output)[number], dtype="float32")
+            place = place[..., None] + (number + 1.7) * along
+        changes = ops.cast(size * ops.sin(ops.square(place + 0.5)), output.dtype)
+        rounded = output * (1 + changes)
+        rounded = ops.where(ops.equal(output, ops.round(output)), output, rounded)
+        if (mask := mask_of(output)) is not None:
+            set_mask(rounded, mask)
+        return rounded
+
+    def rounding(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def rounded(*args: Any, **options: Any) -> Any:
+            return keras.tree.map_structure(
+                lambda leaf: moved(leaf) if keras.ops.is_tensor(leaf) else leaf, call(*args, **options)
+            )
+
+        return rounded
+
+    with ExitStack() as stack:
+        for layer in layers_of(model):
+            stack.enter_context(replaced(layer, "call", rounding(layer.call)))
+        yield
 
 
 class _Comparison:
@@ -262,8 +312,12 @@ class _Comparison:
             self._before = self._state(None)
             self._reference = self._plain()
 
-    def deviations(self) -> dict[str, Deviation | None]:
-        """Return what the step computes, by names of its parts, with how replicas deviate."""
+    def deviations(self, is_named: Callable[[str], bool]) -> dict[str, Deviation | None]:
+        """Return what the step computes, by names of its parts, with how replicas deviate.
+
+        Args:
+            is_named: whether a note explains a deviation of a part.
+        """
         reference, step = self._reference, self._witness.step(self._model, self._kind)
         self._program = step.program
         with neutral(self._model, lambda name: None, constant=True), self._empty_metrics():
@@ -272,6 +326,22 @@ class _Comparison:
             replicas = self._of_replicas(step)
             rounded = [self._rounded(number) for number in range(_ROUNDINGS)]
             expected = self._updated(replicas)
+            deviations = self._deviations(reference, replicas, rounded, expected)
+            if not all(difference is None or is_named(part) for part, difference in deviations.items()):
+                # Equal rows may be rounded differently at different places of a batch.
+                for size in (2 * self._epsilon, -2 * self._epsilon):
+                    with rounded_outputs(self._model, size):
+                        rounded.append(self._nearer(self._plain(anew=True)))
+                deviations = self._deviations(reference, replicas, rounded, expected)
+        return deviations
+
+    def _deviations(
+        self,
+        reference: StepOutcome,
+        replicas: StepOutcome,
+        rounded: Sequence[StepOutcome],
+        expected: Mapping[str, Array],
+    ) -> dict[str, Deviation | None]:
         figures = self._figures(reference, replicas, rounded)
         states = self._states(expected, reference, replicas, rounded)
         for name, difference in figures.items():
@@ -420,28 +490,42 @@ class _Comparison:
 
     # The computations.
 
-    def _plain(self, change: Callable[[Any], Any] = lambda array: array) -> StepOutcome:
+    def _plain(
+        self, change: Callable[[Any], Any] = lambda array: array, *, anew: bool = False
+    ) -> StepOutcome:
         """Return what plain Keras computes.
 
         Args:
             change: changes the weights and the inputs.
+            anew: whether the function is made anew, for this computation only.
         """
         model, kind, batch = self._model, self._kind, self._batch
+        function = None if anew else self._function
         with (
             self._undone(),
             self._job.trying(1),
             self._witness.context(model)(),
             self._witness.plainly(model, f"{kind}_function"),
             self._gradients_in_logs.added(),
+            ExitStack() as stack,
         ):
             weights = {variable.path for variable in model.trainable_variables} & self._before.keys()
             assign(model, {name: change(self._before[name]) for name in sorted(weights)})
             if isinstance(batch, tuple | list):
-                batch = type(batch)([keras.tree.map_structure(change, batch[0]), *batch[1:]])
-            if self._function is None:
+                x = keras.tree.map_structure(
+                    lambda array: None if array is None else _but_whole(array, change(array)), batch[0]
+                )
+                batch = type(batch)([x, *batch[1:]])
+            if anew:
+                # JAX keeps what it has compiled for a method.
+                step = getattr(model, f"{kind}_step")
+                stack.enter_context(replaced(model, f"{kind}_step", lambda *args: step(*args)))
+            if function is None:
                 getattr(model, f"make_{kind}_function")(force=True)
-                self._function = getattr(model, f"{kind}_function")
-            return self._outcome(*self._backend.plain_step(model, kind, self._function, batch))
+                function = getattr(model, f"{kind}_function")
+            if not anew:
+                self._function = function
+            return self._outcome(*self._backend.plain_step(model, kind, function, batch))
 
     def _rounded(self, number: int) -> StepOutcome:
         """Return what plain Keras computes from weights and inputs that differ in the last bits."""
@@ -454,6 +538,28 @@ class _Comparison:
             return (array * (1 + size * generator.choice([-1.0, 1.0], array.shape))).astype(array.dtype)
 
         return self._plain(moved)
+
+    def _nearer(self, outcome: StepOutcome) -> StepOutcome:
+        """Return a part of the distance of an outcome from the reference.
+
+        The outputs of all layers were rounded, up and down, so a small multiple of what this changes is a
+        bound.
+        """
+
+        def nearer(values: Mapping[Any, Array], reference: Mapping[Any, Array]) -> dict[Any, Array]:
+            return {
+                key: reference[key] + _OF_OUTPUTS * (value - reference[key])
+                if key in reference and value.dtype.kind == "f" and value.shape == reference[key].shape
+                else value
+                for key, value in values.items()
+            }
+
+        reference = self._reference
+        return StepOutcome(
+            nearer(outcome.figures, reference.figures),
+            nearer(outcome.gradients, reference.gradients),
+            nearer(outcome.state, reference.state),
+        )
 
     def _of_replicas(self, step: GlobalStep) -> StepOutcome:
         with self._undone():
