@@ -82,7 +82,9 @@ def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
         last = one.err.splitlines()[-1]
         assert last.startswith("lockstep: finished in ")
         assert last.endswith("7 steps on 3 workers (1 lost, 1 joined); digest ab of model 'm'")
-    assert "3 workers on 2 hosts" in first.err
+    assert "lockstep: 3 workers on 2 hosts" in first.err
+    (line,) = [line for line in second.err.splitlines() if "3 workers on 2 hosts" in line]
+    assert line.endswith(" on node1")
 
 
 def test_a_lost_host_whose_tasks_are_started_again(start: Start, hosts: Sequence[Host]) -> None:

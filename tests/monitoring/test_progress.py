@@ -90,10 +90,10 @@ def test_without_measured_steps_the_rest_follows_from_the_epochs(tmp_path: Path)
 
 def test_epochs_of_the_last_fit_that_were_better_are_named(tmp_path: Path) -> None:
     rows = [
-        {"loss": 0.1, "val_loss": 0.9, "val_accuracy": 0.5, "val_f1_score": 0.7, "gain": 3.0},
-        {"loss": 0.2, "val_loss": 0.3, "val_accuracy": 0.8, "val_f1_score": None, "gain": 1.0},
-        {"loss": 0.3, "val_loss": 0.3, "val_accuracy": 0.7, "val_f1_score": 0.9, "gain": 2.0},
-        {"loss": 0.1, "val_loss": 0.4, "val_accuracy": 0.8, "val_f1_score": None, "gain": 0.0},
+        {"loss": 0.1, "val_loss": 0.9, "val_accuracy": 0.5, "val_AUC": 0.7, "gain": 3.0},
+        {"loss": 0.2, "val_loss": 0.3, "val_accuracy": 0.8, "val_AUC": None, "gain": 1.0},
+        {"loss": 0.3, "val_loss": 0.3, "val_accuracy": 0.7, "val_AUC": 0.9, "gain": 2.0},
+        {"loss": 0.1, "val_loss": 0.4, "val_accuracy": 0.8, "val_AUC": None, "gain": 0.0},
     ]
     ends = [epoch_end(1010.0 + at, at, 20 * at) | {"values": row} for at, row in enumerate(rows, 1)]
     earlier = {"call": "fit 1", "values": {"loss": 0.0, "val_loss": 0.0}}
@@ -103,7 +103,7 @@ def test_epochs_of_the_last_fit_that_were_better_are_named(tmp_path: Path) -> No
     )
     run = RunFolder(tmp_path)
     run.update()
-    assert better_epochs(run.state) == {"val_loss": BetterEpoch(0.3, 2), "val_f1_score": BetterEpoch(0.9, 3)}
+    assert better_epochs(run.state) == {"val_loss": BetterEpoch(0.3, 2), "val_AUC": BetterEpoch(0.9, 3)}
     (shown,) = [line for line in heading(overview(run.state, "a", 1030.0)) if "val_loss" in line]
     assert "loss 0.1  val_loss 0.4 (best 0.3 in epoch 2)  val_accuracy 0.8  " in shown
 

@@ -41,6 +41,7 @@ from lockstep.protocol.host import (
     KeepRecord,
     PeerAddress,
     Prepare,
+    ShowNote,
 )
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import Rejected
@@ -178,7 +179,7 @@ class JobOnHosts:
         threads = spec.threads or threads_for_all(spec.hosts, _in_order(spec, facts), spec.replicas)
         spec = replace(spec, threads=threads)
         remote = self._begin_on_others(spec, facts)
-        for line in spec.describe("events" if self.by_hand else "logs"):
+        for line in self._describe(spec):
             self.console.say(line)
         newcomers = Newcomers(
             spec=spec,
@@ -279,9 +280,16 @@ class JobOnHosts:
             agent.channel.send(BeginJob(replace(spec, inherited=()), host, spec.hosts[host], first))
             # From now on, both ends use only these messages.
             channel = cast("Channel[Instruction, HostReport]", agent.channel)
+            for line in self._describe(spec, f" on {spec.hosts[0].name}") if self.by_hand else ():
+                channel.send(ShowNote(line))
             workers, cores = spec.hosts[host].workers, facts[host].cores
             remote[host] = ConnectedHost(agent.name, _peer_of(facts[host]), workers, cores, channel)
         return remote
+
+    def _describe(self, spec: JobSpec, where: str = "") -> tuple[str, str]:
+        """Return the first two lines of the job; `where` names the host of its folder on other hosts."""
+        first, second = spec.describe("events" if self.by_hand else "logs")
+        return f"{first}{where}", second
 
     def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
         cores = tuple(host_facts.cores for host_facts in _in_order(spec, facts))

@@ -16,9 +16,10 @@ _MANY = 8
 """The number of measurements from which only the newer half of the time says how long the rest takes."""
 
 _LOWER = re.compile(
-    r"(^|_)(loss|error|mae|mse|mape|msle|rmse|crossentropy|perplexity|divergence|hinge)(_|\d|$)"
+    r"(^|_)(loss|error|mae|mse|mape|msle|rmse|crossentropy|perplexity|divergence|hinge)(_|\d|$)",
+    re.IGNORECASE,
 )
-_HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|score|f1|io_?u)(_|\d|$)")
+_HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|score|f1|io_?u)(_|\d|$)", re.IGNORECASE)
 """The names of metrics that are better if they are lower, or higher; of others, that is unknown."""
 
 
