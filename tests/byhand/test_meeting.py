@@ -166,6 +166,14 @@ def test_a_remaining_worker_reports_why_the_job_ends(host: Any) -> None:
     terminals[1].until("lockstep: worker 0 ended (exit status unknown); the job ends: restart all workers")
 
 
+def test_a_script_that_raises_exits_with_its_own_status(host: Any) -> None:
+    script = host.script(MEET + "if me.worker == 1: raise ValueError('no')\nimport signal\nsignal.pause()")
+    terminals = [host.start(host.config(index), script) for index in range(2)]
+    assert [terminal.status() for terminal in terminals] == [-signal.SIGTERM, 1]
+    assert "lockstep: worker 1 exited with status 1: ValueError: no; the job ends" in terminals[0].text
+    assert terminals[1].text.count("Traceback") == 1
+
+
 ONE_WAITS = """
 import time
 from lockstep.observability.events import StrategyInstalled

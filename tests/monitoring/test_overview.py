@@ -52,7 +52,7 @@ CAUSES: dict[str, tuple[dict[str, float], list[dict[str, Any]], dict[str, Any], 
         {"other": 0.5},
         [],
         {},
-        "slow Keras's loop and callbacks: 50 ms per replica, 0 ms on worker 0",
+        "slow callbacks and loop: 50 ms per replica, 0 ms on worker 0",
     ),
     "swapping": (
         {"compute": 0.9},

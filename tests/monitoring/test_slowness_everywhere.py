@@ -74,7 +74,7 @@ CAUSES = {
     ),
     "a callback that saves files": Planted(
         (
-            "worker 0 is slow (0.50): slow Keras's loop and callbacks: 42 ms per replica, 2 ms on worker 1; "
+            "worker 0 is slow (0.50): slow callbacks and loop: 42 ms per replica, 2 ms on worker 1; "
             "one worker saves the files of callbacks: save less often, or do less in callbacks",
             "box: other processes use 1.4 of 2 cores: each second, the threads of a worker together wait up "
             "to 0.4 s for a core",
@@ -84,7 +84,7 @@ CAUSES = {
         {"cores": 2, "busy": 2.0},
     ),
     "slow callbacks on a slow processor": Planted(
-        ("worker 0 is slow (0.45): slow Keras's loop and callbacks: 50 ms per replica, 10 ms on worker 1",),
+        ("worker 0 is slow (0.45): slow callbacks and loop: 50 ms per replica, 10 ms on worker 1",),
         ({"compute": 1.2, "other": 1.0}, {"compute": 0.8, "other": 0.2, "wait": 1.2}),
     ),
     "an overloaded host": Planted(

@@ -325,6 +325,9 @@ def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -
         hide_internals(error)
     _end_if_refused(error, summary)
     flush_streams()
+    if identity.by_hand:
+        # The job ends with SIGTERM to all workers, and the user of this one sees its own status.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Notify the other workers first: writing the output may block on a slow reader.
     blames = isinstance(error, PeerLostError | PeerStuckError)
     recurs = not is_of_machine(error)

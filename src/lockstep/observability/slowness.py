@@ -198,7 +198,7 @@ def _explained(call: CallTimes, worker: int, fastest: int) -> str:
         return 1000 * seconds / times.replicas
 
     part = max(_OWN_PARTS, key=lambda part: per_replica(slow, part) - per_replica(fast, part))
-    name = "Keras's loop and callbacks" if part == "other" else part
+    name = "callbacks and loop" if part == "other" else part
     behind, ahead = per_replica(slow, part), per_replica(fast, part)
     why = _why(call, worker, fastest)
     # What takes its cores, or a slow processor, would slow what it computes, too.
