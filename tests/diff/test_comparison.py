@@ -122,6 +122,20 @@ def test_the_sum_the_update_and_changes_between_steps(
     assert (this.step, this.cause, this.names, this.missing) == (step, cause, (name,), ())
 
 
+def test_weights_that_change_after_a_step_are_explained_by_averages() -> None:
+    def cause(name: str) -> str | None:
+        def assigned(made: Recording) -> None:
+            change(made, 4, "before", 0)
+            made.settings["fit 1"][f"setting optimizer: {name}"] = "1"
+
+        return found(assigned).cause
+
+    assert [cause(name) for name in ("use_ema", "ema_momentum", "clipnorm")] == [
+        *["configuration"] * 2,
+        "state",
+    ]
+
+
 def test_the_first_state_is_explained_by_what_can_change_it() -> None:
     def weights(made: Recording) -> None:
         change(made, 1, "before", 0)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 
 import psutil
@@ -486,6 +487,16 @@ def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) ->
         )
         browser.run(press)
         assert browser.run(results) == [one, two]
+        # Areas of several runs cannot be added up.
+        assert browser.run("[{ kind: 'stack' }, {}].map(chartRuns)") == [[chosen], [chosen, other]]
+        browser.size(400, 900)
+        boxes = browser.run(
+            "[...document.querySelectorAll('#results-table th')].map((one) => one.getBoundingClientRect())"
+            ".map((box) => [box.left, box.top, box.right, box.bottom])"
+        )
+        for first, second in combinations(boxes, 2):
+            assert any(first[at + 2] <= second[at] or second[at + 2] <= first[at] for at in (0, 1)), boxes
+        browser.size(1280, 6000)
         # The address has the choice, so that it survives loading the page again.
         browser.reload()
         browser.wait(LOADED + " && state.others.size === 1")

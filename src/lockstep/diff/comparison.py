@@ -395,8 +395,10 @@ def _explains(head: HeadDifference, fact: _Fact) -> bool:
                 return assigned
             return not (of_data or of_length)
         case "state":
-            # The difference is not the result of a computation: something has assigned it.
-            return of_callbacks and bool(fact.names) and all(map(_is_optimizers, fact.names))
+            # The difference is not the result of a computation: something has assigned it. An optimizer
+            # assigns averages to the weights.
+            averages = of_optimizer and head.name.startswith(("use_ema ", "ema_"))
+            return averages or (of_callbacks and bool(fact.names) and all(map(_is_optimizers, fact.names)))
         case "input":
             return of_data or concerns == "reading" or head.cause in ("seed", "versions")
         case "gradient" | "result":

@@ -114,7 +114,7 @@ def repeat(
     require_variables(variables)
     recorded = {name: value for name, value in job.get("env", {}).items() if name not in variables}
     require_variables(recorded, form=f"{recording.folder} has not recorded the value of {{}}")
-    variables = recorded | variables
+    variables = {**recorded, **variables}
     _note_changed(recording)
     _note_variables(recording, variables)
     words = command_of("lockstep", "run", "--run-dir", str(folder), *_options(job, variables), *options)

@@ -116,7 +116,8 @@ def _best(view: Overview, name: str) -> str:
     """Name an earlier epoch that was better; of a metric of training only if there is no validation."""
     if (best := view.better.get(name)) is None or f"val_{name}" in view.metrics:
         return ""
-    return f" (best {best.value:.5g} in epoch {best.epoch})"
+    shown = f"{best.value:.5g}"
+    return "" if shown == f"{view.metrics[name]:.5g}" else f" (best {shown} in epoch {best.epoch})"
 
 
 def table(view: Overview, width: int | None = None) -> list[str]:

@@ -377,7 +377,7 @@ class Chart {
   /** Asks for what is shown and a margin around it, unless that has been asked for. */
   async load() {
     if (!this.shown || this.loading) return;
-    const runs = shownRuns().filter((run) => versionOf(run, this.spec.id) !== null);
+    const runs = chartRuns(this.spec).filter((run) => versionOf(run, this.spec.id) !== null);
     const [start, stop] = [this.span.start, this.span.stop];
     const margin = start === null ? 0 : (stop - start) / 2;
     const window = { axis: this.span.axis, start: start === null ? null : start - margin, stop: stop === null ? null : stop + margin,
@@ -954,7 +954,7 @@ function drawSummary(summary) {
     return make("div", {}, make("dt", {}, metric.name), make("dd", {},
       metric.recorded ? make("div", { class: metric.value === null ? "value bad" : "value" }, text(metric.value)) : null,
       metric.validated ? make("div", { class: metric.recorded ? "validation" : "value" }, `${metric.recorded ? "validation " : ""}${text(metric.validation)}`) : null,
-      metric.best ? make("div", { class: "validation" }, `best ${figures(metric.best.value, 4)} in epoch ${count(metric.best.epoch)}`) : null,
+      metric.best && figures(metric.best.value, 4) !== text(metric.validated ? metric.validation : metric.value) ? make("div", { class: "validation" }, `best ${figures(metric.best.value, 4)} in epoch ${count(metric.best.epoch)}`) : null,
       sparkline([["train", metric.trend], ["validation", metric.validation_trend]])));
   }));
   drawSlowness(summary);
@@ -1121,8 +1121,12 @@ const TABLES = {
 };
 
 /** Creates the charts that the runs have, and removes others. */
+/** Returns the runs of a chart: areas that are added up cannot lie over each other. */
+const chartRuns = (spec) => (spec.kind === "stack" ? [state.run] : shownRuns());
+
 function drawCharts() {
-  const specs = new Map(shownRuns().reverse().flatMap((run) => (partsOf(run).charts ?? []).map((spec) => [spec.id, spec])));
+  const specs = new Map(shownRuns().reverse().flatMap((run) => (partsOf(run).charts ?? [])
+    .filter((spec) => chartRuns(spec).includes(run)).map((spec) => [spec.id, spec])));
   const workers = [...specs.values()].filter((spec) => spec.section === "parts");
   fillSelect(byId("parts-workers"), [["", workers.length > SHOWN_WORKERS ? `the first ${SHOWN_WORKERS}` : "all"], ...workers.map((spec) => [spec.id, spec.title])]);
   const chosen = byId("parts-workers").value;
