@@ -112,7 +112,12 @@ def said(first: dict[str, str], second: dict[str, str]) -> list[str]:
         (
             {"call epochs": "0 to 2"},
             {"call epochs": "0 to 3"},
-            "epochs of fit 1 is 0 to 2 in the first run and 0 to 3 in the second",
+            "epochs of fit 1 is 2 in the first run and 3 in the second",
+        ),
+        (
+            {"call epochs": "0 to 3"},
+            {"call epochs": "1 to 3"},
+            "epochs of fit 1 is 0 to 3 in the first run and 1 to 3 in the second",
         ),
     ],
 )

@@ -40,6 +40,8 @@ _DRAWN = (", random states ", ", seed ")
 _ROWS = re.compile(r"(?<=\[)\d+")
 """The number of rows in the description of arrays, such as `float32[96, 4] float32[96, 3]`."""
 _CALLBACK = re.compile(r"setting callback (\d+) \((.*?)\): (.*)")
+_FROM_START = "0 to "
+"""The beginning of the epochs of a `fit` without `initial_epoch`."""
 _MOST_LINES = 6
 """Lines of a source file that are shown of each run."""
 
@@ -217,6 +219,8 @@ def _setting_differences(
         elif name.startswith("call "):
             argument = name.removeprefix("call ").replace(" ", "_")
             concern: Concern = "length" if argument in ("epochs", "steps_per_epoch") else "data"
+            if argument == "epochs" and all(value.startswith(_FROM_START) for value in values):
+                values = values[0].removeprefix(_FROM_START), values[1].removeprefix(_FROM_START)
             yield _difference("configuration", f"{argument} of {call}", values, concern)
         elif name.startswith(("data ", "validation ")):
             yield _difference("configuration", f"{name} of {call}", values, "data")
