@@ -131,18 +131,14 @@ class JaxBlocks:
             shapes = [weight.shape for weight in weights]
             slots: list[SharedSlot | None] = [None] * (len(self.blocks.slots) + len(self.blocks.others))
             for position, (group, kind, i) in self.blocks.slots.items():
-                array = self._part(group, i, state.slots[group][kind]).reshape(shapes[i])
+                array = self.blocks.groups[group].elements_of(i, state.slots[group][kind]).reshape(shapes[i])
                 slots[position] = SharedSlot(state, array)
             shared: dict[int, Array] = {}
             for number, group_of in enumerate(self.blocks.groups):
                 for i in group_of.offsets:
-                    shared[i] = self._part(number, i, state.weights[number]).reshape(shapes[i])
+                    shared[i] = group_of.elements_of(i, state.weights[number]).reshape(shapes[i])
             self._slots = state, slots, [shared[i] for i in range(len(shapes))]
         return self._slots[1:]
-
-    def _part(self, group: int, variable: int, array: Array) -> Array:
-        of = self.blocks.groups[group]
-        return array[of.offsets[variable] :][: of.sizes[variable]]
 
 
 class JaxBlockUpdate:

@@ -91,6 +91,10 @@ class VariableGroup:
                     parts[block].append(BlockPart(i, first - offset, last - offset, first - block * size))
         return tuple(map(tuple, parts))
 
+    def elements_of(self, variable: int, array: Array) -> Array:
+        """Return the elements of a variable, by its position, in an array of the group."""
+        return array[self.offsets[variable] :][: self.sizes[variable]]
+
     def gathered(self, block: int, arrays: Mapping[int, Array]) -> Array:
         """Return a block of flat arrays of the variables; what no variable has is zero."""
         parts = self.parts[block]

@@ -171,7 +171,8 @@ class TorchBlocks:
         private = DividedState(state.layout, mapping.bytes)
         for position, (group, kind, i) in self.blocks.slots.items():
             tensor = stored_value(variables[position])
-            tensor.data = borrowed(self.part(group, i, private.slots[group][kind])).reshape(tensor.shape)
+            array = self.blocks.groups[group].elements_of(i, private.slots[group][kind])
+            tensor.data = borrowed(array).reshape(tensor.shape)
             shown.append(_Shown(variables[position], tensor, tensor.data_ptr()))
         self._state, self._mapping, self._shown = state, mapping, shown
         _showing.add(self)
@@ -185,11 +186,6 @@ class TorchBlocks:
         self._state, self._mapping = None, None
         for shown in released:
             shown.release()
-
-    def part(self, group: int, variable: int, array: Array) -> Array:
-        """Return the elements of a variable, by its position, in an array of its group."""
-        of = self.blocks.groups[group]
-        return array[of.offsets[variable] :][: of.sizes[variable]]
 
 
 _showing: weakref.WeakSet[TorchBlocks] = weakref.WeakSet()
@@ -328,7 +324,7 @@ class TorchBlockUpdate:
             for number, group in enumerate(blocks.blocks.groups):
                 for i in group.offsets:
                     tensor = blocks.trained[i].value
-                    new = borrowed(blocks.part(number, i, state.weights[number]))
+                    new = borrowed(group.elements_of(i, state.weights[number]))
                     tensor.copy_(new.reshape(tensor.shape))
             for variable, value in zip(blocks.others, self._others, strict=True):
                 variable.assign(value)
