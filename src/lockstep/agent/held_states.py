@@ -25,7 +25,7 @@ memory is taken.
     the joiner                                  the members continue, and a replacement starts
     the stream: it breaks, a piece takes more   the joiners of that host are killed and replaced;
     than 10 s, memory or the hash does not fit  the members continue
-    time: not arrived within `--timeout`        likewise, those that the state has not reached
+    time: not arrived within `--timeout`        the same for joiners that the state has not reached
     the view, while a position is on its way    the joiner asks again
 """
 

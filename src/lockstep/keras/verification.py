@@ -652,8 +652,8 @@ class _SumAnswer(NamedTuple):
     Attributes:
         worker: its id.
         readings: by part, the hash of the total as this worker has it.
-        sums: by part for which it is the checker, the hash of what it has added up, and the first byte of
-            the total in which that differs from what it has; -1 if none does.
+        sums: by part for which it is the checker, the hash of the sum that it has computed, and the first
+            byte of the total at which its own total differs from that sum; -1 if none does.
         changed: by verified replica that it owns, the hashes of its partial, if they are others by now.
     """
 

@@ -127,8 +127,8 @@ def describe(call: CallTimes) -> str:
     """Return a line such as `fit 1: 2,304 examples/s with 2 workers; input 61 %, ...`, with advice.
 
     The time is that of the call without its first step, with nested calls such as a validation. The line is
-    empty if the steps of the slowest worker took less than a second. With parameter servers, the rate is that
-    of the chief, which takes all steps, or for which all scheduled functions are completed, and the parts are
+    empty if the steps of the slowest worker took less than a second. With parameter servers, the chief takes
+    all steps, or has workers complete all scheduled functions, so the rate is the chief's. The parts are
     those of the workers, for which it waits.
     """
     workers = call.workers

@@ -263,8 +263,8 @@ class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     Attributes:
         slots: for each variable of an optimizer the position of the shard that it belongs to, or -1 minus the
             number of the optimizer if it belongs to none, and its number among those of the same position.
-        tables: the positions of the shards of which, and of whose slots, some rows are given, whose numbers
-            follow in the arrays.
+        tables: the positions of the shards of which only some rows are given, with their slots. The numbers
+            of these rows follow in the arrays.
         digests: the positions of the shards that only servers have; the array of such a shard is the digest
             of its rows and of their slots, which are not in `slots`.
     """

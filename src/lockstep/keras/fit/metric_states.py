@@ -1,4 +1,4 @@
-"""Whether the state of a metric is a sum over examples, as updates with some rows show, apart and together.
+"""Whether the state of a metric is a sum over examples: updates with some rows, apart and together, show it.
 
 Replicas start a step from zero, and their states are added to that of the metric, which may be that of
 earlier epochs if `reset_state` keeps it. Keras's own metrics are sums. Those of the program are tried: an

@@ -10,9 +10,10 @@ the step of the training: `GlobalStep`, with one worker that computes all replic
 
 Both sides begin with the same values of all variables, which are restored after each computation, and with
 empty metrics. Plain Keras takes its step before the trials of the model, and the replicas take theirs
-afterwards. So what a trial leaves behind is a difference; so is what a `GlobalStep` has wrongly learned in
-an earlier call, because it lasts as long as that of the training. A wrapper around `train_step` adds the
-gradients that the optimizers get to the logs, with which they leave a compiled function on every backend.
+afterwards. So what a trial leaves behind is a difference. So is what the `GlobalStep` of the comparison has
+wrongly learned in an earlier call, because it lasts as long as that of the training. A wrapper around
+`train_step` adds the gradients that the optimizers get to the logs, with which they leave a compiled function
+on every backend.
 
     part                                     reference
     logs, outputs                            those of plain Keras
