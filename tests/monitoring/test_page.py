@@ -173,14 +173,14 @@ def test_a_run_that_grows_while_it_is_watched(browser: Browser, tmp_path: Path) 
         assert browser.text("#progress-text") == "compiling"
         with (folder / "measurements.jsonl").open("ab") as file:
             file.write(lines(MEASURED))
-        browser.wait("charts.get('metric:loss')?.found[0]?.series[0].x.length === 2")
+        browser.wait("charts.get('metric:loss')?.runSeries[0]?.series[0].x.length === 2")
         with (folder / "events.jsonl").open("ab") as file:
             file.write(lines(EVENTS[6:]))
         with (folder / "measurements.jsonl").open("ab") as file:
             file.write(lines([metrics(9.0, 70, None, loss=0.3)]))
         browser.run("poll()")
         browser.wait("document.querySelector('#status').textContent.includes('1 lost')")
-        browser.wait("charts.get('metric:loss').found[0].series[0].x.length === 3")
+        browser.wait("charts.get('metric:loss').runSeries[0].series[0].x.length === 3")
         with (folder / "worker-0.log").open("a") as log:
             log.write("a line that came later\n")
         browser.run("poll()")
@@ -376,7 +376,7 @@ def test_the_report_needs_no_network(browser: Browser, run: Path, tmp_path: Path
     browser.run("find(0)")
     assert browser.run("byId('log-results').textContent") == "the needle is here"
     browser.run("byId('metric-axis').value = 'time'; byId('metric-axis').dispatchEvent(new Event('change'))")
-    browser.wait("charts.get('metric:loss').found[0].series[0].x[0] === 3")
+    browser.wait("charts.get('metric:loss').runSeries[0].series[0].x[0] === 3")
     assert not browser.run("document.querySelector('#comparison').checkVisibility()")
 
 
@@ -432,7 +432,7 @@ def test_smoothing_and_a_logarithmic_axis(browser: Browser, run: Path) -> None:
         set_value = "(id, value) => { byId(id).value = value; byId(id).dispatchEvent(new Event('input')); }"
         browser.run(f"({set_value})('smoothing', 20)")
         assert browser.text("#smoothing-value") == "mean over 20 % of what is shown"
-        browser.wait("charts.get('metric:loss').found[0].series[0].mean[0] === 0.9")
+        browser.wait("charts.get('metric:loss').runSeries[0].series[0].mean[0] === 0.9")
         browser.run("byId('log-axis').click()")
         browser.wait("!charts.get('metric:loss').drawing")
         assert browser.run(DRAWN % "metric:loss") > 20
@@ -462,7 +462,7 @@ def test_two_runs_are_overlaid_and_compared(browser: Browser, tmp_path: Path) ->
         assert "Overlay other runs" in browser.text("#results-table")
         other = {"one": "two", "two": "one"}[chosen]
         browser.run(f"document.querySelector('[aria-label=\"Overlay {other}\"]').click()")
-        browser.wait("charts.get('metric:loss').found.length === 2")
+        browser.wait("charts.get('metric:loss').runSeries.length === 2")
         legend = browser.run("charts.get('metric:loss').legend.innerText")
         assert f"val_loss ({other})" in legend
         assert f"val_loss ({chosen})" in legend
@@ -713,7 +713,7 @@ def test_a_killed_worker_appears_on_the_page_of_its_job(
         line = next(line for line in job.stderr if "the page is at" in line)
         browser.size(1280, 6000)
         browser.open(re.findall(r"http://\S+", line)[0])
-        browser.wait("charts.get('parts:1')?.found[0]?.series[0].x.length > 1")
+        browser.wait("charts.get('parts:1')?.runSeries[0]?.series[0].x.length > 1")
         worker = browser.run("partsOf(state.run).workers.find((one) => one.worker === 1)")
         os.kill(worker["pid"], signal.SIGKILL)
         browser.wait("byId('status').textContent.includes('1 lost')")
@@ -784,14 +784,14 @@ def test_a_million_points_scroll(browser: Browser, tmp_path: Path) -> None:
     began = time.monotonic()
     with watching(browser, folder):
         print(f"1,000,000 points: shown after {time.monotonic() - began:.1f} s")
-        series = browser.run("charts.get('metric:loss').found[0].series[0]")
+        series = browser.run("charts.get('metric:loss').runSeries[0].series[0]")
         assert series["count"] == 1_000_000
         assert max(series["high"]) == 1e6
         count, middle, late, longest = browser.run(FRAMES)
         print(f"{count} frames: median {middle:.1f} ms, 95 % {late:.1f} ms, longest {longest:.1f} ms")
         # A frame draws at most 2,000 points of a series, and some beyond its edges, whatever its length.
         assert (
-            browser.run("Math.max(...charts.get('metric:loss').found[0].series.map((one) => one.x.length))")
+            browser.run("Math.max(...charts.get('metric:loss').runSeries[0].series.map((one) => one.x.length))")
             <= 2002
         )
         browser.wait(

@@ -53,8 +53,8 @@ function fillTable(table, columns, rows, empty, classOf = () => "") {
 
 function fillSelect(select, options) {
   const before = select.value;
-  const known = [...select.options].map((one) => one.value + "\n" + one.text).join("\n\n");
-  if (known === options.map(([value, text]) => value + "\n" + text).join("\n\n")) return;
+  const present = [...select.options].map((option) => option.value + "\n" + option.text).join("\n\n");
+  if (present === options.map(([value, text]) => value + "\n" + text).join("\n\n")) return;
   select.replaceChildren(...options.map(([value, text]) => make("option", { value }, text)));
   if (options.some(([value]) => String(value) === before)) select.value = before;
 }
@@ -135,8 +135,8 @@ const percent = (share) => `${Math.round(100 * share)} %`;
 /** Asks the server of lockstep ui. */
 function serverSource() {
   async function get(path, query = {}) {
-    const given = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
-    const answer = await fetch(`api/${path}?${new URLSearchParams(given)}`, { credentials: "same-origin" });
+    const parameters = Object.entries(query).filter(([, value]) => value !== null && value !== undefined);
+    const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`, { credentials: "same-origin" });
     const value = answer.status === 403 ? { error: "this page is no longer valid; run lockstep ui again" } : await answer.json();
     if (!answer.ok) throw new Error(value.error);
     return value;
@@ -169,8 +169,8 @@ function reportSource(data) {
     log: async (run, worker) => lines(worker),
     search: async (run, worker, text, matchCase) => {
       const fold = (line) => (matchCase ? line : line.toLowerCase());
-      const found = data.logs[worker].text.split("\n").filter((line) => fold(line).includes(fold(text)));
-      return { found: found.slice(0, 100).map((line) => ({ start: null, text: line })), resume: null };
+      const matching = data.logs[worker].text.split("\n").filter((line) => fold(line).includes(fold(text)));
+      return { found: matching.slice(0, 100).map((line) => ({ start: null, text: line })), resume: null };
     },
     compare: async () => [],
   };
@@ -267,7 +267,7 @@ class Chart {
   constructor(spec, span) {
     this.spec = spec;
     this.span = span;
-    this.found = [];
+    this.runSeries = [];
     this.loaded = "";
     this.loading = false;
     this.shown = false;
@@ -365,8 +365,8 @@ class Chart {
   }
 
   extent() {
-    const all = this.found.flatMap((one) => one.series).filter((one) => one.extent);
-    return all.length ? [Math.min(...all.map((one) => one.extent[0])), Math.max(...all.map((one) => one.extent[1]))] : [Infinity, -Infinity];
+    const all = this.runSeries.flatMap(({ series }) => series).filter((line) => line.extent);
+    return all.length ? [Math.min(...all.map((line) => line.extent[0])), Math.max(...all.map((line) => line.extent[1]))] : [Infinity, -Infinity];
   }
 
   loadSoon() {
@@ -383,12 +383,12 @@ class Chart {
     const window = { axis: this.span.axis, start: start === null ? null : start - margin, stop: stop === null ? null : stop + margin,
       points: Math.min(MOST_POINTS, Math.round((start === null ? 1 : 2) * Math.max(300, this.inner().width))),
       smoothing: (this.spec.section === "metrics" ? smoothing() : 0) / (start === null ? 1 : 2) };
-    const asked = JSON.stringify([shownRuns().length > 1, runs.map((run) => [run, versionOf(run, this.spec.id)]), window]);
-    if (asked === this.loaded) return;
+    const request = JSON.stringify([shownRuns().length > 1, runs.map((run) => [run, versionOf(run, this.spec.id)]), window]);
+    if (request === this.loaded) return;
     this.loading = true;
     try {
-      this.found = await Promise.all(runs.map(async (run) => ({ run, series: await source.chart(run, this.spec.id, window) })));
-      this.loaded = asked;
+      this.runSeries = await Promise.all(runs.map(async (run) => ({ run, series: await source.chart(run, this.spec.id, window) })));
+      this.loaded = request;
     } catch (error) {
       say(`A chart cannot be loaded: ${error.message}`);
       return;
@@ -403,14 +403,14 @@ class Chart {
 
   /** The lines of the chart: its series with their runs and colors. */
   lines() {
-    const several = this.found.length > 1, named = shownRuns().length > 1;
-    return this.found.flatMap(({ run, series }, at) => series.map((one, index) => {
+    const several = this.runSeries.length > 1, named = shownRuns().length > 1;
+    return this.runSeries.flatMap(({ run, series }, at) => series.map((line, index) => {
       let color = palette.series[index % COLORS];
-      if (this.spec.kind === "stack") color = palette.read(`part-${one.label}`);
-      else if (one.role) color = several ? palette.series[at % COLORS] : palette.read(ROLES[one.role]);
+      if (this.spec.kind === "stack") color = palette.read(`part-${line.label}`);
+      else if (line.role) color = several ? palette.series[at % COLORS] : palette.read(ROLES[line.role]);
       else if (several && series.length === 1) color = palette.series[at % COLORS];
-      const dashed = one.role === "validation" || (!one.role && several && series.length > 1 && at % 2 === 1);
-      return { ...one, run, color, dashed, name: named ? `${one.label} (${run})` : one.label };
+      const dashed = line.role === "validation" || (!line.role && several && series.length > 1 && at % 2 === 1);
+      return { ...line, run, color, dashed, name: named ? `${line.label} (${run})` : line.label };
     }));
   }
 
@@ -515,8 +515,8 @@ class Chart {
         if (!logarithmic || high > 0) highs.push(high);
       }
     }
-    let low = lows.reduce((one, other) => Math.min(one, other), stacked ? 0 : Infinity);
-    let high = highs.reduce((one, other) => Math.max(one, other), -Infinity);
+    let low = lows.reduce((least, value) => Math.min(least, value), stacked ? 0 : Infinity);
+    let high = highs.reduce((most, value) => Math.max(most, value), -Infinity);
     const limit = logarithmic ? null : spikeLimit(highs, low, this.spec.unit === "s" ? 3 : 10);
     this.tellBeyond(highs, high, limit);
     const clips = limit !== null && !this.whole;
@@ -537,8 +537,8 @@ class Chart {
     this.beyond.hidden = limit === null;
     if (limit === null) return;
     const above = highs.filter((value) => value > limit).length;
-    const what = `${above === 1 ? "one point" : `${count(above)} points`} above ${inUnit(limit, this.spec.unit)}, up to ${inUnit(high, this.spec.unit)}`;
-    setText(this.beyond, this.whole ? `Cut off ${what}` : `▲ ${what}: show`);
+    const text = `${above === 1 ? "one point" : `${count(above)} points`} above ${inUnit(limit, this.spec.unit)}, up to ${inUnit(high, this.spec.unit)}`;
+    setText(this.beyond, this.whole ? `Cut off ${text}` : `▲ ${text}: show`);
   }
 
   drawContent(context, box, start, stop, toX) {
@@ -626,8 +626,8 @@ class Timeline extends Chart {
   end() {
     const { summary, workers, views, events } = partsOf(state.run);
     if (!summary) return 1;
-    const times = [...(workers ?? []).flatMap((one) => [one.began, one.ended]), ...(views ?? []).map((one) => one.time),
-      ...(events ?? []).slice(-1).map((one) => one.time), summary.seconds].filter(isNumber);
+    const times = [...(workers ?? []).flatMap((worker) => [worker.began, worker.ended]), ...(views ?? []).map((view) => view.time),
+      ...(events ?? []).slice(-1).map((event) => event.time), summary.seconds].filter(isNumber);
     const now = summary.state === "running" ? Date.now() / 1000 - summary.began : 0;
     return Math.max(1e-3, now, ...times);
   }
@@ -649,13 +649,13 @@ class Timeline extends Chart {
   }
 
   /** The color of the end of a worker; null while it is in the job. */
-  color(one) {
-    if (["lost", "failed"].includes(one.phase) || one.status) return palette.bad;
-    return one.ended === null ? null : palette.read("good");
+  color(row) {
+    if (["lost", "failed"].includes(row.phase) || row.status) return palette.bad;
+    return row.ended === null ? null : palette.read("good");
   }
 
   measure(context) {
-    const widths = this.rows().map((one) => context.measureText(`worker ${one.worker}`).width);
+    const widths = this.rows().map((row) => context.measureText(`worker ${row.worker}`).width);
     this.margin = Math.ceil(Math.max(28, ...widths)) + 10;
   }
 
@@ -665,12 +665,12 @@ class Timeline extends Chart {
     context.fillStyle = palette.muted;
     for (const [, x] of shown) context.fillRect(Math.round(x), box.top, 1, box.height);
     context.textBaseline = "middle";
-    rows.forEach((one, at) => {
+    rows.forEach((row, at) => {
       const y = box.top + 14 + at * 22;
       context.textAlign = "right";
       context.fillStyle = palette.muted;
-      context.fillText(`worker ${one.worker}`, box.left - 8, y);
-      const from = Math.max(toX(one.began ?? 0), box.left), to = Math.min(toX(one.ended ?? end), box.left + box.width);
+      context.fillText(`worker ${row.worker}`, box.left - 8, y);
+      const from = Math.max(toX(row.began ?? 0), box.left), to = Math.min(toX(row.ended ?? end), box.left + box.width);
       if (to <= box.left || from >= box.left + box.width) return;
       const bar = (left, color) => {
         context.fillStyle = color;
@@ -679,7 +679,7 @@ class Timeline extends Chart {
         context.fill();
       };
       bar(from, palette.read("series-0"));
-      if (this.color(one) && toX(one.ended) <= box.left + box.width) bar(Math.max(from, to - 12), this.color(one));
+      if (this.color(row) && toX(row.ended) <= box.left + box.width) bar(Math.max(from, to - 12), this.color(row));
     });
     context.textAlign = "left";
     let free = -Infinity;
@@ -697,7 +697,7 @@ class Timeline extends Chart {
   }
 
   read(at) {
-    const living = this.rows().filter((one) => (one.began ?? 0) <= at && (one.ended ?? Infinity) >= at).map((one) => one.worker);
+    const living = this.rows().filter((row) => (row.began ?? 0) <= at && (row.ended ?? Infinity) >= at).map((row) => row.worker);
     return `${clock(at)}\nworkers: ${living.slice(0, 20).join(", ") || "none"}`;
   }
 }
@@ -706,7 +706,7 @@ class Timeline extends Chart {
 function spikeLimit(values, low, ratio) {
   const most = Math.min(Math.floor(values.length / 4), Math.max(2, Math.ceil(values.length / 10)));
   if (!most) return null;
-  const sorted = [...values].sort((one, other) => other - one);
+  const sorted = [...values].sort((first, second) => second - first);
   return sorted[most] > low && sorted[0] - low > ratio * (sorted[most] - low) ? sorted[most] : null;
 }
 
@@ -715,18 +715,18 @@ function ticks(low, high, most, seconds = false) {
   const rough = (high - low) / most;
   if (!(rough > 0) || !Number.isFinite(rough)) return [];
   const power = 10 ** Math.floor(Math.log10(rough));
-  const sizes = seconds && rough > 5 && rough <= 86400 ? TIME_TICKS : [1, 2, 5, 10].map((one) => one * power);
-  const size = sizes.find((one) => one >= rough) ?? 10 * power;
-  const found = [];
-  for (let at = Math.ceil(low / size); at * size <= high; at += 1) found.push(Number((at * size).toPrecision(12)));
-  return found;
+  const sizes = seconds && rough > 5 && rough <= 86400 ? TIME_TICKS : [1, 2, 5, 10].map((step) => step * power);
+  const size = sizes.find((step) => step >= rough) ?? 10 * power;
+  const marks = [];
+  for (let at = Math.ceil(low / size); at * size <= high; at += 1) marks.push(Number((at * size).toPrecision(12)));
+  return marks;
 }
 
 /** Returns the logarithms at which a logarithmic axis has marks. */
 function decades(low, high) {
-  const whole = ticks(Math.floor(low), Math.ceil(high), Math.max(2, Math.min(6, high - low))).filter((one) => Number.isInteger(one) && one >= low && one <= high);
+  const whole = ticks(Math.floor(low), Math.ceil(high), Math.max(2, Math.min(6, high - low))).filter((mark) => Number.isInteger(mark) && mark >= low && mark <= high);
   if (whole.length > 1) return whole;
-  return [...ticks(10 ** low, 10 ** high, 4)].filter((one) => one > 0).map(Math.log10);
+  return [...ticks(10 ** low, 10 ** high, 4)].filter((mark) => mark > 0).map(Math.log10);
 }
 
 function mark(value, unit) {
@@ -841,7 +841,7 @@ function stack(lines) {
 function drawArea(context, area, toX, toY, start, stop) {
   const [first, last] = within(area.x, start, stop);
   if (last <= first) return;
-  const gaps = Array.from({ length: last - first - 1 }, (_, at) => area.x[first + at + 1] - area.x[first + at]).sort((one, other) => one - other);
+  const gaps = Array.from({ length: last - first - 1 }, (_, at) => area.x[first + at + 1] - area.x[first + at]).sort((left, right) => left - right);
   const widest = gaps.length ? 3 * gaps[gaps.length >> 1] : 0;
   context.fillStyle = area.color;
   for (let at = first; at < last; at += 1) {
@@ -868,7 +868,7 @@ const smoothing = () => Number(byId("smoothing").value) / 100;
 
 /** Returns the version of a chart of a run; null if the run has no such chart. */
 function versionOf(run, chart) {
-  return (partsOf(run).charts ?? []).find((one) => one.id === chart)?.version ?? null;
+  return (partsOf(run).charts ?? []).find((spec) => spec.id === chart)?.version ?? null;
 }
 
 /** Says a change of state, also to screen readers. */
@@ -877,17 +877,17 @@ function say(text) {
 }
 
 function readAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  if (given.has("run")) {
-    state.run = given.get("run");
-    state.others = new Set(given.getAll("with"));
+  const parameters = new URLSearchParams(location.hash.slice(1));
+  if (parameters.has("run")) {
+    state.run = parameters.get("run");
+    state.others = new Set(parameters.getAll("with"));
   }
 }
 
 function writeAddress() {
   if (!source.live) return;
-  const given = new URLSearchParams([["run", state.run], ...[...state.others].map((run) => ["with", run])]);
-  history.replaceState(null, "", `#${given}`);
+  const parameters = new URLSearchParams([["run", state.run], ...[...state.others].map((run) => ["with", run])]);
+  history.replaceState(null, "", `#${parameters}`);
 }
 
 function choose(run) {
@@ -1081,10 +1081,10 @@ function drawSlowness(summary) {
 
 /** Says what has changed since the last announcement. */
 function announce(summary) {
-  const waits = (partsOf(state.run).waits ?? []).filter((one) => one.current);
+  const waits = (partsOf(state.run).waits ?? []).filter((wait) => wait.current);
   const text = [`${state.run}: ${summary.state}`, `${summary.workers} of ${summary.wanted ?? "?"} workers`,
     summary.lost ? `${summary.lost} lost` : "", summary.joined ? `${summary.joined} joined` : "",
-    waits.length ? `worker ${waits[0].worker} waits for ${waits[0].waits_for.map((one) => `worker ${one}`).join(", ")}` : ""].filter(Boolean).join(", ");
+    waits.length ? `worker ${waits[0].worker} waits for ${waits[0].waits_for.map((worker) => `worker ${worker}`).join(", ")}` : ""].filter(Boolean).join(", ");
   if (text !== state.said) say(state.said = text);
 }
 
@@ -1135,9 +1135,9 @@ function drawCharts() {
   for (const chart of [...charts.values()]) if (!specs.has(chart.spec.id) && chart.spec.kind !== "bars") chart.remove();
   let before = {};
   for (const section of ["metrics", "throughput", "parts", "load"]) {
-    const found = [...(partsOf(state.run).charts ?? []), ...specs.values()].filter((spec) => spec.section === section && specs.has(spec.id));
+    const ofSection = [...(partsOf(state.run).charts ?? []), ...specs.values()].filter((spec) => spec.section === section && specs.has(spec.id));
     const place = byId(`${section}-charts`);
-    for (const id of new Set(found.map((spec) => spec.id))) {
+    for (const id of new Set(ofSection.map((spec) => spec.id))) {
       const chart = charts.get(id) ?? new Chart(specs.get(id), section === "metrics" ? metricSpan : timeSpan);
       const last = before[section];
       if (last ? last.nextSibling !== chart.figure : place.firstChild !== chart.figure) last ? last.after(chart.figure) : place.prepend(chart.figure);
@@ -1163,18 +1163,18 @@ function nothingIn(section) {
 
 /** Draws the parts of the chosen run that have changed. */
 function draw() {
-  const known = state.known.get(state.run);
-  if (!known) return;
+  const shown = state.known.get(state.run);
+  if (!shown) return;
   let changed = false;
-  for (const [name, digest] of Object.entries(known.digests)) {
+  for (const [name, digest] of Object.entries(shown.digests)) {
     const drawn = `${state.run} ${digest}`;
     if (state.drawn[name] === drawn) continue;
     state.drawn[name] = drawn;
     changed = true;
-    if (name in TABLES) TABLES[name](known.parts[name]);
-    else if (name === "summary") drawSummary(known.parts.summary);
+    if (name in TABLES) TABLES[name](shown.parts[name]);
+    else if (name === "summary") drawSummary(shown.parts.summary);
   }
-  announce(known.parts.summary);
+  announce(shown.parts.summary);
   drawCharts();
   const comparison = byId("comparison"), place = state.others.size ? byId("metrics") : null;
   if (comparison.nextElementSibling !== place) byId("main").insertBefore(comparison, place);
@@ -1188,8 +1188,8 @@ function draw() {
 
 /** Shows the results of the chosen run and of those laid over it, a row each; a heading sorts them. */
 function drawResults() {
-  const valuesOf = (summary) => Object.fromEntries(summary.metrics.flatMap((one) =>
-    [...(one.recorded ? [[one.name, one.value]] : []), ...(one.validated ? [[`val_${one.name}`, one.validation]] : [])]));
+  const valuesOf = (summary) => Object.fromEntries(summary.metrics.flatMap((metric) =>
+    [...(metric.recorded ? [[metric.name, metric.value]] : []), ...(metric.validated ? [[`val_${metric.name}`, metric.validation]] : [])]));
   const runs = shownRuns().filter((run) => partsOf(run).summary)
     .map((run) => ({ run, ...partsOf(run).summary, metrics: valuesOf(partsOf(run).summary) }));
   const metrics = [...new Set(runs.flatMap((row) => Object.keys(row.metrics)))].sort((a, b) => (b === "loss") - (a === "loss"));
@@ -1274,7 +1274,7 @@ async function find(start) {
     setText(byId("log-found"), "");
     return;
   }
-  let at = start, found = 0;
+  let at = start, lines = 0;
   do {
     const answer = await attempt(() => source.search(state.run, log.worker, text, matchCase, at));
     if (!answer || log.search !== search) return;
@@ -1283,10 +1283,10 @@ async function find(start) {
       list.append(make("li", {}, line.start === null ? shown
         : make("button", { type: "button", onclick: () => showPage({ start: line.start }) }, shown)));
     }
-    found += answer.found.length;
+    lines += answer.found.length;
     at = answer.resume;
     setText(byId("log-found"), at === null ? `${count(list.children.length)} lines found` : `${count(list.children.length)} lines found in ${bytes(at)} of ${bytes(answer.size)}`);
-  } while (at !== null && found < 100);
+  } while (at !== null && lines < 100);
   search.resume = at;
   more.hidden = at === null;
 }
@@ -1313,7 +1313,7 @@ async function refresh() {
   if (answer.runs) {
     [state.runs, state.runsDigest] = [answer.runs, answer.digest];
     if (!state.runs.some((run) => run.id === state.run)) state.run = state.runs[0]?.id ?? null;
-    state.others = new Set([...state.others].filter((run) => run !== state.run && state.runs.some((one) => one.id === run)));
+    state.others = new Set([...state.others].filter((run) => run !== state.run && state.runs.some(({ id }) => id === run)));
     drawRuns();
   }
   document.body.classList.toggle("no-run", state.run === null);
@@ -1323,12 +1323,12 @@ async function refresh() {
     return;
   }
   for (const run of shownRuns()) {
-    const known = state.known.get(run) ?? { parts: {}, digests: {} };
-    const news = await attempt(() => source.run(run, known.digests));
+    const held = state.known.get(run) ?? { parts: {}, digests: {} };
+    const news = await attempt(() => source.run(run, held.digests));
     if (!news) return;
-    Object.assign(known.parts, news.parts);
-    Object.assign(known.digests, news.digests);
-    state.known.set(run, known);
+    Object.assign(held.parts, news.parts);
+    Object.assign(held.digests, news.digests);
+    state.known.set(run, held);
   }
   draw();
   await drawLogs();
