@@ -791,7 +791,9 @@ def test_a_million_points_scroll(browser: Browser, tmp_path: Path) -> None:
         print(f"{count} frames: median {middle:.1f} ms, 95 % {late:.1f} ms, longest {longest:.1f} ms")
         # A frame draws at most 2,000 points of a series, and some beyond its edges, whatever its length.
         assert (
-            browser.run("Math.max(...charts.get('metric:loss').runSeries[0].series.map((one) => one.x.length))")
+            browser.run(
+                "Math.max(...charts.get('metric:loss').runSeries[0].series.map((one) => one.x.length))"
+            )
             <= 2002
         )
         browser.wait(

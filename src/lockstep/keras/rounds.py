@@ -100,7 +100,7 @@ class Round(ABC):
     Workers sum the same rounds in the same order. All get the same bits, for any number of workers.
 
     Attributes:
-        what: names the round in messages.
+        label: names the round in messages.
         worker: the id of this worker.
         number: the number of the round in its step, from 0.
         advice: what to do if replicas compute different things.
@@ -119,14 +119,14 @@ class Round(ABC):
 
     def __init__(
         self,
-        what: str,
+        label: str,
         worker: int,
         *,
         number: int = 0,
         layout: PartialLayout | None = None,
         layouts: dict[frozenset[str], PartialLayout] | None = None,
     ) -> None:
-        self.what = what
+        self.label = label
         self.worker = worker
         self.number = number
         self.anywhere = True
@@ -233,7 +233,7 @@ class Round(ABC):
     def _refuse(self, differing: Sequence[str]) -> NoReturn:
         parts = first_of([shortened(part, _LONGEST) for part in differing], _SHOWN)
         raise ModelError(
-            f"{self.what}: replicas compute different things in one step ({parts}): {self.advice}"
+            f"{self.label}: replicas compute different things in one step ({parts}): {self.advice}"
         )
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
@@ -286,7 +286,7 @@ class Round(ABC):
             # Complete for all members: the next view does not repeat it.
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
             contributions = {r: arrays for r, arrays in named.items() if r in self.started}
-            self._joined, self._differs = _joined(layout, contributions, communicator, check, self.what)
+            self._joined, self._differs = _joined(layout, contributions, communicator, check, self.label)
         if self._joined and not layout.summed and not self._differs:
             return self._joined
         if len(self.sums):
@@ -295,13 +295,13 @@ class Round(ABC):
         try:
             if (layout.scaled or layout.rare) and self._zeros is None:
                 # Complete for all members, too.
-                limits = communicator.reduce(self._limits(partials), check=check, what=self.what)
+                limits = communicator.reduce(self._limits(partials), check=check, what=self.label)
                 of_names = dict(zip((*layout.scaled, *layout.rare), limits, strict=True))
                 self._scales = {name: scales_of(of_names[name], view.replicas) for name in layout.scaled}
                 self._zeros = frozenset(name for name in layout.rare if not of_names[name])
             summands = self.summands(partials, view.replicas)
             self.sums = communicator.reduce(
-                {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.what
+                {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.label
             )
         except InternalError:
             self._refuse_other_shapes(partials)
@@ -366,7 +366,7 @@ class Round(ABC):
             shape, dtype = layout.leaves[name]
             value = equal_value(total[name], dtype)
             if value is None:
-                refuse_unequal_state(self.what, dtype.name, name.split("/", 2)[2])
+                refuse_unequal_state(self.label, dtype.name, name.split("/", 2)[2])
             total[name] = value.reshape(shape)
         for name in layout.scaled:
             total[name] = sum_of(total[name], self._scales[name], layout.leaves[name][1])
@@ -380,7 +380,7 @@ class Round(ABC):
             for name, array, expected in zip(self.layout.names, arrays, first, strict=True):
                 if array.shape != expected.shape and not name.startswith(GATHERED):
                     raise ModelError(
-                        f"{self.what}: replicas cannot add up values of the shapes {list(expected.shape)} "
+                        f"{self.label}: replicas cannot add up values of the shapes {list(expected.shape)} "
                         f"and {list(array.shape)} (replica {replica}): give them the same shape on all "
                         "replicas, or join them with all_gather in strategy.run"
                     )
@@ -422,11 +422,11 @@ def _joined(
     partials: Mapping[int, Mapping[str, Array]],
     communicator: Communicator,
     check: bytes,
-    what: str,
+    label: str,
 ) -> tuple[dict[str, Array], bool]:
     """Return the joined arrays, and whether the workers differ in `check`: then a reduce names them."""
     packed = {r: [pack(name, arrays[name]) for name in layout.joined] for r, arrays in partials.items()}
-    blobs = communicator.gather(msgspec.msgpack.encode((check, packed)), what=what)
+    blobs = communicator.gather(msgspec.msgpack.encode((check, packed)), what=label)
     of_workers = [_checked_rows.decode(blob) for blob in blobs]
     if any(other != of_workers[0][0] for other, _ in of_workers):
         return {}, True

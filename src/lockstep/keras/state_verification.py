@@ -97,14 +97,14 @@ class StateVerifier:
         self._verifications = verifications
 
     def begin(
-        self, program: TrainingState, state: Any, what: str, owners: Sequence[Any]
+        self, program: TrainingState, state: Any, label: str, owners: Sequence[Any]
     ) -> StateBefore | None:
         """Copy the state before a step, which all workers have; return None if it is not to be verified.
 
         Args:
             program: whose step it is.
             state: before the step.
-            what: names the step.
+            label: names the step.
             owners: see `Verifications.compared`.
 
         Raises:
@@ -122,8 +122,8 @@ class StateVerifier:
         plain = [variable for owner in owners for variable in plain_variables(owner)]
         variables = [(variable, np.array(variable.numpy())) for variable in plain]
         before = StateBefore(owners, arrays, _hashed(arrays), variables)
-        answers = self._answers(before, (before.hashes,), what, lambda: program.published(state))
-        self._compare(answers, list(arrays), f"{what}: the state before the step", "memory")
+        answers = self._answers(before, (before.hashes,), label, lambda: program.published(state))
+        self._compare(answers, list(arrays), f"{label}: the state before the step", "memory")
         return before
 
     def end(
@@ -131,7 +131,7 @@ class StateVerifier:
         before: StateBefore,
         program: TrainingState,
         result: Result,
-        what: str,
+        label: str,
         again: Callable[[Any], Result] | None = None,
     ) -> Result:
         """Return the result of a step, once the state after it is right.
@@ -142,7 +142,7 @@ class StateVerifier:
             before: as `begin` has returned it.
             program: whose step it is.
             result: the result of the step.
-            what: names the step.
+            label: names the step.
             again: makes the update again from the state before the step, which it is given; None if only the
                 script could.
 
@@ -152,21 +152,21 @@ class StateVerifier:
             StepWithdrawn: another worker decides which state is right.
         """
         hashes, names = self._hashes(program, result)
-        answers = self._answers(before, (hashes,), what, lambda: program.published(result[1]))
+        answers = self._answers(before, (hashes,), label, lambda: program.published(result[1]))
         earlier = self._verifications.answers_before("update")
         if again is None:
-            self._compare(answers, names, f"{what}: the state after the step", "update")
+            self._compare(answers, names, f"{label}: the state after the step", "update")
         elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1 or earlier:
             result = again(before.restored(program, result[1]))
             second, names = self._hashes(program, result)
-            answers = self._answers(before, (hashes, second), what, lambda: program.published(result[1]))
+            answers = self._answers(before, (hashes, second), label, lambda: program.published(result[1]))
             verdict, differing = _judged(answers, names, earlier)
             self._verifications.withdraw_step(verdict, differing, "update", _hashes_of(answers))
-            self._verifications.follow(verdict, f"{what}: the state after the update", differing, "update")
+            self._verifications.follow(verdict, f"{label}: the state after the update", differing, "update")
         self._verifications.note_compared(before.owners, self._verifications.step)
         return result
 
-    def _compare(self, answers: Sequence[_StateAnswer], names: Sequence[str], what: str, part: str) -> None:
+    def _compare(self, answers: Sequence[_StateAnswer], names: Sequence[str], label: str, part: str) -> None:
         """Roll back if the states of workers differ."""
         verdict, differing = _judged(answers, names)
         if verdict.kind == "equal":
@@ -174,9 +174,9 @@ class StateVerifier:
         self._verifications.publish(verdict, differing, part)
         who, shown = name_workers(verdict.workers), listed(differing)
         self._verifications.roll_back(
-            verdict.accusation(what, differing)
+            verdict.accusation(label, differing)
             if verdict.kind == "worker"
-            else f"{what} has different bits on {who} in {shown}, and no further worker can decide which "
+            else f"{label} has different bits on {who} in {shown}, and no further worker can decide which "
             "are right; the processor, the memory or a library of one of their hosts is at fault",
             verdict.workers,
             min(answer.compared for answer in answers),
@@ -191,7 +191,7 @@ class StateVerifier:
         self,
         before: StateBefore,
         attempts: tuple[Hashes, ...],
-        what: str,
+        label: str,
         catching_up: Callable[[], AbstractContextManager[None]],
     ) -> list[_StateAnswer]:
         """Return the answers of all workers."""
@@ -201,7 +201,7 @@ class StateVerifier:
         )
 
         def gather(_: View, communicator: Communicator) -> list[bytes]:
-            return communicator.gather(blob, what=f"the verification of the state in {what}")
+            return communicator.gather(blob, what=f"the verification of the state in {label}")
 
         return [
             msgspec.msgpack.decode(other, type=_StateAnswer)

@@ -340,7 +340,7 @@ class DigestRecorder:
         record = self._loop
         if not driven:
             self._rounds += 1
-            record = self.begin(self._taken, round_.what, self._rounds, trains=True)
+            record = self.begin(self._taken, round_.label, self._rounds, trains=True)
             self._begun, self._round_ended = self._round_ended or self._begun, self._now()
         if record is None:
             self._busy += 0.0 if driven else self._round_ended - self._begun

@@ -204,10 +204,10 @@ class Verdict(NamedTuple):
     workers: tuple[int, ...] = ()
     why: str = ""
 
-    def accusation(self, what: str, names: Sequence[str]) -> str:
+    def accusation(self, label: str, names: Sequence[str]) -> str:
         """Return a message on the workers at fault; see `Verifications.follow`."""
         return (
-            f"{what}, computed on {name_workers(self.workers)}, has the wrong bits in {listed(names)}: "
+            f"{label}, computed on {name_workers(self.workers)}, has the wrong bits in {listed(names)}: "
             f"{self.why}; its processor, its memory or a library of its host is at fault"
         )
 
@@ -466,12 +466,14 @@ class Verifications:
             self.publish(Verdict("third", verdict.workers), names, part, replica)
             raise StepWithdrawn
 
-    def follow(self, verdict: Verdict, what: str, names: Sequence[str], part: str, replica: int = -1) -> None:
+    def follow(
+        self, verdict: Verdict, label: str, names: Sequence[str], part: str, replica: int = -1
+    ) -> None:
         """Publish a verdict; end the workers at fault, or all; return on the others.
 
         Args:
             verdict: equal on all workers.
-            what: names what workers have computed.
+            label: names what workers have computed.
             names: the names of the arrays that differ.
             part: the part of the step: "gradient", "sum" or "update".
             replica: the number of the replica, or of the part of a total; -1 for the state.
@@ -483,16 +485,16 @@ class Verifications:
             return
         self.publish(verdict, names, part, replica)
         if verdict.kind == "worker" and self._job.is_chief and not self._is_present(verdict.workers):
-            note(f"{verdict.accusation(what, names)}; it has left")
+            note(f"{verdict.accusation(label, names)}; it has left")
         shown = listed(names)
         who = name_workers(verdict.workers) if verdict.workers else ""
         if verdict.kind == "worker":
             if self._job.worker in verdict.workers:
-                message = verdict.accusation(what, names)
+                message = verdict.accusation(label, names)
                 self._job.membership.end_differing(DisagreementError(message, verdict.workers))
         elif verdict.kind != "repeated":
             end = _ENDS[verdict.kind].format(who=who, shown=shown, why=verdict.why)
-            raise DisagreementError(f"{what}: {end}{self._advice()}")
+            raise DisagreementError(f"{label}: {end}{self._advice()}")
 
     def _is_present(self, workers: tuple[int, ...]) -> bool:
         return not set(workers).isdisjoint(self._job.view.workers)
@@ -668,7 +670,7 @@ class _Fault(NamedTuple):
 
     Attributes:
         verdict: who is at fault.
-        what: names what is wrong.
+        label: names what is wrong.
         names: the names of the arrays that are wrong.
         part: the part of the step; see `follow`.
         replica: the number of the replica, or of the part of the total.
@@ -676,7 +678,7 @@ class _Fault(NamedTuple):
     """
 
     verdict: Verdict
-    what: str
+    label: str
     names: Sequence[str]
     part: str
     replica: int
@@ -820,8 +822,8 @@ class Verifier:
         leads = any(host[0] == worker for host in view.hosts)
         from_here = (self._made(0, 1), host_report(self._job)) if leads else None
         round_.settle()
-        what = f"the comparison of hosts in {round_.what}"
-        blobs = communicator.gather(msgspec.msgpack.encode(from_here), what=what)
+        label = f"the comparison of hosts in {round_.label}"
+        blobs = communicator.gather(msgspec.msgpack.encode(from_here), what=label)
         of_workers = [msgspec.msgpack.decode(blob, type=_FromHost | None) for blob in blobs]
         (hashes, first), *others = filter(None, of_workers)
         unlike = [(made, report) for made, report in others if made != hashes]
@@ -830,7 +832,7 @@ class Verifier:
             answers = (Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
             shown = listed(self._differing(round_, answers))
             reports = (first, *(report for _, report in unlike))
-            refuse_unlike(self._job, round_.what, shown, reports, texts_of_all(communicator, what))
+            refuse_unlike(self._job, round_.label, shown, reports, texts_of_all(communicator, label))
 
     def _verify(self, round_: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""
@@ -853,7 +855,7 @@ class Verifier:
         earlier = self._answers_before(round_, replica)
         present = with_earlier(answers.present, earlier)
         verdict, names = judge_again(answers.present, earlier), self._differing(round_, present)
-        what, verifications = f"{round_.what}: replica {replica}", self._verifications
+        label, verifications = f"{round_.label}: replica {replica}", self._verifications
         verifications.withdraw_step(verdict, names, "gradient", answers.present, replica, round_.number)
         guilty = [answer for answer in (*present, *earlier) if answer.worker in verdict.workers]
         lasts = any(answer.is_steady and len(answer.attempts) > 1 for answer in guilty)
@@ -861,9 +863,9 @@ class Verifier:
         if verdict.kind == "worker" and lasts and verifications.trains and since < verifications.step - 1:
             # It may have computed wrongly in earlier steps.
             verifications.publish(verdict, names, "gradient", replica)
-            message = verdict.accusation(what, names)
+            message = verdict.accusation(label, names)
             verifications.roll_back(message, verdict.workers, since)
-        verifications.follow(verdict, what, names, "gradient", replica)
+        verifications.follow(verdict, label, names, "gradient", replica)
 
     def _answers_before(self, round_: Round, replica: int) -> tuple[Answer, ...]:
         return self._verifications.answers_before("gradient", replica, round_.number)
@@ -890,7 +892,7 @@ class Verifier:
         blob = msgspec.msgpack.encode((worker, self._verifications.places, made_here))
         answers_of: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
         # With several hosts, they may be of an earlier view, in which the workers had other roles.
-        for other in communicator.gather(blob, what=f"the verification of {round_.what}"):
+        for other in communicator.gather(blob, what=f"the verification of {round_.label}"):
             sender, places, made_there = msgspec.msgpack.decode(
                 other, type=tuple[int, tuple[str, ...], list[tuple[int, str, list[Hashes]]]]
             )
@@ -923,7 +925,7 @@ class Verifier:
             elif fault.part == "gradient" and is_single:
                 round_.started.pop(fault.replica)
                 verdict = Verdict("repeated", verdict.workers)
-            self._verifications.follow(verdict, fault.what, fault.names, fault.part, fault.replica)
+            self._verifications.follow(verdict, fault.label, fault.names, fault.part, fault.replica)
             self._exchange(round_.sum, round_.catching_up)
 
     def _fault(self, round_: Round, total: _Total, parts: Sequence[int]) -> _Fault | None:
@@ -936,8 +938,8 @@ class Verifier:
                     names = self._part_names(round_)
                     names = differing_names(names, [self._verified[replica], hashes])
                     verdict = Verdict("worker", (answer.worker,), "it has changed since it was computed")
-                    what = f"{round_.what}: replica {replica}"
-                    return _Fault(verdict, what, names, "gradient", replica)
+                    label = f"{round_.label}: replica {replica}"
+                    return _Fault(verdict, label, names, "gradient", replica)
             for part in parts[start : start + size]:
                 got = {answer.readings[part] for answer in answers}
                 got |= {answer.sums[part][0] for answer in answers if part in answer.sums}
@@ -963,7 +965,7 @@ class Verifier:
             byte = max(byte, differs)
         verdict = judge_sum({answer.worker: answer.readings[part] for answer in others}, sums)
         names = [self._describe(_name_at(round_, layout, byte))] if byte >= 0 else []
-        return _Fault(verdict, f"{round_.what}: {_SUM}", names, "sum", part, byte)
+        return _Fault(verdict, f"{round_.label}: {_SUM}", names, "sum", part, byte)
 
     def _sum_answers(
         self, round_: Round, total: _Total, parts: Sequence[int], *, again: bool
@@ -976,7 +978,7 @@ class Verifier:
             parts: the parts to verify.
             again: whether other workers than the checkers add up.
         """
-        worker, what = self._job.worker, f"the verification of the sum of {round_.what}"
+        worker, label = self._job.worker, f"the verification of the sum of {round_.label}"
         while True:
             summands = self._exchange(
                 partial(self._summands, round_, total.layout, parts, again), round_.catching_up
@@ -1000,7 +1002,7 @@ class Verifier:
             blob = msgspec.msgpack.encode((worker, readings, sums, changed))
 
             def gather(_: View, communicator: Communicator, blob: bytes = blob) -> list[bytes]:
-                return communicator.gather(blob, what=what)
+                return communicator.gather(blob, what=label)
 
             blobs = self._exchange(gather, round_.catching_up)
             answers = [_SumAnswer(*msgspec.msgpack.decode(other, type=_PackedAnswer)) for other in blobs]
@@ -1037,9 +1039,9 @@ class Verifier:
                 sizes[number] = sum(piece.size for piece in pieces)
                 # With several hosts, the call may have completed in an earlier view.
                 sent[checker] += [np.array([number, replica], np.int64).view(np.uint8), *pieces]
-        what = f"the summands of {round_.what}"
+        label = f"the summands of {round_.label}"
         received: dict[int, dict[int, Bytes]] = {}
-        for data in communicator.all_to_all([sent[worker] for worker in view.workers], what=what):
+        for data in communicator.all_to_all([sent[worker] for worker in view.workers], what=label):
             for number, replica, summand in _summands_in(data, sizes):
                 received.setdefault(number, {})[replica] = summand
         return received

@@ -112,7 +112,7 @@ class DividedUpdate:
             note(f"each worker computes the whole update: {update}")
         return program.apply(state, totals)
 
-    def _together(self, update: BlockUpdate, facts: Facts, what: str) -> tuple[Any, Any]:
+    def _together(self, update: BlockUpdate, facts: Facts, label: str) -> tuple[Any, Any]:
         layout = DividedLayout(update.groups, update.elements, self._job.view.replicas)
         shares = self._state is not None and self._state.layout == layout and update.has(self._state)
 
@@ -125,15 +125,15 @@ class DividedUpdate:
         def act(view: View, communicator: Communicator) -> DividedState:
             standing = _Standing(shares, self._number, layout.text)
             blob = msgspec.msgpack.encode(standing)
-            blobs = gather(self._job.worker, communicator, what, facts, blob)
+            blobs = gather(self._job.worker, communicator, label, facts, blob)
             standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
-            _compare_layouts(view, standings, what)
+            _compare_layouts(view, standings, label)
             if not any(standing.shares for standing in standings):
-                state = self._filled(update, layout, view, communicator, what)
+                state = self._filled(update, layout, view, communicator, label)
             else:
                 if not all(standing.shares for standing in standings):
                     own = "" if shares else own_slot()
-                    _refuse_own_slots(view, communicator.gather(own.encode(), what=what), what)
+                    _refuse_own_slots(view, communicator.gather(own.encode(), what=label), label)
                 state = self._shared(layout, shares, standings)
 
             def compute(block: int, slots: Sequence[Array]) -> Sequence[Array]:
@@ -142,7 +142,7 @@ class DividedUpdate:
 
             for replica in view.replicas_of(self._job.worker):
                 state.update(self._number, replica, compute)
-            communicator.barrier(what=what)
+            communicator.barrier(what=label)
             return state
 
         state = self._job.exchange(act)
@@ -160,7 +160,7 @@ class DividedUpdate:
         return self._state
 
     def _filled(
-        self, update: BlockUpdate, layout: DividedLayout, view: View, communicator: Communicator, what: str
+        self, update: BlockUpdate, layout: DividedLayout, view: View, communicator: Communicator, label: str
     ) -> DividedState:
         """Write the slots to the shared memory, each worker those of its replicas."""
         # Those of another optimizer may still be there.
@@ -173,7 +173,7 @@ class DividedUpdate:
                 failed = str(error)
         slots = {slot.name: slot.array for slot in update.own_slots()}
         facts = state_facts(lambda array: array, slots)
-        for text in gather(self._job.worker, communicator, what, facts, failed.encode()):
+        for text in gather(self._job.worker, communicator, label, facts, failed.encode()):
             if text:
                 raise SharedMemoryError(text.decode())
         state = self._mapped(layout)
@@ -181,7 +181,7 @@ class DividedUpdate:
             for block in layout.shards[replica]:
                 update.fill(state, block)
             state.reset(replica)
-        communicator.barrier(what=what)
+        communicator.barrier(what=label)
         self._state, self._number = state, 0
         return state
 
@@ -189,24 +189,24 @@ class DividedUpdate:
         return DividedState(layout, np.frombuffer(self._pool.map(layout.size), np.uint8))
 
 
-def _compare_layouts(view: View, standings: Sequence[_Standing], what: str) -> None:
+def _compare_layouts(view: View, standings: Sequence[_Standing], label: str) -> None:
     first = standings[0].layout
     differing = [pair for pair in zip(view.workers, standings, strict=True) if pair[1].layout != first]
     if differing:
         worker, standing = differing[0]
         raise DisagreementError(
-            f"{what}: the optimizers of the workers have other variables or settings: the update of "
+            f"{label}: the optimizers of the workers have other variables or settings: the update of "
             f"worker {view.workers[0]} has {first}, that of worker {worker} {standing.layout}",
             tuple(worker for worker, _ in differing),
         )
 
 
-def _refuse_own_slots(view: View, names: Sequence[bytes], what: str) -> None:
+def _refuse_own_slots(view: View, names: Sequence[bytes], label: str) -> None:
     """Raise DisagreementError if workers have values of their own, given the name of a slot of each."""
     if own := {worker: name.decode() for worker, name in zip(view.workers, names, strict=True) if name}:
         worker, name = next(iter(own.items()))
         raise DisagreementError(
-            f"{what}: worker {worker} has another value of {name} than the workers that share it: look for "
+            f"{label}: worker {worker} has another value of {name} than the workers that share it: look for "
             "code that sets variables of the optimizer on some workers only",
             tuple(own),
         )

@@ -396,11 +396,11 @@ class GlobalStep:
         # A call for one batch has one step.
         number = self.calls.taken if call.at_end and trains else call.steps
         if number % CHECK_EVERY == 0 and len(self.job.view.workers) > 1:
-            arrays, what = self.program.named_state(state), f"after step {call.steps} of {call.name}"
+            arrays, label = self.program.named_state(state), f"after step {call.steps} of {call.name}"
             if not self.job.settings.allow_unlike:
                 facts = {**state_facts(self.backend.to_numpy, arrays), **python_facts(self.model)}
-                self._verifications.agree(what, facts, self.calls.taken, [self.model], whole=trains)
-            elif (of_chief := chiefs_state(self.job, what, self.backend.to_numpy, arrays)) is not None:
+                self._verifications.agree(label, facts, self.calls.taken, [self.model], whole=trains)
+            elif (of_chief := chiefs_state(self.job, label, self.backend.to_numpy, arrays)) is not None:
                 state = self.program.load(state, of_chief)
         if trains and not call.at_end:
             self._snapshots.end_step(
@@ -506,7 +506,7 @@ class StepRound(Round):
         program, python, replica = self._step.program, self._step.python, share.replica
         first_round = not updating(self._earlier) and self.number not in self._step.gathering
         program.keep_passes(python.computes_once(replica, first_round=first_round))
-        partial = python.compute(run, replica, share.examples, self.what, first_round=first_round)
+        partial = python.compute(run, replica, share.examples, self.label, first_round=first_round)
         if python.has_written:
             # A round without a forward pass would not write it.
             program.keep_passes(False)

@@ -323,11 +323,11 @@ class _Pass:
         worker = self._reader.job.worker
         if len(view.workers) == 1:
             return
-        what = f"the batches from step {first + 1} of the pass on"
+        label = f"the batches from step {first + 1} of the pass on"
         last = (first // self._cycle + 1) * self._cycle
         steps = range(first, last if self.count is None else min(last, self.count))
         if not begun:
-            begun.append(self._begun(steps, view, communicator, what))
+            begun.append(self._begun(steps, view, communicator, label))
         agreed = begun[0]
         if self._division.divides:
             makers = agreed.makers_in(view)
@@ -342,12 +342,12 @@ class _Pass:
                 [] if other == worker else self._encoded(batches, view.replicas_of(other), view.replicas)
                 for other in view.workers
             ]
-            for part in communicator.all_to_all(parts, what=what):
+            for part in communicator.all_to_all(parts, what=label):
                 received = decoded(part, self._division.state)
                 self._held |= {step: held for step, held in received.items() if not self._holds(step)}
         self._view = agreed.view
 
-    def _begun(self, steps: range, view: View, communicator: Communicator, what: str) -> "_HandOver":
+    def _begun(self, steps: range, view: View, communicator: Communicator, label: str) -> "_HandOver":
         """Agree on the member that hands over each batch.
 
         Members hold batches of `steps` only in a new view, in which they also decide whether to divide them.
@@ -359,7 +359,7 @@ class _Pass:
             worker = self._reader.job.worker
             pays = view.chief == worker and self._division.pays
             offer = worker, pays, [step for step in steps if self._holds(step)]
-            offers = communicator.gather(msgspec.msgpack.encode(offer), what=what)
+            offers = communicator.gather(msgspec.msgpack.encode(offer), what=label)
             told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in offers]
             if undecided:
                 self._division.decide(view, told[0][1])

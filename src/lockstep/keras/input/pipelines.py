@@ -142,7 +142,7 @@ class Pipelines:
         Raises:
             DataError: the program has raised an error while this worker read.
         """
-        what = "the first elements of the replicas' datasets"
+        label = "the first elements of the replicas' datasets"
 
         def first_of(replica: int) -> Nest:
             try:
@@ -152,7 +152,7 @@ class Pipelines:
             except Exception as error:
                 raise DataError(f"cannot read the dataset of replica {replica}: {error!r}") from error
 
-        counts = self.gather(lambda replica: _examples(first_of(replica)), what)
+        counts = self.gather(lambda replica: _examples(first_of(replica)), label)
         if not any(counts):
             return self.zeros()
         first = next(replica for replica, examples in enumerate(counts) if examples)
@@ -163,7 +163,7 @@ class Pipelines:
             leaves: list[Packed] = []
             if first in view.replicas_of(self.job.worker):
                 leaves = [pack("", leaf) for leaf in leaves_of(first_of(first))]
-            blobs = communicator.gather(msgspec.msgpack.encode(leaves), what=what)
+            blobs = communicator.gather(msgspec.msgpack.encode(leaves), what=label)
             return next(filter(None, (msgspec.msgpack.decode(blob, type=list[Packed]) for blob in blobs)))
 
         # Backends warn of arrays that cannot be written.
@@ -190,12 +190,12 @@ class Pipelines:
             return None
         return float("inf") if _ENDLESS in lengths else max(lengths)
 
-    def gather(self, count: Callable[[int], int], what: str) -> list[int]:
+    def gather(self, count: Callable[[int], int], label: str) -> list[int]:
         """Return a number for each replica, computed by its worker; all workers call this together."""
 
         def act(view: View, communicator: Communicator) -> list[int]:
             counts = {replica: count(replica) for replica in view.replicas_of(self.job.worker)}
-            blobs = communicator.gather(msgspec.msgpack.encode(counts), what=what)
+            blobs = communicator.gather(msgspec.msgpack.encode(counts), what=label)
             parts = [msgspec.msgpack.decode(blob, type=dict[int, int]) for blob in blobs]
             numbers = {replica: number for part in parts for replica, number in part.items()}
             return [numbers[replica] for replica in range(view.replicas)]
@@ -230,12 +230,12 @@ class Pipeline:
 
     Args:
         stream: the dataset.
-        what: names it in messages.
+        label: names it in messages.
     """
 
-    def __init__(self, stream: Stream, what: str) -> None:
+    def __init__(self, stream: Stream, label: str) -> None:
         self.stream = stream
-        self._what = what
+        self._label = label
         self._passes = 0
         self._latest: Cursor | None = None
 
@@ -254,15 +254,15 @@ class Pipeline:
         return self._latest
 
     def _new(self) -> "Cursor":
-        return Cursor(self.stream.begin(), self._what)
+        return Cursor(self.stream.begin(), self._label)
 
 
 class Cursor:
     """A position in one pass over the dataset of one replica."""
 
-    def __init__(self, reader: Reader, what: str) -> None:
+    def __init__(self, reader: Reader, label: str) -> None:
         self._reader = reader
-        self._what = what
+        self._label = label
         self._read = 0
         self._element: Nest = None
         self._ended = False
@@ -274,7 +274,7 @@ class Cursor:
             DataError: it has already been passed.
         """
         if index + 1 < self._read:
-            raise DataError(f"element {index + 1} of {self._what} has passed and was not kept")
+            raise DataError(f"element {index + 1} of {self._label} has passed and was not kept")
         self.go_to(index + 1)
         return None if self._ended else self._element
 
@@ -283,8 +283,8 @@ class Cursor:
         while self._read < count and not self._ended:
             try:
                 self._element = next(self._reader)
-                what = f"element {self._read + 1} of {self._what}"
-                count_examples(leaves_of(self._element), what, may_be_empty=True)
+                label = f"element {self._read + 1} of {self._label}"
+                count_examples(leaves_of(self._element), label, may_be_empty=True)
                 self._read += 1
             except StopIteration:
                 self._element, self._ended = None, True

@@ -93,7 +93,7 @@ class EagerRunner:
         self._apply(execution, totals)
         returned = self._returned(execution, last, totals[-1])
         python.end()
-        self._compare(execution, last.what)
+        self._compare(execution, last.label)
         return returned
 
     def reduce(self, op: Op, value: Any, axis: Axis) -> Any:
@@ -147,7 +147,7 @@ class EagerRunner:
             self._profiles.popitem(last=False)
         return profile
 
-    def _compare(self, execution: EagerExecution, what: str) -> None:
+    def _compare(self, execution: EagerExecution, label: str) -> None:
         """Check, when an optimizer is first used, that all workers have equal weights.
 
         In a loop that Lockstep drives, the loop compares them.
@@ -157,7 +157,7 @@ class EagerRunner:
         if new and not self._job.driven and len(self._job.view.workers) > 1:
             weights = [variable for update in new for variable in update.variables]
             arrays = named_arrays(weights, [variable.value for variable in weights])
-            self._rounds.agree(what, state_facts(self._backend.to_numpy, arrays))
+            self._rounds.agree(label, state_facts(self._backend.to_numpy, arrays))
         self._compared.update(update.optimizer for update in new)
 
     def _apply(self, execution: EagerExecution, totals: Sequence[Total]) -> None:
@@ -224,12 +224,12 @@ class EagerRound(FunctionRound):
     def __init__(
         self,
         rounds: RunRounds,
-        what: str,
+        label: str,
         computation: ReplicaComputation,
         execution: EagerExecution,
         earlier: Sequence[Total],
     ) -> None:
-        super().__init__(rounds, what, execution.inputs, execution.seed)
+        super().__init__(rounds, label, execution.inputs, execution.seed)
         self._computation = computation
         self._execution = execution
         self._earlier = earlier
@@ -245,7 +245,7 @@ class EagerRound(FunctionRound):
             return {**partial, **results}
 
         python = execution.profile.python
-        partial = python.compute(run, replica, 0, self.what, first_round=not earlier)
+        partial = python.compute(run, replica, 0, self.label, first_round=not earlier)
         return {name: array for name, array in partial.items() if not name.startswith(_RESULT)}
 
     def form(self) -> str:

@@ -123,7 +123,7 @@ class GraphRun:
             updates = [merge.update for merge in self._merges if merge.update is not None]
             variables = [variable for update in updates for variable in natives(update.changed)]
             arrays = {f"{variable.name} ({i})": variable.read_value() for i, variable in enumerate(variables)}
-            self._rounds.agree(f"after {self._scheduler.what}", state_facts(self._rounds.to_numpy, arrays))
+            self._rounds.agree(f"after {self._scheduler.label}", state_facts(self._rounds.to_numpy, arrays))
         return self._scheduler.finish(self._outputs)
 
     def _begin(self) -> Any:
@@ -429,7 +429,7 @@ class ReplicaScheduler:
         self.store = ValueStore()
 
     @property
-    def what(self) -> str:
+    def label(self) -> str:
         """Names the present execution in messages."""
         return f"execution {self._count} of {self._name}"
 
@@ -453,7 +453,7 @@ class ReplicaScheduler:
         """
         execution = self._execution
         if number == len(execution.rounds):
-            round_ = GraphRound(self._rounds, self.what, execution.sources, execution.seed, layout)
+            round_ = GraphRound(self._rounds, self.label, execution.sources, execution.seed, layout)
             execution.rounds.append(round_)
         try:
             total = self._rounds.total(execution.rounds[number])

@@ -101,14 +101,14 @@ class RunRounds:
         self._digests.record_loop_round(round_, total, driven=self.job.driven)
         return total
 
-    def agree(self, what: str, facts: Facts) -> None:
+    def agree(self, label: str, facts: Facts) -> None:
         """Check that every worker calls this with equal facts; see `lockstep.keras.worker_exchange.agree`.
 
         On hosts that compute different bits, states differ by rounding.
         """
         if self.job.settings.allow_unlike:
             facts = {name: text for name, text in facts.items() if not name.startswith("variable ")}
-        self._exchange(lambda _, communicator: compare_all(self.job, communicator, what, facts))
+        self._exchange(lambda _, communicator: compare_all(self.job, communicator, label, facts))
 
     def compare_hosts(self) -> None:
         """Before the first call of `strategy.run` in a loop of the script, check what hosts must share.
@@ -143,7 +143,7 @@ class FunctionRound(Round):
 
     Args:
         rounds: sum the round.
-        what: names it in messages.
+        label: names it in messages.
         sources: the values that the replicas compute from.
         seed: 64 bits that determine the random numbers that no variable determines.
         layout: the layout of the partials; None if their shapes are unknown.
@@ -154,12 +154,12 @@ class FunctionRound(Round):
     def __init__(
         self,
         rounds: RunRounds,
-        what: str,
+        label: str,
         sources: Sequence[Values],
         seed: int = 0,
         layout: PartialLayout | None = None,
     ) -> None:
-        super().__init__(what, rounds.job.worker, layout=layout)
+        super().__init__(label, rounds.job.worker, layout=layout)
         self.anywhere = all(values.anywhere for values in sources)
         self._rounds = rounds
         self._sources = sources

@@ -164,19 +164,19 @@ class StepLoops:
     def _note_skipped(self, elements: int, of: int) -> None:
         self._resumable.skipping.note(self._calls.current.name, elements, of, "elements")
 
-    def _compare(self, what: str, loop: "LoopState", settings: Facts | None = None) -> None:
+    def _compare(self, label: str, loop: "LoopState", settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
             arrays = loop.named_state(None)
             if self._job.settings.allow_unlike:
-                if of_chief := chiefs_state(self._job, what, self._backend.to_numpy, arrays):
+                if of_chief := chiefs_state(self._job, label, self._backend.to_numpy, arrays):
                     loop.load(None, of_chief)
                 arrays = {}
             state = state_facts(self._backend.to_numpy, arrays)
             if settings is not None and self._verifications.plan.verification.every:
-                agree(self._job, what, settings)
+                agree(self._job, label, settings)
                 settings = None
             facts = {**(settings or {}), **state}
-            self._verifications.agree(what, facts, self._calls.taken, loop.owners, whole=True)
+            self._verifications.agree(label, facts, self._calls.taken, loop.owners, whole=True)
 
 
 @runtime_checkable
