@@ -1,11 +1,12 @@
-"""A kept verdict holds as long as all sources of the script are the same."""
+"""A kept verdict holds as long as all sources of the script are the same; a comparison that ends says why."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 
-from lockstep.cli.witness import _hashes, _sources
+from lockstep.cli.witness import _end_of, _hashes, _sources
 from lockstep.system.paths import RunPaths
 from lockstep.worker.program_sources import file_hash
 
@@ -39,3 +40,29 @@ def test_the_sources_of_a_comparison_are_those_of_its_last_call(tmp_path: Path) 
     lines = [json.dumps({"time": 1.0, **record}) for record in records]
     (paths.digests / "000001.jsonl").write_text("\n".join(lines) + "\n")
     assert _sources(paths) == {"train.py": "1", "late.py": "2"}
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "log", "reason"),
+    [
+        (-9, "lockstep: 1 worker", "", "the comparison was killed by SIGKILL"),
+        (1, "lockstep: worker 0 was killed by SIGKILL", "warning", "the comparison was killed by SIGKILL"),
+        (2, "lockstep: worker 0 exited with status 2", "usage: t.py file", "usage: t.py file"),
+        (2, "lockstep: ConfigError: no script t.py", "", "lockstep: ConfigError: no script t.py"),
+        (3, "", "", "the comparison has ended with status 3"),
+    ],
+)
+def test_a_comparison_that_ends_says_why(
+    status: int, output: str, log: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "output").write_text(output)
+    if log:
+        (tmp_path / "log").write_text(log)
+    assert _end_of(status, tmp_path / "output", tmp_path / "log") == reason
+
+
+def test_a_limit_of_processor_time_is_told(tmp_path: Path) -> None:
+    said = ("", "lockstep: worker 0 was killed by SIGXCPU")
+    for status, text in zip((-signal.SIGXCPU, 1), said, strict=True):
+        (tmp_path / "output").write_text(text)
+        assert _end_of(status, tmp_path / "output", tmp_path / "log").startswith("it takes more than ")

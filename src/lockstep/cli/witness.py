@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -39,6 +40,7 @@ from lockstep.observability.run_lines import GrowingFile, json_object
 from lockstep.system.child_process import command_of, ending_with_this_process
 from lockstep.system.descendants import kill_family
 from lockstep.system.environment import WITHOUT_GPUS, cache_folder, usable_cores, with_temporary_folder
+from lockstep.system.exit_status import signal_name
 from lockstep.system.landlock import can_restrict
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -66,6 +68,7 @@ _MEMORY_FACTOR = 2.0
 _TAIL = 20
 _FOLDER = "comparison"
 _TEMPORARY = "temporary"
+_KILLED = re.compile(r"was killed by (\w+)")
 
 
 def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: Calls) -> dict[str, Any]:
@@ -94,13 +97,8 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
     shutil.rmtree(temporary, ignore_errors=True)
     paths = RunPaths(folder)
     events = _events(paths.events, 0.0)
-    tail = _tail_of(log)
-    if "SIGXCPU" in tail:
-        tail = f"it takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of processor time"
-    else:
-        # The script's own words, such as those with which it refuses its arguments, if it has started.
-        tail = _tail_of(paths.log(0)) or tail
     failures = [event["summary"] for event in events if event["event"] == "failed"]
+    failed = failures[0] if failures else _end_of(ended, log, paths.log(0)) if ended else ""
     reasons = [event["reason"] for event in events if event["event"] == "check ended"]
     compared = [event for event in events if event["event"] == "compared"]
     return {
@@ -109,8 +107,26 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
             for event in compared
         ],
         "ended": reasons[0] if reasons else "",
-        "failed": "" if reasons else failures[0] if failures else tail if ended else "",
+        "failed": "" if reasons else failed,
     }
+
+
+def _end_of(status: int, output: Path, log: Path) -> str:
+    """Return why a comparison has ended that has published no error.
+
+    Args:
+        status: the exit status of its job, negative for a signal.
+        output: the file with the output of its job.
+        log: the file with the output of the script, such as the words with which it refuses its arguments.
+    """
+    said = _tail_of(output)
+    killed = _KILLED.search(said)
+    name = signal_name(-status) if status < 0 else killed[1] if killed else ""
+    if name == "SIGXCPU":
+        return f"it takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of processor time"
+    if name:
+        return f"the comparison was killed by {name}"
+    return _tail_of(log) or said or f"the comparison has ended with status {status}"
 
 
 def _tail_of(log: Path) -> str:
