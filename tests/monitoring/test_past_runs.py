@@ -192,10 +192,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(tmp_path / "runs" / "a")
     heading, row = CliRunner().invoke(cli, ["runs"]).output.splitlines()
     assert heading.split()[:3] == ["RUN", "STATE", "STARTED"]
-    values = "a finished 2023-11-14 22:13:20 10 s 2 2 60 45 % 1 0.4 0.8 nan 0.76 ab12 not finite: val_loss"
+    values = "a finished 2023-11-14 22:13:20 10 s 2 2 60 45 % 1 0.4 nan 0.8 0.76 ab12 not finite: val_loss"
     assert " ".join(row.split()).startswith(values)
     assert " ".join(heading.split()) == (
-        "RUN STATE STARTED TOOK WORKERS REPLICAS STEPS EFFECTIVE LOST loss accuracy val_loss val_accuracy "
+        "RUN STATE STARTED TOOK WORKERS REPLICAS STEPS EFFECTIVE LOST loss val_loss accuracy val_accuracy "
         "DIGEST END"
     )
     (tmp_path / "none").mkdir()

@@ -20,6 +20,7 @@ import msgspec
 from lockstep.coordinator.comparison import read_verdict
 from lockstep.coordinator.job_report import NO_END, state_of, troubles
 from lockstep.errors import ConfigError
+from lockstep.monitoring.progress import metric_rank
 from lockstep.monitoring.run_catalog import is_active
 from lockstep.monitoring.top_text import csv_lines
 from lockstep.observability.events import FORMAT
@@ -275,8 +276,8 @@ _BY_NAME = {column.name: column for column in _COLUMNS}
 def _all_columns(runs: Iterable[PastRun]) -> list[_RunColumn]:
     """Return the columns of some runs, with one for each metric."""
     names = dict.fromkeys(name for run in runs for name in run.metrics)
-    # The loss first; a metric with the name of another column is `metrics.NAME`.
-    metrics = [_metric(name) for name in sorted(names, key=lambda name: name != "loss")]
+    # A metric with the name of another column is `metrics.NAME`.
+    metrics = [_metric(name) for name in sorted(names, key=metric_rank)]
     at = list(_BY_NAME).index(_METRIC_COLUMNS)
     return [*_COLUMNS[:at], *metrics, *_COLUMNS[at + 1 :]]
 

@@ -74,6 +74,11 @@ def progress(run: RunState) -> TrainingProgress | None:
     return TrainingProgress(call.name, step, steps, epoch, call.epochs, left)
 
 
+def metric_rank(name: str) -> int:
+    """Return the place of a metric where only some are shown: the losses first."""
+    return {"loss": 0, "val_loss": 1}.get(name, 2)
+
+
 def better_epochs(run: RunState) -> dict[str, BetterEpoch]:
     """Return the best epochs of the last `fit`, of metrics whose last value is worse than that."""
     import numpy as np

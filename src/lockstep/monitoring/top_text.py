@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from lockstep.monitoring.overview import HostRow, Overview, WorkerRow
+from lockstep.monitoring.progress import metric_rank
 from lockstep.observability.events import STEP_PARTS, GpuLoad
 from lockstep.system.prose import count, duration_text, printable
 
@@ -90,7 +91,7 @@ def heading(view: Overview) -> list[str]:
             doing.append(f"last step {duration_text(view.idle)} ago")
         lines.append(", ".join(doing))
     if view.metrics:
-        shown = list(view.metrics.items())[:_METRICS]
+        shown = sorted(view.metrics.items(), key=lambda metric: metric_rank(metric[0]))[:_METRICS]
         lines.append("  ".join(f"{printable(name)} {value:.5g}{_best(view, name)}" for name, value in shown))
     if view.compared not in view.end:
         lines.append(view.compared)
