@@ -189,14 +189,14 @@ def _note_changed(recording: Recording) -> None:
         note(f"changed since {recording.folder}: {', '.join(changed)}; the new run uses the present version")
 
 
-def _note_variables(recording: Recording, given: Collection[str]) -> None:
+def _note_variables(recording: Recording, chosen: Collection[str]) -> None:
     """Note which environment variables of the script have other values here, except for those of `--env`."""
     marks = recording.program.get("variables") or {}
     now = variable_marks(marks, [name for name, mark in marks.items() if mark == "set"])
     texts = [
         f"{name} {'has another value' if name in now else 'is not set'} here"
         for name, mark in marks.items()
-        if name not in given and now.get(name) != mark
+        if name not in chosen and now.get(name) != mark
     ]
     if texts:
         note(

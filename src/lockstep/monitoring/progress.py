@@ -84,9 +84,9 @@ def better_epochs(run: RunState) -> dict[str, BetterEpoch]:
     import numpy as np
 
     call = next((call for call in reversed(run.calls) if re.fullmatch(r"fit \d+", call.name)), None)
-    found: dict[str, BetterEpoch] = {}
+    epochs_by_metric: dict[str, BetterEpoch] = {}
     if call is None:
-        return found
+        return epochs_by_metric
     until = math.inf if call.ended is None else call.ended
     for name, columns in run.metrics.items():
         sign = -1.0 if _HIGHER.search(name) and not _LOWER.search(name) else 1.0
@@ -96,8 +96,8 @@ def better_epochs(run: RunState) -> dict[str, BetterEpoch]:
             continue
         best = int(np.nanargmin(np.where(np.isfinite(values), sign * values, np.nan)))
         if values[best] != values[-1]:
-            found[name] = BetterEpoch(float(values[best]), int(epochs[best]))
-    return found
+            epochs_by_metric[name] = BetterEpoch(float(values[best]), int(epochs[best]))
+    return epochs_by_metric
 
 
 def _rows(info: WorkerInfo, call: int) -> "npt.NDArray[np.void]":

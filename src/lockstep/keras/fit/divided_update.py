@@ -132,8 +132,8 @@ class DividedUpdate:
                 state = self._filled(update, layout, view, communicator, label)
             else:
                 if not all(standing.shares for standing in standings):
-                    own = "" if shares else own_slot()
-                    _refuse_own_slots(view, communicator.gather(own.encode(), what=label), label)
+                    slot = "" if shares else own_slot()
+                    _refuse_own_slots(view, communicator.gather(slot.encode(), what=label), label)
                 state = self._shared(layout, shares, standings)
 
             def compute(block: int, slots: Sequence[Array]) -> Sequence[Array]:
@@ -203,10 +203,10 @@ def _compare_layouts(view: View, standings: Sequence[_Standing], label: str) -> 
 
 def _refuse_own_slots(view: View, names: Sequence[bytes], label: str) -> None:
     """Raise DisagreementError if workers have values of their own, given the name of a slot of each."""
-    if own := {worker: name.decode() for worker, name in zip(view.workers, names, strict=True) if name}:
-        worker, name = next(iter(own.items()))
+    if slots := {worker: name.decode() for worker, name in zip(view.workers, names, strict=True) if name}:
+        worker, name = next(iter(slots.items()))
         raise DisagreementError(
             f"{label}: worker {worker} has another value of {name} than the workers that share it: look for "
             "code that sets variables of the optimizer on some workers only",
-            tuple(own),
+            tuple(slots),
         )
