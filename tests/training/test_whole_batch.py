@@ -22,6 +22,7 @@ from lockstep.keras.fit import trials
 from lockstep.keras.fit.metric_states import keeps_examples
 from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.private.common import compiled_loss
+from lockstep.keras.python_state import Choices
 from lockstep.worker import job
 from lockstep.worker.job import Job
 
@@ -746,6 +747,20 @@ def by_layer() -> keras.Model:
     return model
 
 
+class ByTruth(Weighs):
+    """A truth value in a container decides which code runs."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__(layers)
+        self.terms = {"contrast": False}
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return contrast(y, y_pred) if self.terms["contrast"] else ops.mean(ops.square(y_pred))
+
+    def change(self) -> None:
+        self.terms["contrast"] = not self.terms["contrast"]
+
+
 def weighing(kind: Any, **options: Any) -> Callable[[], keras.Model]:
     def build() -> keras.Model:
         model = kind([keras.Input((4,)), hidden(), keras.layers.Dense(2)])
@@ -773,6 +788,7 @@ CHANGED_LATER = {
     "a variable of a function": by_function,
     "an option": weighing(ByOption, run_eagerly=True),
     "a sum of a layer": by_layer,
+    "a truth value": weighing(ByTruth, run_eagerly=True),
 }
 
 
@@ -795,6 +811,85 @@ def test_a_term_may_have_a_weight_of_zero_at_first(kind: str) -> None:
     plain = trained(nullcontext(), inspect.unwrap(keras.Model.fit))
     for value, other in zip(trained(strategy.scope(), keras.Model.fit), plain, strict=True):
         np.testing.assert_allclose(value, other, rtol=2e-5, atol=2e-6)
+
+
+class Chooses(Weighs):
+    """Values of several kinds decide whether examples are compared."""
+
+    compares: Any = False
+    phase, count, helper, late = "mean", 0, argparse.Namespace(on=None), False
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        compares = self.compares or self.phase == "contrast" or self.count or self.helper.on or LEVEL
+        if compares or getattr(self, "absent", None):
+            return contrast(y, y_pred)
+        return ops.mean(ops.square(y_pred))
+
+
+LEVEL = False
+
+
+def test_what_decides_is_seen_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = weighing(Chooses, run_eagerly=True)()
+    choices = Choices(model)
+    assert choices.look(model) == ""
+    keys = set()
+    changes = [("compares", True), ("phase", "contrast"), ("count", 1), ("late", True), ("absent", 1)]
+    for name, value in changes:
+        setattr(model, name, value)
+        keys.add(choices.look(model))
+        setattr(model, name, getattr(Chooses, name, 0))
+        delattr(model, name)
+        assert choices.look(model) == ""
+    # No code names `late`.
+    assert len(keys - {""}) == 4
+    model.phase = "a text that no code contains"
+    model.helper.on = 0.0
+    helper = choices.look(model)
+    model.helper.on = None
+    assert helper not in keys
+    monkeypatch.setattr(sys.modules[__name__], "LEVEL", True)
+    assert choices.look(model) not in {"", helper, *keys}
+    assert not choices.counts
+    model.count = 3
+    choices.look(model)
+    model.count = 4
+    choices.look(model)
+    assert choices.counts == {"Chooses.count#1"}
+
+
+EAGER: Any = {"run_eagerly": True}
+
+
+@pytest.mark.ci("evaluated")
+@pytest.mark.parametrize("when", ["begun", "batches", "evaluated"])
+def test_a_step_follows_what_has_changed_since_the_trial(when: str) -> None:
+    """A compiled step follows the values that it is traced with, which is after the trial."""
+
+    def trained(scope: Any, unwrap: Any) -> list[Any]:
+        keras.utils.set_random_seed(5)
+        with scope:
+            model = weighing(ByTruth, **(EAGER if when == "batches" else {}))()
+        fit, evaluate, train = map(
+            unwrap, (keras.Model.fit, keras.Model.evaluate, keras.Model.train_on_batch)
+        )
+        if when == "batches":
+            losses = []
+            for start in range(0, 27, 9):
+                losses.append(train(model, X[start : start + 9], LABELS[start : start + 9]))
+                model.change()
+            return losses
+        flips = keras.callbacks.LambdaCallback(on_train_begin=lambda *_: model.change())
+        options = {"batch_size": 9, "shuffle": False, "verbose": 0}
+        callbacks = [flips] if when == "begun" else []
+        losses = fit(model, X, LABELS, epochs=2, callbacks=callbacks, **options).history["loss"]
+        model.change()
+        figure = evaluate(model, X, LABELS, batch_size=9, verbose=0)
+        return [*losses, figure, *fit(model, X, LABELS, **options).history["loss"]]
+
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    plain = trained(nullcontext(), inspect.unwrap)
+    np.testing.assert_allclose(trained(strategy.scope(), lambda method: method), plain, rtol=2e-5)
 
 
 class Options(Weighs):

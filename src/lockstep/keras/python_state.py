@@ -10,6 +10,7 @@ Comparing and restoring a graph around each replica takes a third of a milliseco
 """
 
 import argparse
+import enum
 import functools
 import importlib.util
 import inspect
@@ -21,7 +22,7 @@ import struct
 import sys
 import sysconfig
 import types
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -621,6 +622,12 @@ class _Named(NamedTuple):
 
 def _named(parts: Iterable[Any]) -> Iterator[_Named]:
     """Yield what functions name; see `named_objects`."""
+    for function in _reached_functions(parts):
+        yield from _named_by(function)
+
+
+def _reached_functions(parts: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """Yield functions, and those of the program that they name; see `named_objects`."""
     waiting = [function for part in parts for function in _functions_of(part)]
     visited: set[int] = set()
     while waiting:
@@ -628,9 +635,8 @@ def _named(parts: Iterable[Any]) -> Iterator[_Named]:
         if id(function) in visited:
             continue
         visited.add(id(function))
-        for named in _named_by(function):
-            yield named
-            value = named.value
+        yield function
+        for value in (named.value for named in _named_by(function)):
             if isinstance(value, types.FunctionType):
                 waiting += [value] if is_in_program(value.__module__) else []
             elif _node_class(value) in (_Generator, _Holder) and id(value) not in visited:
@@ -659,12 +665,7 @@ def numbers_of(model: Any) -> list[Number]:
     enclosing functions: floats of Python and NumPy, arrays and tensors of floats with one element, and
     variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
     """
-    loss = keras.tree.flatten(getattr(model, "loss", None))
-    parts = [
-        *layers_of(model),
-        *loss,
-        *(module for layer in layers_of(model) for module in modules_of(layer)),
-    ]
+    parts = _parts_of(model)
     waiting: list[Number] = []
     for name, value, place in _named([*parts, *_callables_in(parts)]):
         if isinstance(place, types.CellType):
@@ -688,6 +689,214 @@ def numbers_of(model: Any) -> list[Number]:
             containers.append(value)
             numbers += _array(value)
     return numbers
+
+
+def _parts_of(model: Any) -> list[Any]:
+    """Return a model, its layers and losses, and the modules of PyTorch in them."""
+    layers = layers_of(model)
+    modules = [module for layer in layers for module in modules_of(layer)]
+    return [*layers, *keras.tree.flatten(getattr(model, "loss", None)), *modules]
+
+
+class _Place:
+    """A place of `Choices`.
+
+    Attributes:
+        label: the place, equal in all processes of a job.
+        read: returns the present value; `ABSENT` without one.
+        value: the value at the last look.
+        text: shows it.
+    """
+
+    __slots__ = ("label", "read", "text", "value")
+
+    def __init__(self, label: str, read: Callable[[], Any], text_of: Callable[[Any], str]) -> None:
+        self.label, self.read, self.value = label, read, read()
+        self.text = text_of(self.value)
+
+
+class Choices:
+    """The values that may decide which code of a program runs, where its functions name them.
+
+    These are truth values, `None`, whether a number is zero, texts that its functions contain, functions,
+    members of enumerations, and the classes of objects: in attributes of a model, its layers, its losses and
+    the objects to which they refer, in containers there, in global variables, and in variables of enclosing
+    functions. Values that differ between processes from the beginning, such as whether a process writes
+    files, have no effect.
+
+    Args:
+        model: the model, just compiled.
+
+    Attributes:
+        key: "" while all values are as at the beginning; otherwise, a text that shows those that are not.
+        counts: the whole numbers that have changed, other than from or to zero, by their places.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.key = ""
+        self.counts: set[str] = set()
+        self._find(model)
+        self._first = {place.label: place.text for place in self._places}
+
+    def look(self, model: Any) -> str:
+        """Read the present values, and return `key`. It takes some microseconds if none has changed."""
+        if self._may_differ():
+            self._find(model)
+            texts = {place.label: place.text for place in self._places}
+            labels = sorted(
+                label
+                for label in {**self._first, **texts}
+                if texts.get(label, "") != self._first.get(label, "")
+            )
+            key = "\n".join(f"{label} = {texts.get(label, '')}" for label in labels)
+            self.key = _hash(key.encode()) if key else ""
+        return self.key
+
+    def _may_differ(self) -> bool:
+        for place in self._places:
+            value, before = place.read(), place.value
+            if value is before and not isinstance(value, _CONTAINERS):
+                continue
+            if self._text(value) != place.text or (value is not before and _has_objects(value)):
+                return True
+            if type(value) is int and value != before:
+                self.counts.add(place.label)
+            place.value = value
+        return any(len(attributes) != size for attributes, size in self._sizes)
+
+    def _find(self, model: Any) -> None:
+        """Find the places in the program as it is now."""
+        parts = _parts_of(model)
+        objects = _objects_in(parts)
+        while True:
+            reached = _reached_functions([*objects, *parts, *_callables_in(parts)])
+            functions = [function for function in reached if is_in_program(function.__module__)]
+            named = [(function, each) for function in functions for each in _named_by(function)]
+            found = _objects_in([*parts, *(each.value for _, each in named)])
+            if len(found) == len(objects):
+                break
+            objects = found
+        names, self._strings = _words_of(functions)
+        self._places: list[_Place] = []
+        labels: Counter[str] = Counter()
+
+        def add(label: str, read: Callable[[], Any]) -> None:
+            labels[label] += 1
+            self._places.append(_Place(f"{label}#{labels[label]}", read, self._text))
+
+        seen: set[tuple[int, str]] = set()
+        for function, (name, value, place) in named:
+            owner = function.__module__ if isinstance(place, dict) else function.__qualname__
+            if (id(place), name) not in seen and not isinstance(value, types.ModuleType | type):
+                seen.add((id(place), name))
+                add(f"{name} in {owner}", functools.partial(_value_of, place, name))
+        self._sizes = [(vars(holder), len(vars(holder))) for holder in objects]
+        for holder in objects:
+            for name in sorted(names & _attribute_names(holder)):
+                add(f"{type(holder).__name__}.{name}", functools.partial(_attribute, holder, name))
+
+    def _text(self, value: Any, depth: int = 0) -> str:
+        if isinstance(value, str):
+            return value if value in self._strings else "str"
+        if isinstance(value, enum.Enum):
+            return f"{type(value).__qualname__}.{value.name}"
+        if isinstance(value, bool | np.bool_ | int | np.integer):
+            return f"{type(value).__name__} {bool(value)}"
+        if isinstance(value, types.MethodType | functools.partial):
+            return self._text(getattr(value, "func", None) or value.__func__)  # type: ignore[union-attr]
+        if isinstance(value, types.FunctionType):
+            return f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
+        kind = type(value).__qualname__
+        if not isinstance(value, _CONTAINERS) or len(value) > _SHOWN or depth > _NESTED:
+            return kind
+        if isinstance(value, dict):
+            items = [f"{self._text(k)}: {self._text(item, depth + 1)}" for k, item in value.items()]
+        else:
+            items = [self._text(item, depth + 1) for item in value]
+        return f"{kind}({', '.join(sorted(items) if isinstance(value, set | frozenset) else items)})"
+
+
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+_NESTED = 3
+"""The depth of containers within containers in which `Choices` reads values."""
+
+
+def _has_objects(value: Any) -> bool:
+    """Whether a value is an object with attributes, or contains some."""
+    return bool(_objects_in([value]))
+
+
+def _objects_in(values: Iterable[Any]) -> list[Any]:
+    """Return the objects of the program with attributes among some values, and those to which they refer."""
+    objects: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = list(values)[::-1]
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _LEAVES or value is None or id(value) in seen:
+            continue
+        if isinstance(value, _CONTAINERS):
+            seen.add(id(value))
+            items = value.values() if isinstance(value, dict) else value
+            waiting += list(items)[::-1] if len(value) <= _MANY else []
+        elif _may_choose(value):
+            seen.add(id(value))
+            objects[id(value)] = value
+            waiting += [_attribute(value, name) for name in sorted(_attribute_names(value), reverse=True)]
+    return list(objects.values())
+
+
+def _may_choose(value: Any) -> bool:
+    """Whether the attributes of an object are the program's: it is a model, or of a class of the program."""
+    if _node_class(value) is not _Holder or isinstance(value, keras.Metric | keras.Optimizer):
+        return False
+    return isinstance(value, (keras.Model, *_PLAIN_HOLDERS)) or any(map(_is_of_program, type(value).__mro__))
+
+
+def _attribute_names(holder: Any) -> set[str]:
+    """Return the names of an object's attributes and of those of its classes that are not functions."""
+    names = set(_Holder("", holder).baseline)
+    for each in filter(_is_of_program, type(holder).__mro__):
+        names |= {
+            name for name, value in vars(each).items() if not (callable(value) or hasattr(value, "fget"))
+        }
+    return {name for name in names if not name.startswith("__")}
+
+
+def _attribute(holder: Any, name: str) -> Any:
+    if name in vars(holder):
+        return vars(holder)[name]
+    return next((vars(each)[name] for each in type(holder).__mro__ if name in vars(each)), ABSENT)
+
+
+def _value_of(place: types.CellType | dict[str, Any], name: str) -> Any:
+    """Return the present value of what a function names; see `_Named`."""
+    if isinstance(place, dict):
+        return place.get(name, ABSENT)
+    try:
+        return place.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _words_of(functions: Iterable[types.FunctionType]) -> tuple[set[str], set[str]]:
+    """Return the words that may be names of attributes in some functions, and the texts in them."""
+    names: set[str] = set()
+    texts: set[str] = set()
+    codes = [function.__code__ for function in functions]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        constants = list(code.co_consts)
+        while constants:
+            constant = constants.pop()
+            if isinstance(constant, str):
+                texts.add(constant)
+            elif isinstance(constant, tuple | frozenset):
+                constants += constant
+            elif isinstance(constant, types.CodeType):
+                codes.append(constant)
+    return names | texts, texts
 
 
 def is_float(value: Any) -> bool:

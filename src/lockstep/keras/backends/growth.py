@@ -19,7 +19,15 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.keras.backends.contract import StepKind, WholePart
-from lockstep.keras.private.common import FLAT_LOSSES, compiled_loss, compiled_metrics, flat_losses, layers_of
+from lockstep.keras.private.common import (
+    CHOICES,
+    FLAT_LOSSES,
+    compiled_loss,
+    compiled_metrics,
+    flat_losses,
+    layers_of,
+)
+from lockstep.keras.python_state import Choices
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.patch_registry import replaced
 
@@ -58,6 +66,9 @@ class Growths:
         unweighted: whether parts of the program may use sample weights, which the rows that were tried lack.
         names: the names of the parts of the model that are computed per replica.
         exact: the names of those that are computed from the whole batch.
+        choices: the `choices_of` the model with which it was tried.
+        others: what trials have shown with other choices, by the choices.
+        traced: the choices that the program had made before its first compiled step of a kind.
     """
 
     losses: Mapping[int, int] = field(default_factory=dict)
@@ -70,6 +81,9 @@ class Growths:
     unweighted: bool = False
     names: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
+    choices: str = ""
+    others: Mapping[str, "Growths"] = field(default_factory=dict)
+    traced: Mapping[StepKind, str] = field(default_factory=dict)
 
     def packed(self, model: Any) -> dict[str, Any]:
         """Return plain values for `unpacked`, in which a layer is its position in the model."""
@@ -91,6 +105,9 @@ class Growths:
             "unweighted": self.unweighted,
             "names": self.names,
             "exact": self.exact,
+            "choices": self.choices,
+            "others": {choices: growths.packed(model) for choices, growths in self.others.items()},
+            "traced": dict(self.traced),
         }
 
     @classmethod
@@ -111,6 +128,9 @@ class Growths:
             unweighted=values["unweighted"],
             names=tuple(values["names"]),
             exact=tuple(values["exact"]),
+            choices=values["choices"],
+            others={choices: cls.unpacked(model, growths) for choices, growths in values["others"].items()},
+            traced=dict(values["traced"]),
         )
 
     def has_tried(self, model: Any, kind: StepKind) -> bool:
@@ -149,8 +169,32 @@ def set_growths(model: Any, growths: Growths) -> None:
 
 
 def forget_growths(model: Any) -> None:
-    """Forget the measured growths of a model, which is compiled anew."""
+    """Forget the measured growths of a model, which is compiled anew, and the choices of the program."""
     _measured.pop(model, None)
+    vars(model)[CHOICES] = Choices(model)
+
+
+def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
+    """Return a text that shows the values of Python that a step of a compiled model follows.
+
+    It is equal for equal values; see `lockstep.keras.python_state.Choices`. A compiled step follows those of
+    its first call.
+    """
+    choices = made_choices(model).look(model)
+    return choices if runs_python(model) else growths.traced.get(kind, choices)
+
+
+def made_choices(model: Any) -> Choices:
+    """Return the values of Python that may decide which code of a compiled model runs."""
+    if CHOICES not in vars(model):  # It was compiled before the job began.
+        vars(model)[CHOICES] = Choices(model)
+    choices: Choices = vars(model)[CHOICES]
+    return choices
+
+
+def runs_python(model: Any) -> bool:
+    """Whether Python runs in each step of a model, so that it follows values of Python that change."""
+    return bool(model.run_eagerly) or keras.backend.backend() == "torch"
 
 
 def declared_growths(model: Any) -> Growths:

@@ -80,6 +80,9 @@ class GlobalStep:
         context: returns the context in which replicas compute.
         layouts: the layouts of the partials, by the number of the round and the names of the arrays.
         gathering: the numbers of the rounds that have ended at a call of `gather`.
+
+    The argument `follow` tries the model again if a step follows other values of Python: see
+    `lockstep.keras.fit.introductions.Introductions.follow`.
     """
 
     def __init__(
@@ -91,11 +94,15 @@ class GlobalStep:
         calls: NumberedCalls,
         snapshots: Snapshots,
         context: Callable[[], AbstractContextManager[None]],
+        follow: Callable[
+            [NumberedCall, Any, StepKind, Batch, Callable[[], AbstractContextManager[None]]], None
+        ],
     ) -> None:
         self.job = job
         self.kind = kind
         self.backend = backend
         self.context = context
+        self._follow = follow
         # A check compares a step with one process, so it takes no local steps.
         self._local = job.local_steps if kind == "train" and not job.settings.checks else None
         self._make_program(model)
@@ -170,6 +177,7 @@ class GlobalStep:
         self.timer.begin(label)
         batch = self._read(state, element)
         self.timer.lap("input")
+        self._follow(call, self.model, self.kind, batch, partial(self.program.published, state))
         traced = self._traced
         (logs, state), record = self._verified_step(state, batch, call, number)
         self._digests.after_update(record, self.program, state, self._describe)

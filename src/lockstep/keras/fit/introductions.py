@@ -1,16 +1,30 @@
 """The first batch of a compiled model: trials show which parts replicas compute differently from one process.
 
+The program may change values of Python that decide which of its code runs, such as `model.use_contrast`. A
+model is tried again before the first step that follows other values: see `Introductions.follow`.
+
 Notes name these parts. A job that only checks the script also compares a step with plain Keras there.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from lockstep.data.batch import Batch, GlobalBatch, LocalBatches
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
-from lockstep.keras.backends.growth import Growths, growths_of, parts_digest, set_growths
+from lockstep.keras.backends.growth import (
+    Growths,
+    choices_of,
+    growths_of,
+    made_choices,
+    parts_digest,
+    runs_python,
+    set_growths,
+)
 from lockstep.keras.fit.adoption import settings_text
 from lockstep.keras.fit.exactness import (
     introduction,
@@ -26,9 +40,13 @@ from lockstep.keras.fit.trainer import TrainerParts
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.fit.witness import Witness
+from lockstep.keras.nests import Nest
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.python_state import unchanged
 from lockstep.system.notes import note
+
+_MOST_CHOICES = 16
+"""The most combinations of values of Python with which a model is tried."""
 
 
 class Introductions:
@@ -131,6 +149,9 @@ class Introductions:
         fits = bool(measured.tried) and measured.parts == parts_digest(model)
         # A process that joins or resumes may have other rows at hand than the first trial.
         growths = measured if fits else self._parts.snapshots.growths(model) or measured
+        if kind != "predict" and fits and kind not in growths.tried:
+            # Trials with other values of Python may have come since.
+            growths = _known(growths, choices_of(model, kind, growths), kind) or growths
         tries = not growths.has_tried(model, kind) or (growths.unweighted and weighs())
         if growths is measured and not tries:
             return
@@ -146,15 +167,72 @@ class Introductions:
         self._tell(call, model, kinds, growths.names, introduces=kind != "predict")
         if (new := [part for part in occurrences if part not in self._told]) and self._notes_here:
             note(occurrences_note(new))
-        if (new := [part for part in growths.exact if part not in self._told]) and self._notes_here:
-            note(f"model {model.name!r}: {whole_batch_note(new)}")
-        self._told.update((*occurrences, *growths.exact))
+        self._told.update(occurrences)
+        self._tell_exact(model, growths)
+
+    def follow(
+        self,
+        call: NumberedCall,
+        model: Any,
+        kind: StepKind,
+        batch: Batch,
+        published: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Before a step, try the model again if the step follows other values of Python than the last trial.
+
+        What trials have shown with earlier values counts again when they return. All workers do the same,
+        because it depends on the state before the step alone. Differences would show in the reduce.
+
+        Args:
+            call: the call in progress.
+            model: the model, built.
+            kind: the kind of the step.
+            batch: the batch of the step.
+            published: returns a context in which the variables of the model have their values.
+        """
+        growths = growths_of(model)
+        if not any(growths.tried.values()):
+            return
+        choices = choices_of(model, kind, growths)
+        if runs_python(model):
+            self._name_counts(call, model)
+        elif kind not in growths.traced:
+            growths = replace(growths, traced={**growths.traced, kind: choices})
+            set_growths(model, growths)
+        if choices == growths.choices and kind in growths.tried:
+            return
+        if (known := _known(growths, choices, kind)) is not None:
+            set_growths(model, known)
+        elif len(growths.others) >= _MOST_CHOICES:
+            self._name_values(call, model, f"values of Python in more than {_MOST_CHOICES} combinations")
+        else:
+            with published(), unchanged(model):
+                tried = self._tried(
+                    call, model, kind, TriedBatch(partial(_rows, batch)), replace(growths, tried={})
+                )
+                # A worker that joins in this call reads what `measure` has read.
+                numbers = {each: growths.tried.get(each, 0) for each in tried.tried}
+                set_growths(model, replace(tried, tried=numbers, others=_others(growths, choices)))
+            self._tell(call, model, (), tried.names, introduces=False)
+            self._tell_exact(model, tried)
+
+    def _name_counts(self, call: NumberedCall, model: Any) -> None:
+        """Name the whole numbers that the program has changed, whose later values are not tried."""
+        for place in sorted(made_choices(model).counts):
+            self._name_values(call, model, f"later values of the whole number {place.partition('#')[0]}")
+
+    def _name_values(self, call: NumberedCall, model: Any, values: str) -> None:
+        growths, name = growths_of(model), f"what depends on {values} (possibly: it could not be tested)"
+        if name not in growths.names:
+            set_growths(model, replace(growths, names=(*growths.names, name)))
+            self._tell(call, model, (), [name], introduces=False)
 
     def _tried(
         self, call: NumberedCall, model: Any, kind: StepKind, batch: TriedBatch, before: Growths
     ) -> Growths:
         """Try a model; return what this and earlier trials have shown."""
         parts, digest = self._parts, parts_digest(model)
+        choices = choices_of(model, kind, before)
         earlier = before.tried if before.parts == digest else {}
         # What is computed from the whole batch is the same in both.
         both = kind == "train" or (kind == "test" and "train" in before.tried)
@@ -171,7 +249,13 @@ class Introductions:
             trial.measure(kinds)
             names = [*(tried_parts(model, batch) if self._models.adopts_all else ()), *trial.names]
             unweighted = trial.may_use_weights and batch.was_read and not batch.weighs
-            growths = replace(growths_of(model), unweighted=unweighted)
+            growths = replace(
+                growths_of(model),
+                unweighted=unweighted,
+                choices=choices,
+                others=_others(before, choices),
+                traced=before.traced,
+            )
         return replace(
             growths,
             tried={**earlier, **dict.fromkeys(kinds, call.number if batch.was_read else 0)},
@@ -179,6 +263,12 @@ class Introductions:
             names=tuple(dict.fromkeys([*before.names, *names])),
             exact=tuple(dict.fromkeys([*before.exact, *trial.exact])),
         )
+
+    def _tell_exact(self, model: Any, growths: Growths) -> None:
+        """Print which parts of a model are computed from the whole batch, each once."""
+        if (new := [part for part in growths.exact if part not in self._told]) and self._notes_here:
+            note(f"model {model.name!r}: {whole_batch_note(new)}")
+        self._told.update(growths.exact)
 
     @property
     def _notes_here(self) -> bool:
@@ -208,3 +298,29 @@ class Introductions:
         self._told |= {key for key, _ in named}
         if text and self._notes_here:
             note(text)
+
+
+def _others(growths: Growths, choices: str) -> dict[str, Growths]:
+    """Return what trials have shown with other choices than these."""
+    latest = {growths.choices: replace(growths, others={}, traced={})} if growths.tried else {}
+    return {key: other for key, other in {**growths.others, **latest}.items() if key != choices}
+
+
+def _known(growths: Growths, choices: str, kind: StepKind) -> Growths | None:
+    """Return what earlier trials of a kind of step have shown with some choices, or None."""
+    known = growths.others.get(choices)
+    if known is None or kind not in known.tried:
+        return None
+    if (known.parts, known.unweighted) != (growths.parts, growths.unweighted):
+        return None
+    others = _others(growths, choices)
+    return replace(known, others=others, traced=growths.traced, names=growths.names, exact=growths.exact)
+
+
+def _rows(batch: Batch) -> Nest:
+    """Return the rows of a batch to try; with datasets of replicas, those of the first that has any."""
+    if isinstance(batch, LocalBatches):
+        batch = batch.batches[0]
+    if isinstance(batch, GlobalBatch):
+        return batch.whole()
+    return next(share.data() for share in map(batch.share, itertools.count()) if share.examples)

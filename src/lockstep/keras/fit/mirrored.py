@@ -373,6 +373,7 @@ class Mirrored:
             calls=parts.calls,
             snapshots=parts.snapshots,
             context=context,
+            follow=self._introductions.follow,
         )
 
     def _sample(self, data: GlobalInput, model: Any, kind: StepKind) -> Any:

@@ -11,8 +11,9 @@ examples. So a trial is repeated with other values of
 
 Whole numbers and truth values of Python and NumPy do not get other values: they decide which code runs, how
 often, and how much memory it takes, so a program may write files, or not come to an end. The same holds for
-truth values in variables where Python runs in each step. Whole numbers in variables are counts, which a
-training reaches.
+truth values in variables where Python runs in each step. Instead, a model is tried again once the program has
+changed them (`lockstep.keras.fit.introductions`). Whole numbers in variables are counts, which a training
+reaches.
 
 A value is changed moderately in one repetition, as weights may be, and much in another one, as counts may be.
 A program that uses a count as the number of turns of a loop would not come to an end with another value, so a

@@ -24,7 +24,8 @@ compiled model. Measured are
 Workers compare the growths with each reduce. What has no effect in a trial can hide a comparison. So labels
 that are all equal are varied (`lockstep.keras.fit.tried_rows`), numbers that the program may change later get
 other values (`lockstep.keras.fit.other_values`), a loss that is zero counts as not tried, and a program's own
-parts are tried again when a later call has sample weights for the first time.
+parts are tried again when a later call has sample weights for the first time, or when the program has changed
+a truth value or the like (`lockstep.keras.fit.introductions`).
 
 A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which

@@ -159,12 +159,16 @@ KERAS_HOLDERS: tuple[type, ...] = (
 CHANGED_PLACES = "_lockstep_changed_places"
 """An attribute of models of Lockstep's own, set past Keras's tracking of attributes."""
 
+CHOICES = "_lockstep_choices"
+"""The attribute of compiled models with their `lockstep.keras.python_state.Choices`, set in the same way."""
+
 TRACE_SEED = "_lockstep_trace_seed"
 """The attribute of models with the seed of their traces, set in the same way."""
 
 OWN_ATTRIBUTES: frozenset[str] = frozenset(
     {
         CHANGED_PLACES,
+        CHOICES,
         TRACE_SEED,
         # Of layers, models, metrics, losses and optimizers: variables, parts, settings, and what calls cache.
         "_allow_non_tensor_positional_args",
