@@ -223,4 +223,5 @@ def test_list_scale_and_stop_find_the_job(host: Any, is_gone: Gone) -> None:
     coordinators = host.coordinators()
     assert command("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
     assert terminals[0].status() == -signal.SIGTERM
+    assert terminals[0].text.splitlines()[-1] == "lockstep: stopped by SIGTERM"
     assert is_gone(coordinators, 300)

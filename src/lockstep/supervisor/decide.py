@@ -715,7 +715,9 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     stopped = JobOutcome(128 + event.signal, f"stopped by {name}", stopped=True)
     state = _with_outcome(state, shutdown.outcome or stopped)
     if not (state.keeps and state.elastic and active and state.staying):
-        return _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
+        decision = _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
+        # Workers that were started by hand release their terminals before the job has ended.
+        return decision.after(ShowMessage(stopped.message)) if state.size.by_hand else decision
 
     # The chief writes a checkpoint at the end of its step. The members must not wait for joiners before that.
     grace = state.limits.save
