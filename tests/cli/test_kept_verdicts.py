@@ -3,10 +3,15 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from lockstep.cli.run import _witness
 from lockstep.cli.witness import _end_of, _hashes, _sources
+from lockstep.coordinator.comparison import read_verdict
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.paths import RunPaths
 from lockstep.worker.program_sources import file_hash
 
@@ -66,3 +71,10 @@ def test_a_limit_of_processor_time_is_told(tmp_path: Path) -> None:
     for status, text in zip((-signal.SIGXCPU, 1), said, strict=True):
         (tmp_path / "output").write_text(text)
         assert _end_of(status, tmp_path / "output", tmp_path / "log").startswith("it takes more than ")
+
+
+@pytest.mark.parametrize(("servers", "replicas", "has"), [(1, 3, "parameter servers"), (0, 1, "one replica")])
+def test_a_job_without_a_comparison_says_why(servers: int, replicas: int, has: str, tmp_path: Path) -> None:
+    spec = SimpleNamespace(parameter_servers=servers, replicas=replicas, run_dir=tmp_path)
+    with _witness(cast("JobSpec", spec), "first"):
+        assert read_verdict(RunPaths(tmp_path)) == f"not compared with one process: the job has {has}"

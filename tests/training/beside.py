@@ -23,11 +23,16 @@ from lockstep.data.batch import GlobalBatch
 PATIENCE = 600.0
 
 
+def result(folder: Path) -> dict[str, object]:
+    fields: dict[str, object] = json.loads((folder / "comparison.json").read_text())
+    return fields
+
+
 def wait_for_result(folder: Path) -> None:
     # The comparison ends here.
     Path("trained").write_text("")
     deadline = time.monotonic() + PATIENCE
-    while "compared" not in json.loads((folder / "comparison.json").read_text()):
+    while not {"ended", "failed"} & {name for name, value in result(folder).items() if value}:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -95,7 +96,7 @@ def test_a_script_is_compared_once(start: Start, tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_script_that_cannot_be_compared_says_why(start: Start) -> None:
     told = lines(start("writes"))
-    reason = "not compared with one process: beside.py:44 writes out.csv"
+    reason = "not compared with one process: beside.py:49 writes out.csv"
     assert f"lockstep: {reason}" in told, "\n".join(told)
     assert f"; {reason}; digest " in told[-1]
 
@@ -128,6 +129,10 @@ def has_ended(descriptor: int, timeout: float) -> bool:
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_run_does_not_wait_for_the_comparison(start: Start, tmp_path: Path, killed: bool) -> None:
     with held(start, tmp_path) as (process, pids, compares):
+        deadline = time.monotonic() + PATIENCE
+        while "compared" not in json.loads((tmp_path / "run/comparison.json").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
         if killed:
             family = psutil.Process(process.pid).children()
             (witness,) = (
@@ -140,7 +145,8 @@ def test_a_run_does_not_wait_for_the_comparison(start: Start, tmp_path: Path, ki
         told = lines(process)
         assert has_ended(compares, 0)
     assert not (tmp_path / "run/comparison/temporary").exists()
-    assert "; not compared with one process; digest " in told[-1]
+    # Its script has not ended, but its step was compared.
+    assert "; compared with one process: equal; digest " in told[-1]
 
 
 @pytest.mark.ci

@@ -591,7 +591,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
         if options["ui"]:
             beside.enter_context(page_beside(spec.run_dir))
-        if spec.replicas > 1 and not (spec.checks or spec.digests):
+        if not (spec.checks or spec.digests):
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
@@ -686,8 +686,9 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
     """Compare the script of a job with one process, which runs beside the job."""
     if calls == "off":
         return contextlib.nullcontext()
-    if spec.parameter_servers:
-        save_verdict(RunPaths(spec.run_dir), f"{NOT_COMPARED}: the job has parameter servers")
+    if spec.parameter_servers or spec.replicas == 1:
+        has = "parameter servers" if spec.parameter_servers else "one replica"
+        save_verdict(RunPaths(spec.run_dir), f"{NOT_COMPARED}: the job has {has}")
         return contextlib.nullcontext()
     words = ["--replicas", str(spec.replicas), "--seed", str(spec.seed)]
     words += ["--threads-per-worker", str(spec.threads)] if spec.threads else []

@@ -24,7 +24,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -71,7 +71,13 @@ _TEMPORARY = "temporary"
 _KILLED = re.compile(r"was killed by (\w+)")
 
 
-def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: Calls) -> dict[str, Any]:
+def compare(
+    words: Sequence[str],
+    program: Sequence[str],
+    folder: Path,
+    calls: Calls,
+    tell: Callable[[Mapping[str, Any]], object] = lambda result: None,
+) -> dict[str, Any]:
     """Compare a script in a job of one worker; return the comparisons, and how the script ended.
 
     Args:
@@ -79,36 +85,70 @@ def compare(words: Sequence[str], program: Sequence[str], folder: Path, calls: C
         program: the words that name the script and its arguments.
         folder: the existing folder for its run.
         calls: the calls to compare.
+        tell: gets the result so far, whenever a step has been compared.
     """
     job = command_of(
         "lockstep", "run", "-n", "1", "--max-restarts", "0", "--checks", calls, "--run-dir", str(folder)
     )
+    paths = RunPaths(folder)
+    # The folder may have the events of an earlier comparison.
+    begun = time.time()
     log, temporary = folder / "output", folder / _TEMPORARY
     temporary.mkdir(exist_ok=True)
     with log.open("wb") as output:
-        ended = subprocess.run(
+        process = subprocess.Popen(
             ending_with_this_process([*job, *words, *program]),
             # The run and the comparison must not find temporary files of each other.
             env=with_temporary_folder(temporary),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-        ).returncode
+        )
+        with process:
+            try:
+                ended = _wait(process, lambda: _compared(_events(paths.events, begun)), tell)
+            except BaseException:
+                process.kill()
+                raise
     shutil.rmtree(temporary, ignore_errors=True)
-    paths = RunPaths(folder)
-    events = _events(paths.events, 0.0)
+    events = _events(paths.events, begun)
     failures = [event["summary"] for event in events if event["event"] == "failed"]
     failed = failures[0] if failures else _end_of(ended, log, paths.log(0)) if ended else ""
     reasons = [event["reason"] for event in events if event["event"] == "check ended"]
-    compared = [event for event in events if event["event"] == "compared"]
     return {
-        "compared": [
-            {name: event[name] for name in event if name not in ("event", "time", "worker")}
-            for event in compared
-        ],
+        "compared": _compared(events),
         "ended": reasons[0] if reasons else "",
         "failed": "" if reasons else failed,
     }
+
+
+def _wait(
+    process: "subprocess.Popen[bytes]",
+    compared: Callable[[], list[dict[str, Any]]],
+    tell: Callable[[Mapping[str, Any]], object],
+) -> int:
+    """Wait for the job of a comparison, and tell what it has compared meanwhile; return its exit status.
+
+    After its steps, a script may take longer than the run beside it has left.
+    """
+    told = 0
+    while True:
+        try:
+            return process.wait(_LOOK_EVERY)
+        except subprocess.TimeoutExpired:
+            steps = compared()
+            if len(steps) > told:
+                told = len(steps)
+                tell({"compared": steps, "ended": "", "failed": ""})
+
+
+def _compared(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparisons of steps among events."""
+    return [
+        {name: event[name] for name in event if name not in ("event", "time", "worker")}
+        for event in events
+        if event["event"] == "compared"
+    ]
 
 
 def _end_of(status: int, output: Path, log: Path) -> str:
@@ -210,9 +250,22 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     _step_back(calls)
     folder = paths.root / _FOLDER
     folder.mkdir(exist_ok=True)
-    result = compare(words, program, folder, calls)
+    noted = False
+
+    def tell(result: Mapping[str, Any]) -> None:
+        nonlocal noted
+        if noted or not unnamed(result):
+            save_verdict(paths, verdict(result), result)
+        else:
+            noted = True
+            _tell(paths, result)
+
+    result = compare(words, program, folder, calls, tell)
     result["sources"] = _sources(RunPaths(folder))
-    _tell(paths, result)
+    if noted:
+        save_verdict(paths, verdict(result), result)
+    else:
+        _tell(paths, result)
     if any(not step["reason"] for step in result["compared"]):
         cache_result(saved, result)
 
