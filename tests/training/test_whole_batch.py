@@ -892,6 +892,20 @@ def test_a_step_follows_what_has_changed_since_the_trial(when: str) -> None:
     np.testing.assert_allclose(trained(strategy.scope(), lambda method: method), plain, rtol=2e-5)
 
 
+class Far(keras.Sequential):
+    """In the first batch, all distances exceed the margin, so the mean is all there is."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return ops.mean(ops.square(y_pred)) / 1000 + hinge(y, y_pred)
+
+
+def test_a_margin_that_all_distances_exceed_does_not_hide_a_comparison() -> None:
+    model = Far([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd")
+    trial = trial_of(model, 30 * np.eye(4, dtype="float32")[LABELS[:9, 0]] + 0.01 * X[:9], LABELS[:9])
+    assert (trial.exact, trial.names) == (["compute_loss of Far"], [])
+
+
 class Options(Weighs):
     """A program that another value of one of its numbers ends, so its numbers are tried one by one."""
 

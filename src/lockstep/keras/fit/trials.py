@@ -33,6 +33,7 @@ this is not the gradient of one process.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -577,6 +578,10 @@ class Trial:
         names = [f"{name} of {type(model).__name__}" for name in methods]
         names = names or [f"the metric {metric.name}" for metric in of_layers.values()] or [f"{kind}_step"]
         attempts = self._tried(names, lambda: [self._rounds(kind, summed)])
+        if attempts and "compute_loss" in methods:
+            # All distances of the outputs may exceed a margin, so a comparison has no effect yet.
+            with suppress(Exception, SystemExit), self._undisturbed(), _near_outputs(model), bounded():
+                attempts.append(self._rounds(kind, summed))
         measured = dict(self.growths.steps.get(kind, {}))
         figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
@@ -1073,6 +1078,24 @@ def _partly_right(output: Any, label: Any) -> Any:
         target = 0.05 + 0.9 * np.eye(classes)[target.astype("int64").reshape(array.shape[:-1])]
     even = (np.arange(len(array)) % 2 == 0).reshape((-1,) + (1,) * (array.ndim - 1))
     return keras.ops.convert_to_tensor(np.where(even, target, array), output.dtype)
+
+
+@contextmanager
+def _near_outputs(model: Any) -> Iterator[None]:
+    """Within the block, the program's own `compute_loss` gets outputs that are near to each other."""
+    original = model.compute_loss
+    parameters = inspect.signature(original).parameters
+
+    def near(output: Any) -> Any:
+        return output * 0.01 if keras.backend.is_float_dtype(output.dtype) else output
+
+    @functools.wraps(original)
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        named = {**dict(zip(parameters, args, strict=False)), **kwargs}
+        return original(**{**named, "y_pred": keras.tree.map_structure(near, named["y_pred"])})
+
+    with replaced(model, "compute_loss", compute_loss):
+        yield
 
 
 _HALF_TYPES = ("float16", "bfloat16")
