@@ -113,7 +113,7 @@ def test_the_chief_is_worker_0_and_a_script_may_set_its_own_task(host: Any) -> N
     assert "ignoring the TF_CONFIG" not in texts[0] + texts[1]
     lines = [line for *_, line in ends]
     assert lines[0] == lines[1]
-    assert re.fullmatch("finished in .* s: 7 steps on 2 workers; digest ab of model 'm'\n", lines[0])
+    assert re.fullmatch("finished in .*s: 7 steps on 2 workers; digest ab of model 'm'\n", lines[0])
 
 
 @pytest.mark.ci

@@ -601,6 +601,20 @@ def test_a_fault_is_seen_whatever_metrics_have_counted_before(
     assert "loss" in differing(compared())
 
 
+def test_a_fault_is_seen_although_the_outputs_of_a_layer_cannot_be_moved(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(model: Any, size: float) -> None:
+        raise TypeError("a layer returns sparse outputs")
+
+    monkeypatch.setattr("lockstep.keras.fit.witness.rounded_outputs", refuse)
+    of_partial("metric/", only(2))(monkeypatch)
+    eager(hidden()).evaluate(X, Y, batch_size=29, verbose=0)
+    (step,) = compared()
+    assert step.reason == ""
+    assert "loss" in differing([step])
+
+
 def test_what_a_trial_leaves_behind_is_seen(
     compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ _MEMORY_FACTOR = 2.0
 _TAIL = 20
 _FOLDER = "comparison"
 _TEMPORARY = "temporary"
+_WAS_KILLED = "the comparison was killed by"
 _KILLED = re.compile(r"was killed by (\w+)")
 
 
@@ -165,7 +166,7 @@ def _end_of(status: int, output: Path, log: Path) -> str:
     if name == "SIGXCPU":
         return f"it takes more than {resource.getrlimit(resource.RLIMIT_CPU)[0]} s of processor time"
     if name:
-        return f"the comparison was killed by {name}"
+        return f"{_WAS_KILLED} {name}"
     return _tail_of(log) or said or f"the comparison has ended with status {status}"
 
 
@@ -266,7 +267,8 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
         save_verdict(paths, verdict(result), result)
     else:
         _tell(paths, result)
-    if any(not step["reason"] for step in result["compared"]):
+    # Another comparison may not be killed.
+    if any(not step["reason"] for step in result["compared"]) and _WAS_KILLED not in result["failed"]:
         cache_result(saved, result)
 
 
