@@ -131,6 +131,49 @@ def test_the_variables_of_the_run_are_given_again(tmp_path: Path, monkeypatch: p
     assert again["env"] == ("API_KEY", "COLOR=red", "SIZE")
 
 
+def test_numeric_flags_are_those_of_the_run_except_for_those_named_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[dict[str, str]] = []
+
+    def start(words: list[str], **options: Any) -> "subprocess.CompletedProcess[bytes]":
+        environments.append(options["env"])
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(subprocess, "run", start)
+    monkeypatch.setitem(PROGRAM, "flags", {"XLA_FLAGS": "old", "TF_USE_CUDNN": "old"})
+    for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "TORCH_NUMBER"):
+        monkeypatch.setenv(name, "new")
+    monkeypatch.delenv("TF_USE_CUDNN", raising=False)
+    recording = recording_of(tmp_path, workers=3, replicas=5, parameter_servers=0)
+    repeat(recording, tmp_path / "new")
+    repeat(recording, tmp_path / "new", variables={"XLA_FLAGS": None, "JAX_ENABLE_X64": None})
+    names = ("XLA_FLAGS", "TF_USE_CUDNN", "JAX_ENABLE_X64", "TORCH_NUMBER")
+    assert [[each.get(name) for name in names] for each in environments] == [
+        ["old", "old", None, None],
+        ["new", "old", "new", None],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changed", "backend"),
+    [
+        ({}, {}, "jax"),
+        ({}, {"KERAS_BACKEND": "torch"}, None),
+        ({}, {"KERAS_BACKEND": None}, None),
+        ({"KERAS_BACKEND": "torch"}, {}, None),
+        ({"KERAS_BACKEND": None}, {}, "jax"),
+    ],
+)
+def test_a_variable_chooses_the_backend_in_the_place_of_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Any, changed: Any, backend: str | None
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    job = {"workers": 3, "replicas": 5, "parameter_servers": 0, "env": recorded}
+    again = options_of_repetition(tmp_path, monkeypatch, changed=changed, **job)
+    assert again["backend"] == backend
+
+
 def test_variables_that_are_not_what_they_were_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -109,6 +109,68 @@ def test_epochs_of_the_last_fit_that_were_better_are_named(tmp_path: Path) -> No
     assert shown.startswith("loss 0.1  val_loss 0.4 (best 0.3 in epoch 2)  gain 0  val_accuracy 0.8")
 
 
+def test_epochs_before_a_restart_count_and_those_of_another_run_do_not(tmp_path: Path) -> None:
+    def best(name: str, *starts: tuple[int, tuple[float, ...]]) -> BetterEpoch | None:
+        folder = tmp_path / name
+        for number, (first, losses) in enumerate(starts):
+            time = 1000.0 + 100 * number
+            call = event(time + 1, "call", worker=0, name="fit 1", initial_epoch=0, epochs=20)
+            ends = [
+                epoch_end(time + 2 + at, first + at, first + at) | {"values": {"loss": loss}}
+                for at, loss in enumerate(losses)
+            ]
+            record(folder, job(time), started(0, time), call, *ends)
+        run = RunFolder(folder)
+        run.update()
+        return better_epochs(run.state).get("loss")
+
+    before, later = (1, (0.5, 0.2, 0.4, 0.1)), (4, (0.6, 0.35, 0.4))
+    assert best("resumed", before, later) == BetterEpoch(0.2, 2)
+    assert best("resumed twice", before, (4, ()), later) == BetterEpoch(0.2, 2)
+    assert best("another run", before, (1, (0.6, 0.35, 0.4))) == BetterEpoch(0.35, 2)
+    assert best("no epoch yet", before, (1, ())) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "best"),
+    [
+        ("val_error_accuracy", 0.9),
+        ("loss_head_acc", 0.9),
+        ("recall_at_10", 0.9),
+        ("top_k_accuracy", 0.9),
+        ("accuracy_loss", 0.1),
+        ("brier_score", 0.1),
+        ("word_error_rate_2", 0.1),
+        ("loss_head_gain", None),
+    ],
+)
+def test_the_end_of_a_name_says_what_is_better(tmp_path: Path, name: str, best: float | None) -> None:
+    ends = [
+        epoch_end(1010.0 + at, at, at) | {"values": {name: value}}
+        for at, value in enumerate((0.1, 0.9, 0.5), 1)
+    ]
+    record(tmp_path, job(), started(0), begins(), *ends)
+    run = RunFolder(tmp_path)
+    run.update()
+    found = better_epochs(run.state)
+    assert {key: better.value for key, better in found.items()} == ({} if best is None else {name: best})
+
+
+def test_no_epoch_is_best_beside_a_better_value(tmp_path: Path) -> None:
+    ends = [
+        epoch_end(1010.0 + at, at, at) | {"values": {"loss": loss}} for at, loss in enumerate((0.3, 0.4), 1)
+    ]
+    record(tmp_path, job(), started(0), begins(), *ends)
+    run = RunFolder(tmp_path)
+    run.update()
+    assert better_epochs(run.state) == {"loss": BetterEpoch(0.3, 1)}
+    within = epoch_end(1020.0, 3, 3) | {"epoch": None}
+    for loss, expected in ((0.35, {"loss": BetterEpoch(0.3, 1)}), (0.25, {})):
+        record(tmp_path, within | {"values": {"loss": loss}})
+        run.update()
+        assert better_epochs(run.state) == expected
+
+
 def test_a_run_of_hours_says_when_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.localtime", time.gmtime)
     measured = [steps(0, 1010.0 + at, 10 * at) for at in (1, 2, 3)]

@@ -14,7 +14,7 @@ from lockstep.data.batch import Batch
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError, InternalError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
-from lockstep.keras.input.fit_inputs import global_input
+from lockstep.keras.input.fit_inputs import GlobalInput, global_input
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.sources import GlobalBatchSource, Source, StreamReading
@@ -42,10 +42,14 @@ def of_replicas(job: Job) -> Pipelines:
     return Pipelines(job, dataset_fn, 1)
 
 
-def of_fit(job: Job, source: Source) -> list[Batch]:
+def input_of_fit(job: Job, source: Source) -> GlobalInput:
     options = {"batch_size": None, "steps": None, "shuffle": False, "seed": (), "unsplit": False}
     reader = ReadingWorker(job, 1)
-    return list(global_input(DistributedDataset(None, source), **options, reader=reader).batches())  # type: ignore[arg-type]
+    return global_input(DistributedDataset(None, source), **options, reader=reader)  # type: ignore[arg-type]
+
+
+def of_fit(job: Job, source: Source) -> list[Batch]:
+    return list(input_of_fit(job, source).batches())
 
 
 def of_loop(source: Source) -> Iterator[Any]:
@@ -133,8 +137,11 @@ def test_an_example_that_cannot_be_read_is_an_error_of_the_data(job_of_one_worke
         def __iter__(self) -> Iterator[Any]:
             raise ValueError("no such file")
 
-    with pytest.raises(DataError, match=r"dataset of replica 0: ValueError\('no such file'\)"):
-        Pipelines(job_of_one_worker, lambda context: Failing(), 1).shared_example()
+    source = Pipelines(job_of_one_worker, lambda context: Failing(), 1)
+    read_by_trials = (source.shared_example, lambda: input_of_fit(job_of_one_worker, source).weighs)
+    for read in read_by_trials:
+        with pytest.raises(DataError, match=r"dataset of replica 0: ValueError\('no such file'\)"):
+            read()
 
 
 def test_an_empty_dataset_has_no_form(job_of_one_worker: Job) -> None:

@@ -22,6 +22,8 @@ from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import RUNS, fresh_folder
 
 _TAIL = 20
+_BACKEND = "KERAS_BACKEND"
+"""The variable that chooses the backend in the place of `--backend`."""
 _ORDERED = ("fit", "functions")
 """The methods whose calls have orders of arrival in a job with parameter servers."""
 
@@ -114,6 +116,9 @@ def repeat(
     require_variables(variables)
     recorded = {name: value for name, value in job.get("env", {}).items() if name not in variables}
     require_variables(recorded, form=f"{recording.folder} has not recorded the value of {{}}")
+    here = [name for name, value in variables.items() if value is None]
+    if _BACKEND in variables or recorded.get(_BACKEND) is not None:
+        job = {**job, "backend": None}
     variables = {**recorded, **variables}
     _note_changed(recording)
     _note_variables(recording, variables)
@@ -122,7 +127,7 @@ def repeat(
         words += ["--order", str(recording.folder.absolute())]
     words += ["--one-process"] if one_process else []
     words += ["--", str(job["target"]), *map(str, job["arguments"])]
-    environment = repeating(recording.program["flags"])
+    environment = repeating(recording.program["flags"], here)
     return subprocess.run(
         words, cwd=where, env=environment, stdout=output, stderr=output, check=False
     ).returncode

@@ -3,8 +3,9 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from lockstep.observability.growth import Columns
 from lockstep.observability.run_state import CallInfo, RunState, WorkerInfo
 from lockstep.observability.step_recorder import trains
 
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
 _MANY = 8
 """The number of measurements from which only the newer half of the time says how long the rest takes."""
 
-_LOWER = re.compile(
-    r"(^|_)(loss|error|mae|mse|mape|msle|rmse|crossentropy|perplexity|divergence|hinge)(_|\d|$)",
+_JUDGED = re.compile(
+    r"(?:^|_)(?:(?P<lower>loss|error|mae|mse|mape|msle|rmse|crossentropy|perplexity|divergence|hinge"
+    r"|brier(?:_score)?)|(?P<higher>acc|accuracy|auc|precision|recall|score|f1|io_?u))"
+    r"(?:[_@]?(?:at|top|k|rate|\d))*$",
     re.IGNORECASE,
 )
-_HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|score|f1|io_?u)(_|\d|$)", re.IGNORECASE)
-"""The names of metrics that are better if they are lower, or higher; of others, that is unknown."""
+"""The ends of the names of metrics that are better if they are lower, or higher; of others, that is unknown.
+
+What comes before may be the name of an output.
+"""
 
 
 @dataclass(frozen=True)
@@ -80,24 +85,60 @@ def metric_rank(name: str) -> int:
 
 
 def better_epochs(run: RunState) -> dict[str, BetterEpoch]:
-    """Return the best epochs of the last `fit`, of metrics whose last value is worse than that."""
+    """Return the best epochs of the last `fit`, of metrics whose last and newest values are worse than that.
+
+    If it was resumed, its epochs before that count too.
+    """
     import numpy as np
 
-    call = next((call for call in reversed(run.calls) if re.fullmatch(r"fit \d+", call.name)), None)
     epochs_by_metric: dict[str, BetterEpoch] = {}
-    if call is None:
-        return epochs_by_metric
-    until = math.inf if call.ended is None else call.ended
+    spans = _spans_of_last_fit(run)
     for name, columns in run.metrics.items():
-        sign = -1.0 if _HIGHER.search(name) and not _LOWER.search(name) else 1.0
-        chosen = (columns.column("time") >= call.began) & (columns.column("time") <= until)
+        chosen = np.zeros(len(columns), bool)
+        for span in spans:
+            chosen |= span.contains(columns)
         values, epochs = (columns.column(column)[chosen] for column in ("value", "epoch"))
-        if not (_LOWER.search(name) or _HIGHER.search(name)) or not np.isfinite(values).any():
+        judged = _JUDGED.search(name)
+        if judged is None or not np.isfinite(values).any():
             continue
+        sign = 1.0 if judged["lower"] else -1.0
         best = int(np.nanargmin(np.where(np.isfinite(values), sign * values, np.nan)))
-        if values[best] != values[-1]:
+        newest = run.values.get(name, float(values[-1]))
+        # The epoch in progress may already be better.
+        is_worse = newest is None or not sign * newest <= sign * values[best]
+        if values[best] != values[-1] and is_worse:
             epochs_by_metric[name] = BetterEpoch(float(values[best]), int(epochs[best]))
     return epochs_by_metric
+
+
+class _Span(NamedTuple):
+    """The epochs that ended between two times, before an epoch."""
+
+    since: float
+    until: float
+    before: float
+
+    def contains(self, columns: Columns) -> "npt.NDArray[np.bool_]":
+        """Return which rows are within."""
+        times = columns.column("time")
+        within: npt.NDArray[np.bool_] = (times >= self.since) & (times <= self.until)
+        return within & (columns.column("epoch") < self.before)
+
+
+def _spans_of_last_fit(run: RunState) -> list[_Span]:
+    """Return the epochs of the last `fit`; of earlier starts, those before the first one that came later."""
+    name = next((call.name for call in reversed(run.calls) if re.fullmatch(r"fit \d+", call.name)), None)
+    spans: list[_Span] = []
+    before = next_began = math.inf
+    for call in reversed([call for call in run.calls if call.name == name]):
+        span = _Span(call.began, next_began if call.ended is None else call.ended, before)
+        spans.append(span)
+        epochs = [columns.column("epoch")[span.contains(columns)] for columns in run.metrics.values()]
+        # Before the end of its first epoch, it is not known to continue an earlier start.
+        known = before if before < math.inf else 0.0
+        before = min((float(each.min()) for each in epochs if len(each)), default=known)
+        next_began = call.began
+    return spans
 
 
 def _rows(info: WorkerInfo, call: int) -> "npt.NDArray[np.void]":

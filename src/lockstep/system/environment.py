@@ -390,14 +390,19 @@ def with_temporary_folder(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder)}
 
 
-def repeating(flags: Mapping[str, str]) -> dict[str, str]:
+def repeating(flags: Mapping[str, str], here: Collection[str] = ()) -> dict[str, str]:
     """Return the environment in which a run with these `numeric_flags` is repeated.
 
-    Variables that follow from the number of threads, which the job sets itself, keep their present values.
+    Variables that follow from the number of threads are left to the job, which sets them itself.
+
+    Args:
+        flags: the flags of the run.
+        here: the names of variables that keep their values of this process.
     """
-    variables = {name: value for name, value in os.environ.items() if name not in numeric_flags()}
-    threads = _thread_variables(1)
-    return variables | {name: value for name, value in flags.items() if name not in threads}
+    replaced = numeric_flags().keys() - set(here)
+    variables = {name: value for name, value in os.environ.items() if name not in replaced}
+    kept = {*_thread_variables(1), *here}
+    return variables | {name: value for name, value in flags.items() if name not in kept}
 
 
 def ssh_address() -> str | None:

@@ -9,7 +9,6 @@ possible, and refused where it is not.
 
 import struct
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -145,10 +144,17 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     def weighs(self) -> bool:
         """Whether the batches have sample weights. This reads one; all workers call it together."""
         # Validation data may have no examples.
-        if self.known_batches != 0:
-            with suppress(StopIteration, DataError):
-                return has_weights(self.batch_to_try())
-        return False
+        if self.known_batches == 0:
+            return False
+        try:
+            return has_weights(self.batch_to_try())
+        except StopIteration:
+            return False
+        except DataError as error:
+            # Of another error, the other workers may know nothing.
+            if str(error) != NO_EXAMPLES:
+                raise
+            return False
 
     def batch_to_try(self) -> Any:
         """Return a batch of the same kind that is equal on all workers, which call this together."""
