@@ -100,7 +100,7 @@ def test_an_address_that_sends_nothing_is_perhaps_no_coordinator() -> None:
 
 
 def contact_of(said: list[str], lost: str) -> Any:
-    """The contact of a host whose coordinator has sent one byte before the job began."""
+    """The contact of a host whose coordinator has sent one byte, and no instruction."""
     dialer = SimpleNamespace(take=lambda: None, close=lambda: None)
     process: Any = SimpleNamespace(
         channel=SimpleNamespace(received=1),
@@ -110,7 +110,7 @@ def contact_of(said: list[str], lost: str) -> Any:
         engine=None,
         workers=SimpleNamespace(need_coordinator=lambda: True),
     )
-    session: Any = SimpleNamespace(lost=lost, rejected="", keep_alive=lambda: None)
+    session: Any = SimpleNamespace(lost=lost, rejected="", received=0, keep_alive=lambda: None)
     spec = JobSpec(target="a.py", run_dir=Path("run"))
     agent: Any = SimpleNamespace(spec=spec, lacks_workers=False, pauses=lambda now: False)
     offer: Any = None
@@ -120,10 +120,12 @@ def contact_of(said: list[str], lost: str) -> Any:
 def test_a_coordinator_that_starts_slowly_is_not_said_to_be_silent() -> None:
     said = list[str]()
     with contact_of(said, "") as contact:
+        # A note precedes the start of its process.
+        contact.process.channel.received = 2
         for _ in range(6):
             contact.serve()
             contact.process.clock.advance(10.0)
-        contact.process.channel.received = 2
+        contact.process.channel.received, contact.session.received = 3, 1
         contact.serve()
         assert said == []
         contact.process.clock.advance(6.0)

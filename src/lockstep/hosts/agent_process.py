@@ -434,7 +434,6 @@ class _Contact:
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
-        self._received = self.process.channel.received
 
     def close(self) -> None:
         """End the attempts to connect."""
@@ -464,7 +463,8 @@ class _Contact:
 
     def _judge(self, now: float) -> None:
         seconds, pauses = self._silence.seconds(), self.agent.pauses(now)
-        if self.session.lost or self.process.channel.received != self._received:
+        # Notes may precede the start of the coordinator.
+        if self.session.lost or self.session.received:
             self._limit = SILENCE
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self._noted, self._repeat = False, 0.0

@@ -41,6 +41,7 @@ class CoordinatorSession:
         rejected: why a coordinator does not take this agent back; empty if it has not rejected it.
         kept: the newest record of the job that the agent has; None before the first.
         output: number of bytes of output in the reports that are kept.
+        received: number of numbered instructions that have arrived.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -50,6 +51,7 @@ class CoordinatorSession:
         self.rejected = ""
         self.kept: KeepRecord | None = None
         self.output = 0
+        self.received = 0
         self._channel: Channel[HostReport, Instruction | KeepWaiting | Rejected] | None = None
         self._ended = False
         # The descriptor of this end stays the same.
@@ -58,7 +60,6 @@ class CoordinatorSession:
         self._events.register(self._wake, select.EPOLLIN)
         self._reports: deque[HostReport] = deque()
         self._acknowledged = 0
-        self._received = 0
         self._waits = False
 
     def attach(self, channel: Channel[HostReport, Instruction | KeepWaiting | Rejected]) -> None:
@@ -80,7 +81,7 @@ class CoordinatorSession:
 
     def keep_alive(self) -> None:
         """Tell the coordinator that this process lives, and which instructions it has."""
-        self.send(KeepAlive(self._received, self._clock.now()))
+        self.send(KeepAlive(self.received, self._clock.now()))
 
     def send(self, message: HostReport, patience: float = 0.0) -> bool:
         """Send a report now, or when a coordinator takes over; return False only if it is too large."""
@@ -117,7 +118,7 @@ class CoordinatorSession:
                     self.kept = message
                 case TakeOver(term):
                     self.term, self._waits = term, True
-                    self._channel.send(AgentStanding(term, self._received, self._acknowledged, self.kept))
+                    self._channel.send(AgentStanding(term, self.received, self._acknowledged, self.kept))
                 case RepeatReports(after):
                     self._replay(after)
                 case Rejected(reason):
@@ -128,7 +129,7 @@ class CoordinatorSession:
                 case _ if isinstance(message, UNNUMBERED):
                     return message
                 case _:
-                    self._received += 1
+                    self.received += 1
                     if isinstance(message, StartView):
                         # The record contains the large instructions that agents have not acknowledged.
                         self.keep_alive()
