@@ -52,7 +52,7 @@ while True:
 
 
 def printed(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(text.splitlines()[-1])
+    found: dict[str, Any] = json.loads([line for line in text.splitlines() if line.startswith("{")][-1])
     return found
 
 

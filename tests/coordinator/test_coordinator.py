@@ -47,7 +47,7 @@ from lockstep.protocol.host import (
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, HostMembers
+from lockstep.protocol.worker import AbortExchange, EventReport, HostMembers, LastLineAwaited
 from lockstep.supervisor.state import JobSize, Shutdown, Stage, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -192,6 +192,23 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
     assert [one for one in made.instructions if isinstance(one, StartView)][1:] == [
         StartView(2, (HostMembers(0, (0,)),), reason)
     ]
+
+
+def test_workers_that_were_started_by_hand_exit_together(job: Callable[[State], Job]) -> None:
+    made = job(replace(new_state(), size=JobSize(2, by_hand=True)))
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartWorker(worker):
+                return [script_ended(worker), WorkerSaid(worker, LastLineAwaited(worker))]
+            case AbortExchange():
+                return [exited(worker, 0) for worker in (0, 1)]
+        return ends(instruction)
+
+    made.reacts = react
+    assert made.coordinator.run() == 0
+    (released,) = [one for one in made.instructions if isinstance(one, AbortExchange)]
+    assert released == AbortExchange("the job has finished")
 
 
 def test_pending_reports_of_workers_precede_a_stop(job: Callable[[State], Job]) -> None:

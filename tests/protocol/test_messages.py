@@ -32,6 +32,7 @@ from lockstep.protocol.worker import (
     EventReport,
     FailureReport,
     HostMembers,
+    LastLineAwaited,
     Leave,
     Notice,
     RelayedMessage,
@@ -47,6 +48,7 @@ workers = st.integers(0, 9)
 groups = st.lists(workers).map(tuple)
 relayed = st.one_of(
     st.builds(ViewBroken, workers, workers, texts, st.booleans()),
+    st.builds(LastLineAwaited, workers),
     st.builds(
         EventReport,
         st.one_of(

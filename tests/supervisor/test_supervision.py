@@ -50,7 +50,14 @@ from lockstep.protocol.host import (
     ViewRefused,
     WorkerArrived,
 )
-from lockstep.protocol.worker import AbortExchange, FailureReport, Notice, StateSource, ViewBroken
+from lockstep.protocol.worker import (
+    AbortExchange,
+    FailureReport,
+    LastLineAwaited,
+    Notice,
+    StateSource,
+    ViewBroken,
+)
 from lockstep.supervisor.actions import (
     Action,
     Evidence,
@@ -117,6 +124,7 @@ def insisting(workers: tuple[int, ...], verdict: str = "third") -> VerificationF
 
 PATTERNS: list[tuple[str, Callable[..., Event]]] = [
     (r"the script of worker (?P<worker>\d+) ends", partial(ScriptEnded, status=0)),
+    (r"worker (?P<worker>\d+) waits for the last line", LastLineAwaited),
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", WorkerExited),
     (
         r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?(?P<recurs>, recurring)?"

@@ -62,6 +62,7 @@ from lockstep.protocol.worker import (
     FailureReport,
     FileOpened,
     HostMembers,
+    LastLineAwaited,
     RelayedMessage,
     ViewBroken,
 )
@@ -621,7 +622,7 @@ class Coordinator:
                 self.events.publish(event, None if is_fact else worker)
                 if isinstance(event, job_events.Event):
                     self._decide(event)
-            case ViewBroken():
+            case ViewBroken() | LastLineAwaited():
                 self._decide(message)
             case FileOpened():
                 self._narrator.tell_of_file(worker, message)

@@ -94,8 +94,11 @@ _STATUS: dict[type[BaseException], int] = {
 """The exit status for errors that are not faults of the script; otherwise 1."""
 
 
+_SILENT_WAIT = 1.0
+"""Seconds that a worker whose script has ended waits for others before it says so."""
+
 _LAST_LINE_PATIENCE = 10.0
-"""Seconds that a worker whose script has ended waits for the scripts of other workers to end."""
+"""Seconds that it waits for them in all."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -264,22 +267,28 @@ def _run(script: Script, client: AgentClient, identity: WorkerIdentity) -> None:
 
 
 def _finish(client: AgentClient, identity: WorkerIdentity) -> None:
-    """Report success. A worker with its own terminal waits for the last line of the job to appear there."""
+    """Report success, and do the last work of the job here."""
     from lockstep.worker import job
 
-    if not identity.by_hand:
-        client.finished()
-        job.current().end()
-        return
-    # The last line counts what the chief does here.
-    job.current().end()
+    # First: a stop that arrives now waits for the last checkpoint.
     client.finished()
-    flush_streams()
-    if not client.wait_for_release(_LAST_LINE_PATIENCE):
-        note(
-            f"the script of worker {identity.worker} has finished; the others run on, and the last line of "
-            "the job appears on their terminals"
-        )
+    job.current().end()
+    if identity.by_hand:
+        flush_streams()
+        # The work is done: Ctrl-C only ends the wait.
+        with contextlib.suppress(KeyboardInterrupt):
+            _await_last_line(client, identity.worker)
+
+
+def _await_last_line(client: AgentClient, worker: int) -> None:
+    """Wait for the last line of the job, which appears on the terminal of each worker that still runs."""
+    client.awaits_last_line()
+    if client.wait_for_release(_SILENT_WAIT):
+        return
+    ended = f"the script of worker {worker} has finished"
+    note(f"{ended}; it waits up to {_LAST_LINE_PATIENCE:g} s for the other workers (Ctrl-C ends the wait)")
+    if not client.wait_for_release(_LAST_LINE_PATIENCE - _SILENT_WAIT):
+        note(f"{ended}; the others run on, and the last line of the job appears on their terminals")
 
 
 def _run_whole(script: Script) -> None:

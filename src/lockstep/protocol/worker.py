@@ -37,6 +37,12 @@ class ViewBroken(msgspec.Struct, frozen=True, tag="view broken"):
     fatal: bool = False
 
 
+class LastLineAwaited(msgspec.Struct, frozen=True, tag="awaits last line"):
+    """A worker that a user has started has done its last work, and waits for the last line of the job."""
+
+    worker: int
+
+
 class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
     """The script opens a file for writing.
 
@@ -259,7 +265,7 @@ class AbortExchange(msgspec.Struct, frozen=True, tag="abort exchange"):
     reason: str
 
 
-RelayedMessage = EventReport | ViewBroken | FileOpened | FailureReport
+RelayedMessage = EventReport | ViewBroken | LastLineAwaited | FileOpened | FailureReport
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateGiven | AnswersAt

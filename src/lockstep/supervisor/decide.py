@@ -72,7 +72,14 @@ from lockstep.protocol.host import (
     ViewRefused,
     WorkerArrived,
 )
-from lockstep.protocol.worker import AbortExchange, FailureReport, Notice, StateGiven, ViewBroken
+from lockstep.protocol.worker import (
+    AbortExchange,
+    FailureReport,
+    LastLineAwaited,
+    Notice,
+    StateGiven,
+    ViewBroken,
+)
 from lockstep.supervisor.actions import (
     Action,
     Evidence,
@@ -119,6 +126,9 @@ def decide(state: State, event: Event, now: float) -> Decision:
             ended = state.with_worker(worker, replace(state.workers[worker], script_ended=status == 0))
             how = "finished" if status == 0 else f"exited with status {status}"
             decision = Decision(ended, reason=f"the script of worker {worker} {how}")
+        case LastLineAwaited(worker):
+            waiting = state.with_worker(worker, replace(state.workers[worker], awaits_end=True))
+            decision = Decision(waiting, reason=f"worker {worker} waits for the last line of the job")
         case FailureReport():
             decision = _failure_reported(state, event, now)
         case StrategyInstalled():
@@ -197,7 +207,7 @@ def refusal(state: State, workers: int) -> str:
         )
     if state.elastic and state.stage is Stage.LOOKING:
         return "a worker seems to be stuck and is about to be removed; try again in a moment"
-    return "the job is ending" if state.stage is not Stage.RUNNING or state.finished else ""
+    return "the job is ending" if state.stage is not Stage.RUNNING or state.too_late_to_join else ""
 
 
 def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
@@ -244,7 +254,7 @@ def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
     """Count the loss of a joiner, unless the job is ending anyway."""
     record, reason = state.workers[worker], f"{how} before it joined"
     state = state.with_phase(Phase.LOST, worker)
-    if not state.active or state.finished:
+    if not state.active or state.too_late_to_join:
         return Decision(state, reason=reason)
     state = _count_loss(state, record, now)
     if state.admission.given:
@@ -422,7 +432,7 @@ def _with_missing(state: State, lost: int) -> State:
     arrivals = tuple(host for host in admission.arrivals if host != lost)
     there, then = state.filled + len(arrivals), ""
     if size.by_hand and there < size.wanted:
-        size, then = replace(size, wanted=max(there, 1)), _no_more(size)
+        size, then = replace(size, wanted=max(there, 1)), "" if state.too_late_to_join else _no_more(size)
     elif there < size.wanted and state.roomiest_host() is None:
         then = _NO_ROOM
     if lost in admission.holders:
@@ -703,7 +713,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
         return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return _kill(state, now, f"received {name} again")
-    if state.stage is Stage.RUNNING and shutdown.suspect is None and state.scripts_ended:
+    if state.stage is Stage.RUNNING and state.succeeds:
         reason = f"{name} arrived after the script finished: the job succeeded"
         state = _with_outcome(state, JobOutcome(0))
         if state.keeps:
@@ -713,11 +723,13 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
         return _signal_all(state, event.signal, now, reason).after(ShowMessage(reason))
     active = state.stage is Stage.RUNNING
     stopped = JobOutcome(128 + event.signal, f"stopped by {name}", stopped=True)
-    state = _with_outcome(state, shutdown.outcome or stopped)
+    outcome = shutdown.outcome or stopped
+    state = _with_outcome(state, outcome)
     if not (state.keeps and state.elastic and active and state.staying):
         decision = _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
         # Workers that were started by hand release their terminals before the job has ended.
-        return decision.after(ShowMessage(stopped.message)) if state.size.by_hand else decision
+        shows = state.size.by_hand and outcome.message
+        return decision.after(ShowMessage(outcome.message)) if shows else decision
 
     # The chief writes a checkpoint at the end of its step. The members must not wait for joiners before that.
     grace = state.limits.save
@@ -862,7 +874,7 @@ def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) ->
 def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
     """Decide whether a lost worker will be replaced, and when."""
     size, limits, admission = state.size, state.limits, state.admission
-    if state.finished or state.filled >= size.wanted:
+    if state.too_late_to_join or state.filled >= size.wanted:
         return state
     if not size.restarts_left:
         # The job now wants one worker less; users see this number.
@@ -911,6 +923,9 @@ def _loss_noted(state: State, reason: str, *, reported: bool) -> Decision:
 def _next_view(state: State, how: str, now: float) -> Decision:
     """Continue without lost workers, with `how` as the reason unless failures give it."""
     staying, why = state.staying, _why(state, how)
+    if state.size.by_hand and state.active:
+        # The others wait for the last line of the job, and enter no view.
+        staying = tuple(worker for worker in staying if not state.workers[worker].script_ended) or staying
     if not staying:
         return Decision(state, reason=f"{why}; no workers remain")
     if state.admission.given:
@@ -1024,7 +1039,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     state, size, admission = decision.state, decision.state.size, decision.state.admission
     if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
         return decision
-    if state.finished:
+    if state.too_late_to_join:
         return _admission_closed(decision)
     actions: tuple[Action, ...] = ()
     missing = size.wanted - state.filled
@@ -1070,8 +1085,8 @@ def _admission_closed(decision: Decision) -> Decision:
 
 
 def _success_told(before: State, decision: Decision) -> Decision:
-    """Tell users who have started the workers of the success, once the scripts of all members have ended."""
-    tells = decision.state.size.by_hand and decision.state.scripts_ended and not before.scripts_ended
+    """Tell users who have started the workers of the success, once all members wait for the last line."""
+    tells = decision.state.awaits_last_line and not before.awaits_last_line
     return replace(decision, actions=(*decision.actions, TellSuccess())) if tells else decision
 
 

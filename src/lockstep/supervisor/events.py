@@ -36,7 +36,7 @@ from lockstep.protocol.host import (
     ViewRefused,
     WorkerArrived,
 )
-from lockstep.protocol.worker import FailureReport, StateGiven, ViewBroken
+from lockstep.protocol.worker import FailureReport, LastLineAwaited, StateGiven, ViewBroken
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ class DeadlinePassed:
 Event = (
     WorkerExited
     | ScriptEnded
+    | LastLineAwaited
     | StartFailed
     | StartCancelled
     | FailureReport

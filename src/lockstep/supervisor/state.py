@@ -78,6 +78,7 @@ class WorkerRecord:
         raised: whether its script has raised while it was not a joiner.
         failure: its failure; None if it has none or only blames another worker.
         script_ended: whether its script has ended.
+        awaits_end: whether it has also done its last work, and waits for the last line of the job.
         waits_in_vain: whether its last report said that it waits for a worker that ended with status 0.
         condemned: whether it was killed because it was stuck.
     """
@@ -89,6 +90,7 @@ class WorkerRecord:
     raised: bool = False
     failure: Failure | None = None
     script_ended: bool = False
+    awaits_end: bool = False
     waits_in_vain: bool = False
     condemned: bool = False
 
@@ -431,6 +433,28 @@ class State:
     def scripts_ended(self) -> bool:
         """Whether there are members that run, and the scripts of all of them have ended without an error."""
         return bool(self.present) and all(self.workers[worker].script_ended for worker in self.present)
+
+    @property
+    def succeeds(self) -> bool:
+        """Whether it is certain that the job succeeds, although members may still run."""
+        if self.stage is Stage.RUNNING:
+            return self.shutdown.suspect is None and self.scripts_ended
+        return self.shutdown.outcome is not None and self.shutdown.outcome.status == 0
+
+    @property
+    def awaits_last_line(self) -> bool:
+        """Whether the job succeeds, and all members, which a user has started, wait for its last line."""
+        waits = [self.workers[worker].awaits_end for worker in self.present]
+        return self.size.by_hand and self.succeeds and bool(waits) and all(waits)
+
+    @property
+    def too_late_to_join(self) -> bool:
+        """Whether no worker can join any more, because a member has succeeded.
+
+        It has ended with status 0. If a user has started it, it may still wait for the others.
+        """
+        waits = self.size.by_hand and any(self.workers[worker].script_ended for worker in self.present)
+        return waits or bool(self.finished)
 
     @property
     def joiners(self) -> tuple[int, ...]:

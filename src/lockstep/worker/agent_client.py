@@ -27,6 +27,7 @@ from lockstep.protocol.worker import (
     EventReport,
     FailureReport,
     FileOpened,
+    LastLineAwaited,
     Leave,
     PeerConnected,
     StateGiven,
@@ -104,6 +105,10 @@ class AgentClient:
     def finished(self, status: int = 0) -> None:
         """Report that the script ended, or exited with a status of its own."""
         self._channel.send(EventReport(ScriptEnded(self._worker, status)), _PATIENCE)
+
+    def awaits_last_line(self) -> None:
+        """Report that this worker has done its last work, and waits for the last line of the job."""
+        self._channel.send(LastLineAwaited(self._worker), _PATIENCE)
 
     def wait_for_release(self, seconds: float) -> bool:
         """Wait until the job has finished or no longer needs this worker; return whether that was in time."""
