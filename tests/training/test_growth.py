@@ -583,11 +583,17 @@ def test_a_checkpoint_keeps_what_trials_have_shown() -> None:
         True,
         ("the layer centered",),
         ("the loss contrast",),
+        "C.phase#1 = full",
+        {"": Growths({0: SUM}, tried={"train": 3})},
+        {"test": "C.phase#1 = full"},
     )
     removed = replace(growths, layers={**growths.layers, id(keras.layers.Dense(1)): SUM})
     assert removed.packed(model) == growths.packed(model)
     packed, arrays = pack(growths.packed(model), "growths")
     assert Growths.unpacked(model, unpack(json.loads(json.dumps(packed)), arrays)) == growths
+    # A checkpoint of a version that did not keep the last three.
+    values = {k: v for k, v in growths.packed(model).items() if k not in ("choices", "others", "traced")}
+    assert Growths.unpacked(model, values) == replace(growths, choices="", others={}, traced={})
 
 
 def test_growths_of_a_checkpoint_are_taken_once_if_they_are_of_this_model() -> None:

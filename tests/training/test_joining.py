@@ -130,6 +130,20 @@ def test_a_model_is_not_tried_again_with_other_rows(
         assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("backend", ["torch"], indirect=True)
+def test_a_worker_joins_after_the_program_has_changed_what_decides(
+    launch: Launch, backend: str, tmp_path: Path
+) -> None:
+    undisturbed = launch("-n 1 --replicas 2", "flips.py", str(tmp_path), "undisturbed", backend=backend)
+    program = ("flips.py", str(tmp_path), "lost1", "fit", "1", "step", "6")
+    run = launch("-n 2 --min-workers 2", *program, backend=backend)
+    assert run.status == 0, run.stderr
+    assert "worker 2 joined (2 workers)" in run.stderr
+    for worker in (0, 2):
+        assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")
+
+
 @pytest.mark.slow("torch")
 @pytest.mark.ci
 def test_a_joining_worker_takes_over_what_later_trials_have_shown(

@@ -1,8 +1,10 @@
 """Losses and metrics that compare the examples of a batch have the numbers of plain Keras on any replicas."""
 
 import argparse
+import collections
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -16,6 +18,7 @@ import pytest
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.growth import growths_of, set_growths
 from lockstep.keras.backends.multi_update import EndOfRound
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.fit import trials
@@ -821,12 +824,23 @@ class Chooses(Weighs):
 
     def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
         compares = self.compares or self.phase == "contrast" or self.count or self.helper.on or LEVEL
+        compares = compares or Switches.on or SWITCHES.on
         if compares or getattr(self, "absent", None):
             return contrast(y, y_pred)
         return ops.mean(ops.square(y_pred))
 
 
 LEVEL = False
+
+
+class Switches:
+    """Options in a class."""
+
+    on = False
+
+
+SWITCHES: Any = types.ModuleType("switches_of_a_program")
+SWITCHES.on = False
 
 
 def test_what_decides_is_seen_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -856,6 +870,87 @@ def test_what_decides_is_seen_when_it_changes(monkeypatch: pytest.MonkeyPatch) -
     model.count = 4
     choices.look(model)
     assert choices.counts == {"Chooses.count#1"}
+    for place in (Switches, SWITCHES):
+        before = choices.look(model)
+        monkeypatch.setattr(place, "on", True)
+        assert choices.look(model) != before
+
+
+def test_a_count_that_changes_together_with_a_truth_value_is_seen() -> None:
+    model = weighing(Chooses, run_eagerly=True)()
+    model.compares, model.count = False, 3
+    choices = Choices(model)
+    model.compares, model.count = True, 4
+    choices.look(model)
+    assert choices.counts == {"Chooses.count#1"}
+
+
+@pytest.mark.parametrize("kind", [list, collections.deque, dict])
+def test_a_container_that_grows_is_one_choice(kind: Any) -> None:
+    model = weighing(Chooses, run_eagerly=True)()
+    model.compares = kind()
+    choices = Choices(model)
+    keys = []
+    for number in range(80):
+        if kind is dict:
+            model.compares[f"step {number}"] = number / 2
+        else:
+            model.compares.append(number / 2)
+        keys.append(choices.look(model))
+    assert keys[0] != ""
+    assert set(keys) == {keys[0]}
+    model.compares = [True, False]
+    first = choices.look(model)
+    model.compares.reverse()
+    assert choices.look(model) != first
+
+
+def test_a_resumed_process_takes_over_the_values_at_compile() -> None:
+    """It has skipped the first `fit`, whose callback has changed a value before the second `compile`."""
+    original, resumed = (weighing(Chooses, run_eagerly=True)() for _ in range(2))
+    original.compares = resumed.compares = True
+    first = Choices(original)
+    assert not first.moved
+    original.compares = False
+    second, other = Choices(original, first), Choices(resumed)
+    other.adopt(second.moved)
+    resumed.compares = False
+    assert other.look(resumed) == second.look(original) == ""
+    original.compares = resumed.compares = True
+    assert other.look(resumed) == second.look(original) != ""
+
+
+@pytest.mark.skipif(keras.backend.backend() == "torch", reason="steps are not compiled")
+def test_a_process_that_joins_does_not_compile_with_other_values() -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        models = [weighing(Chooses)() for _ in range(2)]
+    options = {"batch_size": 9, "shuffle": False, "verbose": 0}
+    member, joins = models
+    flips = keras.callbacks.LambdaCallback(on_train_begin=lambda *_: setattr(member, "phase", "contrast"))
+    member.fit(X, LABELS, callbacks=[flips], **options)
+    # The process that has compiled it may compile it for other rows.
+    member.phase = "mean"
+    member.fit(X[:13], LABELS[:13], **options)
+    set_growths(joins, growths_of(member))
+    # Callbacks often set numbers that no step reads.
+    joins.count = 3
+    text = "phase = contrast, and this process, which joins or resumes, has Chooses.phase = another text"
+    with pytest.raises(ModelError, match=text):
+        joins.fit(X, LABELS, **options)
+
+
+def test_a_model_is_not_tried_with_datasets_of_replicas_in_the_middle() -> None:
+    """A worker would read the dataset of another worker's replica for it."""
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = weighing(ByTruth, run_eagerly=True)()
+    data = strategy.distribute_datasets_from_function(
+        lambda context: [(X[i : i + 4], LABELS[i : i + 4]) for i in (0, 4, 8)]
+    )
+    flips = keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_, **__: model.change())
+    model.fit(data, steps_per_epoch=3, verbose=0, callbacks=[flips])
+    name = "what depends on values of Python that change, where replicas have datasets"
+    assert any(each.startswith(name) for each in growths_of(model).names)
 
 
 EAGER: Any = {"run_eagerly": True}
@@ -899,11 +994,19 @@ class Far(keras.Sequential):
         return ops.mean(ops.square(y_pred)) / 1000 + hinge(y, y_pred)
 
 
-def test_a_margin_that_all_distances_exceed_does_not_hide_a_comparison() -> None:
-    model = Far([keras.Input((4,)), keras.layers.Dense(3)])
+class FarNamed(Far):
+    """The outputs have another name, and the signature is short."""
+
+    def compute_loss(self, x: Any, y: Any, pred: Any, w: Any = None, **_: Any) -> Any:
+        return super().compute_loss(x, y, pred)
+
+
+@pytest.mark.parametrize("kind", [Far, FarNamed])
+def test_a_margin_that_all_distances_exceed_does_not_hide_a_comparison(kind: Any) -> None:
+    model = kind([keras.Input((4,)), keras.layers.Dense(3)])
     model.compile("sgd")
     trial = trial_of(model, 30 * np.eye(4, dtype="float32")[LABELS[:9, 0]] + 0.01 * X[:9], LABELS[:9])
-    assert (trial.exact, trial.names) == (["compute_loss of Far"], [])
+    assert (trial.exact, trial.names) == ([f"compute_loss of {kind.__name__}"], [])
 
 
 class Options(Weighs):

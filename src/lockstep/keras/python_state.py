@@ -17,6 +17,7 @@ import inspect
 import itertools
 import math
 import random
+import re
 import site
 import struct
 import sys
@@ -728,41 +729,86 @@ class Choices:
         model: the model, just compiled.
 
     Attributes:
-        key: "" while all values are as at the beginning; otherwise, a text that shows those that are not.
+        key: "" while all values are as at the beginning; otherwise, a text with a line for each that is not.
         counts: the whole numbers that have changed, other than from or to zero, by their places.
+        moved: the texts at the beginning of values that had changed since the model was compiled first.
+        traced: the keys with which this process has compiled its steps, by the kind of the step.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, before: "Choices | None" = None) -> None:
         self.key = ""
         self.counts: set[str] = set()
+        self.traced: dict[str, str] = {}
         self._find(model)
         self._first = {place.label: place.text for place in self._places}
+        self.moved: dict[str, str] = {}
+        if before is not None:
+            earlier = before._first
+            labels = {
+                label
+                for label in {**earlier, **self._first}
+                if _decide(texts := (earlier.get(label, ""), self._first.get(label, "")))
+                and texts[0] != texts[1]
+            }
+            self.moved = {label: self._first.get(label, "") for label in {*before.moved, *labels}}
+
+    def adopt(self, moved: Mapping[str, str]) -> None:
+        """Take over `moved` of another process: this one has skipped the calls that changed these values."""
+        self.moved = {**self.moved, **moved}
+        self._first = {**self._first, **moved}
+        self._set_key()
+
+    def differences(self, model: Any, kind: str, key: str) -> list[tuple[str, str, str]]:
+        """Compare the values with which this process compiles a step with those of a `key` of another one.
+
+        Returns:
+            The places of truth values, texts, functions and the like, not of numbers or tensors, each with
+            its value in this process and in the other one. Callbacks often set numbers that no step reads.
+        """
+        own = self.traced.get(kind)
+        if own is None:
+            own = self.traced[kind] = self.look(model)
+        if own == key:
+            return []
+        mine, others = _lines(own), _lines(key)
+        found = []
+        for label in sorted({**mine, **others}):
+            first = self._first.get(label, "")
+            texts = mine.get(label, first), others.get(label, first)
+            if texts[0] != texts[1] and _decide(texts) and not any(map(_NUMBER.search, texts)):
+                found.append((label.partition("#")[0], _shown(texts[0]), _shown(texts[1])))
+        return found
 
     def look(self, model: Any) -> str:
         """Read the present values, and return `key`. It takes some microseconds if none has changed."""
         if self._may_differ():
             self._find(model)
-            texts = {place.label: place.text for place in self._places}
-            labels = sorted(
-                label
-                for label in {**self._first, **texts}
-                if texts.get(label, "") != self._first.get(label, "")
-            )
-            key = "\n".join(f"{label} = {texts.get(label, '')}" for label in labels)
-            self.key = _hash(key.encode()) if key else ""
+            self._set_key()
         return self.key
 
+    def _set_key(self) -> None:
+        texts = {place.label: place.text for place in self._places}
+        lines = set()
+        for label in {**self._first, **texts}:
+            if (text := texts.get(label, "")) != self._first.get(label, ""):
+                # The number of objects that the program adds does not count.
+                shown = label if label in self._first else label.partition("#")[0]
+                lines.add(f"{shown} = {text}")
+        self.key = "\n".join(sorted(lines))
+
     def _may_differ(self) -> bool:
+        differs = False
         for place in self._places:
             value, before = place.read(), place.value
             if value is before and not isinstance(value, _CONTAINERS):
                 continue
             if self._text(value) != place.text or (value is not before and _has_objects(value)):
-                return True
-            if type(value) is int and value != before:
+                differs = True
+                continue
+            if (type(value) is int or isinstance(value, np.integer)) and value != before:
                 self.counts.add(place.label)
             place.value = value
-        return any(len(attributes) != size for attributes, size in self._sizes)
+        return differs or any(len(attributes) != size for attributes, size in self._sizes)
 
     def _find(self, model: Any) -> None:
         """Find the places in the program as it is now."""
@@ -794,10 +840,16 @@ class Choices:
         for holder in objects:
             for name in sorted(names & _attribute_names(holder)):
                 add(f"{type(holder).__name__}.{name}", functools.partial(_attribute, holder, name))
+        for space in _spaces_in(each.value for _, each in named):
+            for name in sorted(names & vars(space).keys()):
+                if not (name.startswith("__") or isinstance(vars(space)[name], types.ModuleType | type)):
+                    add(f"{name} in {space.__name__}", functools.partial(_attribute, space, name))
 
     def _text(self, value: Any, depth: int = 0) -> str:
+        if value is None:
+            return "None"
         if isinstance(value, str):
-            return value if value in self._strings else "str"
+            return value.replace("\n", " ") if value in self._strings else "str"
         if isinstance(value, enum.Enum):
             return f"{type(value).__qualname__}.{value.name}"
         if isinstance(value, bool | np.bool_ | int | np.integer):
@@ -807,18 +859,60 @@ class Choices:
         if isinstance(value, types.FunctionType):
             return f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
         kind = type(value).__qualname__
-        if not isinstance(value, _CONTAINERS) or len(value) > _SHOWN or depth > _NESTED:
-            return kind
+        if value is ABSENT:
+            return ""
+        if not isinstance(value, _CONTAINERS) or depth > _NESTED:
+            return f"{_OBJECT}{kind}"
+        if isinstance(value, set | frozenset) and len(value) > _SHOWN:
+            return f"{_OBJECT}{kind}"  # The order of its items differs between processes.
+        first = list(itertools.islice(value.items() if isinstance(value, dict) else value, _SHOWN))
         if isinstance(value, dict):
-            items = [f"{self._text(k)}: {self._text(item, depth + 1)}" for k, item in value.items()]
+            items = [f"{self._text(k)}: {self._text(item, depth + 1)}" for k, item in first]
         else:
-            items = [self._text(item, depth + 1) for item in value]
-        return f"{kind}({', '.join(sorted(items) if isinstance(value, set | frozenset) else items)})"
+            items = [self._text(item, depth + 1) for item in first]
+        # The length does not count, because a list of losses, say, grows in each step.
+        ordered = isinstance(value, tuple) or all(type(item) is bool for item in first)
+        text = f"{kind}({', '.join(items if ordered else sorted(set(items)))})"
+        return text if len(text) <= _LONGEST else f"{_OBJECT}{_hash(text.encode())}"
 
 
 _CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _NESTED = 3
 """The depth of containers within containers in which `Choices` reads values."""
+_LONGEST = 200
+"""The length of the longest text of a container that `Choices` keeps as it is."""
+_NUMBER = re.compile(r"int\d* (True|False)\b")
+"""Finds numbers in the texts of `Choices`."""
+_OBJECT = "~"
+"""Marks the class of an object in the texts of `Choices`."""
+
+
+def _decide(texts: Iterable[str]) -> bool:
+    """Whether texts of `Choices` show values that decide by themselves, not the classes of objects."""
+    return not any(_OBJECT in text for text in texts)
+
+
+def _lines(key: str) -> dict[str, str]:
+    """Return the texts in a key of `Choices` by their places."""
+    parts = (line.partition(" = ") for line in key.split("\n") if line)
+    return {label: text for label, _, text in parts}
+
+
+def _shown(text: str) -> str:
+    if text == "str":
+        return "another text"
+    return text.removeprefix("bool ") or "no value"
+
+
+def _spaces_in(values: Iterable[Any]) -> list[Any]:
+    """Return the modules and classes of the program among some values, and the classes' base classes."""
+    spaces: dict[int, Any] = {}
+    for value in values:
+        if isinstance(value, type):
+            spaces.update((id(each), each) for each in value.__mro__ if _is_of_program(each))
+        elif isinstance(value, types.ModuleType) and is_in_program(value.__name__):
+            spaces[id(value)] = value
+    return list(spaces.values())
 
 
 def _has_objects(value: Any) -> bool:
@@ -838,7 +932,9 @@ def _objects_in(values: Iterable[Any]) -> list[Any]:
         if isinstance(value, _CONTAINERS):
             seen.add(id(value))
             items = value.values() if isinstance(value, dict) else value
-            waiting += list(items)[::-1] if len(value) <= _MANY else []
+            # The order of a set of objects differs between processes.
+            visits = len(value) <= _MANY and not isinstance(value, set | frozenset)
+            waiting += list(items)[::-1] if visits else []
         elif _may_choose(value):
             seen.add(id(value))
             objects[id(value)] = value

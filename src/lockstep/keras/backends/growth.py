@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import StepKind, WholePart
 from lockstep.keras.private.common import (
     CHOICES,
@@ -128,9 +129,10 @@ class Growths:
             unweighted=values["unweighted"],
             names=tuple(values["names"]),
             exact=tuple(values["exact"]),
-            choices=values["choices"],
-            others={choices: cls.unpacked(model, growths) for choices, growths in values["others"].items()},
-            traced=dict(values["traced"]),
+            # Checkpoints of an earlier version lack these.
+            choices=values.get("choices", ""),
+            others={key: cls.unpacked(model, growths) for key, growths in values.get("others", {}).items()},
+            traced=dict(values.get("traced", {})),
         )
 
     def has_tried(self, model: Any, kind: StepKind) -> bool:
@@ -171,7 +173,7 @@ def set_growths(model: Any, growths: Growths) -> None:
 def forget_growths(model: Any) -> None:
     """Forget the measured growths of a model, which is compiled anew, and the choices of the program."""
     _measured.pop(model, None)
-    vars(model)[CHOICES] = Choices(model)
+    vars(model)[CHOICES] = Choices(model, vars(model).get(CHOICES))
 
 
 def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
@@ -182,6 +184,27 @@ def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
     """
     choices = made_choices(model).look(model)
     return choices if runs_python(model) else growths.traced.get(kind, choices)
+
+
+def refuse_other_trace(model: Any, kind: StepKind) -> None:
+    """Refuse to compile a step with other values of Python than the job has compiled it with.
+
+    This process joins the job, or resumes it, and has skipped what has set these values. It is called before
+    each step, and compares the values with which this process has compiled the step first.
+
+    Raises:
+        ModelError: the values differ.
+    """
+    traced = growths_of(model).traced.get(kind)
+    if runs_python(model) or traced is None:
+        return
+    for place, own, others in made_choices(model).differences(model, kind, traced):
+        raise ModelError(
+            f"model {model.name!r}: the job has compiled its {kind} step with {place} = {others}, and this "
+            f"process, which joins or resumes, has {place} = {own}. A callback, or an earlier call, has set "
+            "it there: set it in the model's __init__ or before the first fit, or keep it in a variable "
+            "(add_weight)"
+        )
 
 
 def made_choices(model: Any) -> Choices:

@@ -20,7 +20,7 @@ from lockstep.data.batch import Batch, LocalBatches, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
-from lockstep.keras.backends.growth import growths_of
+from lockstep.keras.backends.growth import growths_of, refuse_other_trace
 from lockstep.keras.backends.whole_batch import is_gather, updating
 from lockstep.keras.fit.divided_update import DividedUpdate
 from lockstep.keras.fit.local_steps import LocalProgram
@@ -178,6 +178,7 @@ class GlobalStep:
         batch = self._read(state, element)
         self.timer.lap("input")
         self._follow(call, self.model, self.kind, batch, partial(self.program.published, state))
+        refuse_other_trace(self.model, self.kind)
         traced = self._traced
         (logs, state), record = self._verified_step(state, batch, call, number)
         self._digests.after_update(record, self.program, state, self._describe)
@@ -209,7 +210,9 @@ class GlobalStep:
         Raises:
             CallFinishedElsewhere: the members have finished the call.
         """
-        _, state = self._step(state, self._read(state, element))
+        batch = self._read(state, element)
+        refuse_other_trace(self.model, self.kind)
+        _, state = self._step(state, batch)
         self.backend.settle()
         if self._snapshots.resumable.join():
             # The step has reused the memory of the variables' values.

@@ -6,11 +6,9 @@ model is tried again before the first step that follows other values: see `Intro
 Notes name these parts. A job that only checks the script also compares a step with plain Keras there.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lockstep.data.batch import Batch, GlobalBatch, LocalBatches
@@ -205,11 +203,11 @@ class Introductions:
             set_growths(model, known)
         elif len(growths.others) >= _MOST_CHOICES:
             self._name_values(call, model, f"values of Python in more than {_MOST_CHOICES} combinations")
+        elif (rows := _rows(batch)) is None:
+            self._name_values(call, model, "values of Python that change, where replicas have datasets")
         else:
             with published(), unchanged(model):
-                tried = self._tried(
-                    call, model, kind, TriedBatch(partial(_rows, batch)), replace(growths, tried={})
-                )
+                tried = self._tried(call, model, kind, TriedBatch(rows), replace(growths, tried={}))
                 # A worker that joins in this call reads what `measure` has read.
                 numbers = {each: growths.tried.get(each, 0) for each in tried.tried}
                 set_growths(model, replace(tried, tried=numbers, others=_others(growths, choices)))
@@ -317,10 +315,11 @@ def _known(growths: Growths, choices: str, kind: StepKind) -> Growths | None:
     return replace(known, others=others, traced=growths.traced, names=growths.names, exact=growths.exact)
 
 
-def _rows(batch: Batch) -> Nest:
-    """Return the rows of a batch to try; with datasets of replicas, those of the first that has any."""
+def _rows(batch: Batch) -> Callable[[], Nest] | None:
+    """Return what reads the rows of a batch to try; None with datasets of replicas.
+
+    A worker would read the dataset of another one's replica from its beginning.
+    """
     if isinstance(batch, LocalBatches):
         batch = batch.batches[0]
-    if isinstance(batch, GlobalBatch):
-        return batch.whole()
-    return next(share.data() for share in map(batch.share, itertools.count()) if share.examples)
+    return batch.whole if isinstance(batch, GlobalBatch) else None

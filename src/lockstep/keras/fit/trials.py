@@ -1084,15 +1084,22 @@ def _partly_right(output: Any, label: Any) -> Any:
 def _near_outputs(model: Any) -> Iterator[None]:
     """Within the block, the program's own `compute_loss` gets outputs that are near to each other."""
     original = model.compute_loss
-    parameters = inspect.signature(original).parameters
+    # The program may give the outputs another name.
+    name = (*inspect.signature(original).parameters, "", "", "")[2]
 
     def near(output: Any) -> Any:
-        return output * 0.01 if keras.backend.is_float_dtype(output.dtype) else output
+        if output is None or not keras.backend.is_float_dtype(output.dtype):
+            return output
+        return output * 0.01
 
     @functools.wraps(original)
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
-        named = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        return original(**{**named, "y_pred": keras.tree.map_structure(near, named["y_pred"])})
+        if len(args) > 2:
+            args = (*args[:2], keras.tree.map_structure(near, args[2]), *args[3:])
+        else:
+            name_here = name if name in kwargs else "y_pred"
+            kwargs[name_here] = keras.tree.map_structure(near, kwargs[name_here])
+        return original(*args, **kwargs)
 
     with replaced(model, "compute_loss", compute_loss):
         yield

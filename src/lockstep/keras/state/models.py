@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.keras.backends.contract import Backend, StepKind
-from lockstep.keras.backends.growth import Growths, growths_of, parts_digest
+from lockstep.keras.backends.growth import Growths, growths_of, made_choices, parts_digest
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.variables import all_variables, assign, named_arrays
 
@@ -73,7 +73,7 @@ class CompiledModels:
         """The growths of the models that were tried, by number, with the number of the last compilation."""
         models = ((index, reference()) for index, reference in enumerate(self._models))
         return {
-            index: (self._compilations[model], growths.packed(model))
+            index: (self._compilations[model], {**growths.packed(model), "moved": made_choices(model).moved})
             for index, model in models
             if model is not None and (growths := growths_of(model)).tried
         }
@@ -88,6 +88,7 @@ class CompiledModels:
             if reference() is model and index in packed:
                 compilation, values = packed.pop(index)
                 if compilation == self._compilations[model] and values.get("parts") == parts_digest(model):
+                    made_choices(model).adopt(values.get("moved", {}))
                     return Growths.unpacked(model, values)
         return None
 
