@@ -113,7 +113,8 @@ def test_steps_that_were_not_recorded_are_found_by_repeating(
     assert exact.returncode == 1, exact.stderr
     assert exact.stderr.count(f" {begin} up to step ") == 2
     data = json.loads(exact.stdout)
-    assert (data["step"], data["cause"], data["rows"]) == (7, "input", {"0": [5]})
+    assert (data["step"], data["place"], data["rows"]) == (7, "input", {"0": [5]})
+    assert [head["name"] for head in data["heads"]] == ["arguments of the script"]
 
 
 @pytest.mark.slow
