@@ -182,8 +182,9 @@ def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
     It is equal for equal values; see `lockstep.keras.python_state.Choices`. A compiled step follows those of
     its first call.
     """
-    choices = made_choices(model).look(model)
-    return choices if runs_python(model) else growths.traced.get(kind, choices)
+    if not runs_python(model) and kind in growths.traced:
+        return growths.traced[kind]
+    return made_choices(model).look(model)
 
 
 def refuse_other_trace(model: Any, kind: StepKind) -> None:

@@ -149,7 +149,7 @@ class Introductions:
         growths = measured if fits else self._parts.snapshots.growths(model) or measured
         if kind != "predict" and fits and kind not in growths.tried:
             # Trials with other values of Python may have come since.
-            growths = _known(growths, choices_of(model, kind, growths), kind) or growths
+            growths = _earlier(growths, choices_of(model, kind, growths), kind) or growths
         tries = not growths.has_tried(model, kind) or (growths.unweighted and weighs())
         if growths is measured and not tries:
             return
@@ -199,8 +199,8 @@ class Introductions:
             set_growths(model, growths)
         if choices == growths.choices and kind in growths.tried:
             return
-        if (known := _known(growths, choices, kind)) is not None:
-            set_growths(model, known)
+        if (earlier := _earlier(growths, choices, kind)) is not None:
+            set_growths(model, earlier)
         elif len(growths.others) >= _MOST_CHOICES:
             self._name_values(call, model, f"values of Python in more than {_MOST_CHOICES} combinations")
         elif (rows := _rows(batch)) is None:
@@ -304,15 +304,15 @@ def _others(growths: Growths, choices: str) -> dict[str, Growths]:
     return {key: other for key, other in {**growths.others, **latest}.items() if key != choices}
 
 
-def _known(growths: Growths, choices: str, kind: StepKind) -> Growths | None:
+def _earlier(growths: Growths, choices: str, kind: StepKind) -> Growths | None:
     """Return what earlier trials of a kind of step have shown with some choices, or None."""
-    known = growths.others.get(choices)
-    if known is None or kind not in known.tried:
+    earlier = growths.others.get(choices)
+    if earlier is None or kind not in earlier.tried:
         return None
-    if (known.parts, known.unweighted) != (growths.parts, growths.unweighted):
+    if (earlier.parts, earlier.unweighted) != (growths.parts, growths.unweighted):
         return None
     others = _others(growths, choices)
-    return replace(known, others=others, traced=growths.traced, names=growths.names, exact=growths.exact)
+    return replace(earlier, others=others, traced=growths.traced, names=growths.names, exact=growths.exact)
 
 
 def _rows(batch: Batch) -> Callable[[], Nest] | None:
