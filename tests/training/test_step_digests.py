@@ -77,6 +77,7 @@ class Recorded:
         round_ = SummedRound("step", 0, layout=layout)
         round_.contributed = dict(partials)
         if record is not None:
+            record.rows = 6
             for replica in range(REPLICAS):
                 record.read(replica, data)
             record.add_round(round_, {"gradient/0": sum(part[0] for part in partials.values())})
@@ -104,6 +105,12 @@ def test_the_state_after_a_step_is_that_before_the_next_one(recorded: Recorded) 
     assert len({step.after for step in steps}) == 4
     assert all(len(step.after_parts) == 2 * 16 for step in steps)
     assert len({step.after_parts[16:] for step in steps}) == 1
+
+
+def test_the_first_step_of_a_call_has_the_shapes_of_the_batch(recorded: Recorded) -> None:
+    for _ in range(2):
+        recorded.step((np.zeros((2, 3, 1), "float32"), np.zeros(2, "int32"), None))
+    assert [step.shapes for step in recorded.steps] == [("float32[6, 3, 1]", "int32[6]"), ()]
 
 
 def test_a_change_between_steps_is_not_part_of_a_step(recorded: Recorded) -> None:

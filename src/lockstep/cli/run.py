@@ -697,7 +697,8 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
     words += ["--exact-batch"] if spec.exact_batch else []
     words += [] if spec.adopts else ["--no-adopt"]
     program = [*(["-m"] if spec.module else []), "--", spec.target, *spec.arguments]
-    return witness_beside(spec.run_dir, words, program, calls)
+    mode = "--local-steps" if spec.local_steps else ""
+    return witness_beside(spec.run_dir, words, program, calls, mode)
 
 
 def _passed_on(arguments: Sequence[str]) -> str:

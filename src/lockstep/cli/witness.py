@@ -15,8 +15,6 @@ verdict for the last line of the run.
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 import resource
@@ -31,6 +29,7 @@ from typing import Any, Literal, NoReturn
 from lockstep.coordinator.comparison import (
     NOT_COMPARED,
     cache_result,
+    name_of_cached,
     read_fields,
     save_verdict,
     unnamed,
@@ -186,7 +185,7 @@ def _events(path: Path, since: float) -> list[Mapping[str, Any]]:
 
 @contextlib.contextmanager
 def witness_beside(
-    folder: Path, words: Sequence[str], program: Sequence[str], calls: Calls
+    folder: Path, words: Sequence[str], program: Sequence[str], calls: Calls, mode: str = ""
 ) -> Iterator[None]:
     """Compare the script of a run in a process beside it, which ends with the block, or with this process.
 
@@ -198,6 +197,7 @@ def witness_beside(
         words: options of `lockstep run`.
         program: the words that name the script and its arguments.
         calls: the calls to compare.
+        mode: an option of the run with which it takes other training steps than those that are compared.
     """
     paths = RunPaths(folder.absolute())
     save_verdict(paths, NOT_COMPARED)
@@ -208,7 +208,7 @@ def witness_beside(
         yield
         return
     if process == 0:
-        _become_witness(parent, paths, words, program, calls)
+        _become_witness(parent, paths, words, program, calls, mode)
     try:
         yield
     finally:
@@ -217,7 +217,7 @@ def witness_beside(
 
 
 def _become_witness(
-    parent: int, paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls
+    parent: int, paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls, mode: str
 ) -> NoReturn:
     try:
         die_with(parent)
@@ -225,7 +225,7 @@ def _become_witness(
         os.setsid()
         # Among them are locks of the command.
         close_other_descriptors()
-        _witness(paths, words, program, calls)
+        _witness(paths, words, program, calls, mode)
     except BaseException as error:
         with contextlib.suppress(BaseException):
             _tell(paths, {"compared": [], "ended": "", "failed": f"{type(error).__name__}: {error}"})
@@ -235,15 +235,14 @@ def _become_witness(
             signal.pause()
 
 
-def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls) -> None:
+def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], calls: Calls, mode: str) -> None:
     begun = time.time()  # The events of the run have this clock.
-    settings = _wait_for_first_step(paths, begun)
-    identity = json.dumps([*words, *program, calls, *settings], sort_keys=True)
-    saved = cache_folder() / "compared" / f"{hashlib.sha256(identity.encode()).hexdigest()}.json"
+    name = name_of_cached([*words, *program, calls], _wait_for_first_step(paths, begun))
+    saved = cache_folder() / "compared" / name
     result = read_fields(saved)
     # The key has the modules that the script had imported before its first call.
     if result and result.get("sources") == _hashes(result.get("sources", {}), program):
-        _tell(paths, result)
+        _tell(paths, result, mode)
         return
     if reason := _lack_of_protection() or _lack_of_memory(paths, begun):
         _tell(paths, {"compared": [], "ended": reason, "failed": ""})
@@ -256,38 +255,36 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     def tell(result: Mapping[str, Any]) -> None:
         nonlocal noted
         if noted or not unnamed(result):
-            save_verdict(paths, verdict(result), result)
+            save_verdict(paths, verdict(result, mode), result)
         else:
             noted = True
-            _tell(paths, result)
+            _tell(paths, result, mode)
 
     result = compare(words, program, folder, calls, tell)
     result["sources"] = _sources(RunPaths(folder))
     if noted:
-        save_verdict(paths, verdict(result), result)
+        save_verdict(paths, verdict(result, mode), result)
     else:
-        _tell(paths, result)
+        _tell(paths, result, mode)
     # Another comparison may not be killed.
     if any(not step["reason"] for step in result["compared"]) and _WAS_KILLED not in result["failed"]:
         cache_result(saved, result)
 
 
 def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any]]:
-    """Wait for the first step of a run; return the records of its program and of its first call."""
+    """Wait for the first step of a run; return the records of its program, its first call and this step."""
     time.sleep(DELAY)
     logs: dict[Path, GrowingFile] = {}
     first: dict[str, Mapping[str, Any]] = {}
-    while not {"program", "settings"} <= first.keys():
+    events = ("program", "settings", "digests")
+    while not first.keys() >= {*events}:
         time.sleep(_LOOK_EVERY)
         for path in sorted(paths.digests.glob("*")):
             for line in logs.setdefault(path, GrowingFile(path)).lines():
                 record = json_object(line)
                 if record is not None and record.get("time", 0.0) >= begun:
                     first.setdefault(record["event"], record)
-    return [
-        {name: value for name, value in first[event].items() if name not in ("time", "worker")}
-        for event in ("program", "settings")
-    ]
+    return [first[event] for event in events]
 
 
 def _sources(paths: RunPaths) -> dict[str, str]:
@@ -349,9 +346,9 @@ def _step_back(calls: Calls) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 60))
 
 
-def _tell(paths: RunPaths, result: Mapping[str, Any]) -> None:
+def _tell(paths: RunPaths, result: Mapping[str, Any], mode: str = "") -> None:
     """Save the result of a comparison; show a note about differences that no other note names."""
-    text = verdict(result)
+    text = verdict(result, mode)
     save_verdict(paths, text, result)
     if differences := unnamed(result):
         call, part = differences[0]

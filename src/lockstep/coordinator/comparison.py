@@ -1,8 +1,9 @@
 """The verdict of a comparison with one process: its words, its file in the folder of a run, and the cache."""
 
 import contextlib
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +20,29 @@ NO_CALL = "the script has called no fit, evaluate or predict on replicas"
 """Why nothing is compared in loops that Lockstep does not drive."""
 
 
-def verdict(result: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any], mode: str = "") -> str:
     """Return the verdict of a comparison, as the last line of a run shows it.
 
     Args:
         result: `compared`, the fields of events `StepCompared`; `ended`, how the script would have continued;
             and `failed`, its error.
+        mode: an option of the run with which it takes other training steps than those that were compared.
     """
     steps = [step for step in result["compared"] if not step["reason"]]
     if not steps:
         reasons = [step["reason"] for step in result["compared"]]
         reasons += [result["ended"], result["failed"].strip().rpartition("\n")[2]]
         return f"{NOT_COMPARED}: {next(filter(None, reasons), NO_CALL)}"
-    if parts := unnamed(result):
-        return f"{_COMPARED}: {_differ(len(parts))}"
     named = [part for step in steps for part in step["differences"]]
-    return f"{_COMPARED}: {_differ(len(named))}, as noted" if named else f"{_COMPARED}: equal"
+    if parts := unnamed(result):
+        words = _differ(len(parts))
+    else:
+        words = f"{_differ(len(named))}, as noted" if named else "equal"
+    if all(step["kind"] != "train" for step in steps):
+        words += " (no training step)"
+    elif mode:
+        words += f" (without {mode})"
+    return f"{_COMPARED}: {words}"
 
 
 def unnamed(result: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -64,6 +72,23 @@ def read_verdict(paths: RunPaths, *, ended: bool = True) -> str:
     """
     verdict = str(read_fields(paths.comparison).get("verdict", ""))
     return verdict if ended or verdict != NOT_COMPARED else ""
+
+
+def name_of_cached(words: Sequence[str], records: Iterable[Mapping[str, Any]]) -> str:
+    """Return the name in the cache of a result that counts for all runs with equal arguments.
+
+    Args:
+        words: everything on the command line that may affect a comparison.
+        records: the first events `ProgramRecorded`, `SettingsRecorded` and `DigestsRecorded` of a run.
+    """
+    facts: list[Any] = [*words]
+    for record in records:
+        if record["event"] == "digests":
+            # The hashes of data and results do not count.
+            facts.append(record["steps"][0].get("shapes"))
+        else:
+            facts.append({name: record[name] for name in record if name not in ("time", "worker")})
+    return f"{hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()}.json"
 
 
 def cache_result(path: Path, result: Mapping[str, Any]) -> None:

@@ -77,6 +77,7 @@ class RecordedStep:
         full: whether to record everything by name.
         holds_state: whether the state is recorded.
         data: the examples of the replicas that this worker has computed.
+        rows: the number of examples of all replicas; 0 if it is unknown.
         rounds: the rounds of the step that have not been hashed, and their totals.
         hashed: number of rounds that were hashed.
         names: the names of the arrays of all rounds, in the order of their hashes.
@@ -90,6 +91,7 @@ class RecordedStep:
     full: bool
     holds_state: bool
     data: dict[int, Any] = field(default_factory=dict)
+    rows: int = 0
     rounds: list[tuple[Round, Total]] = field(default_factory=list)
     hashed: int = 0
     names: list[str] = field(default_factory=list)
@@ -392,6 +394,7 @@ class DigestRecorder:
 
     def _record_inputs(self, record: RecordedStep) -> None:
         examples, inputs, rows = {}, {}, {}
+        shapes: tuple[str, ...] = ()
         for replica, data in record.data.items():
             arrays = self._arrays(data)
             if not arrays:
@@ -400,9 +403,11 @@ class DigestRecorder:
             counts = {len(array) if array.ndim else 0 for array in arrays}
             if len(counts) == 1 and (count := counts.pop()):
                 examples[replica] = count
+                if record.rows and record.fields["number"] == 1:
+                    shapes = tuple(f"{array.dtype}{[record.rows, *array.shape[1:]]}" for array in arrays)
                 if record.full or count <= _FEW_ROWS:
                     rows[replica] = digest_rows(arrays, _ROW_PARTS).hex()
-        record.fields |= {"examples": examples, "inputs": inputs, "rows": rows}
+        record.fields |= {"shapes": shapes, "examples": examples, "inputs": inputs, "rows": rows}
         record.data.clear()
 
     def _arrays(self, data: Any) -> list[npt.NDArray[Any]]:

@@ -830,6 +830,7 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         call: its call, such as `fit 1`.
         number: the number of the step in its call, from 1.
         trains: whether it is a training step.
+        shapes: the dtypes and shapes of the arrays of the whole batch, of the first step of a call.
         examples: the examples of each replica that this worker has computed, by replica.
         inputs: the examples of each replica as read.
         rows: the examples of each replica in at most 1024 parts of equal numbers of rows, 8 digits per part.
@@ -849,6 +850,7 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     call: str
     number: int
     trains: bool = True
+    shapes: tuple[str, ...] = ()
     examples: dict[int, int] = {}
     inputs: dict[int, str] = {}
     rows: dict[int, str] = {}

@@ -488,6 +488,7 @@ class StepRound(Round):
         # A replica that this worker only verifies is recorded by its owner.
         if self._record is not None and replica in step.job.view.replicas_of(self.worker):
             self._record.read(replica, data)
+            self._record.rows = self._batch.examples
         if step.kind == "predict":
             self.shares[replica] = share
 
