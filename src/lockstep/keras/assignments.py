@@ -4,14 +4,14 @@ Only this file patches the assignment and reading of Keras's variables.
 """
 
 import functools
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import keras
 
 from lockstep.keras.private.common import ASSIGN, stored_value
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import PATCHES, definer
 
 
@@ -25,17 +25,13 @@ class VariableObserver(Protocol):
         """Called before a variable gets another value."""
 
 
-class _ThreadState(threading.local):
-    observer: VariableObserver | None = None
-    assigning: bool = False
-
-
 class _ProcessState:
     assignments = 0
     before_next: Callable[[], None] | None = None
 
 
-_thread = _ThreadState()
+_observer: ThreadValue[VariableObserver | None] = ThreadValue(None)
+_assigning = ThreadValue(False)
 
 
 def count() -> int:
@@ -50,22 +46,17 @@ def before_next(act: Callable[[], None]) -> None:
 
 def is_assigning() -> bool:
     """Whether this thread is creating or assigning a variable of Keras, for which it uses the backend."""
-    return _thread.assigning
+    return _assigning.value
 
 
 def is_observed_by(observer: VariableObserver) -> bool:
     """Whether `observer` observes this thread now."""
-    return _thread.observer is observer
+    return _observer.value is observer
 
 
-@contextmanager
-def observed_by(observer: VariableObserver | None) -> Iterator[None]:
+def observed_by(observer: VariableObserver | None) -> AbstractContextManager[None]:
     """Within the block, only `observer` observes this thread, or nothing if it is None."""
-    before, _thread.observer = _thread.observer, observer
-    try:
-        yield
-    finally:
-        _thread.observer = before
+    return _observer.within(observer)
 
 
 @contextmanager
@@ -117,12 +108,12 @@ def _notifying(event: str, original: Callable[..., Any]) -> Callable[..., Any]:
         if _ProcessState.before_next is not None:
             act, _ProcessState.before_next = _ProcessState.before_next, None
             act()
-        if _thread.observer is not None:
-            getattr(_thread.observer, event)(self)
-        before, _thread.assigning = _thread.assigning, True
+        if _observer.value is not None:
+            getattr(_observer.value, event)(self)
+        before, _assigning.value = _assigning.value, True
         try:
             return original(self, *args, **kwargs)
         finally:
-            _thread.assigning = before
+            _assigning.value = before
 
     return notifying

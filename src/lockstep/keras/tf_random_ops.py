@@ -35,6 +35,7 @@ from lockstep.keras.private.tensorflow import (
     with_own_graphs,
 )
 from lockstep.keras.seeds import GOLDEN, seed_of
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import PATCHES
 
 _TIMES = 1 << 31
@@ -181,15 +182,11 @@ class VectorizedDraws:
         )
 
 
-class _Active(threading.local):
-    draws: Draws | None = None
-
-
 class _ProgramSeed(int):
     """The second seed of an operation to which the program has given a seed."""
 
 
-_active = _Active()
+_draws: ThreadValue[Draws | None] = ThreadValue(None)
 _variables: dict[str, tf.Variable] = {}
 _counters: list[tf.Variable] = []
 _lock = threading.Lock()
@@ -198,11 +195,9 @@ _lock = threading.Lock()
 @contextmanager
 def drawn_from(draws: Draws | None) -> Iterator[None]:
     """Make TensorFlow's operations draw from `draws` within the block; None leaves them unchanged."""
-    before = draw_from(draws)
-    try:
+    _install()
+    with _draws.within(draws):
         yield
-    finally:
-        draw_from(before)
 
 
 def draw_from(draws: Draws | None) -> Draws | None:
@@ -211,7 +206,7 @@ def draw_from(draws: Draws | None) -> Draws | None:
     The first call replaces functions of TensorFlow. Without draws, they work like the originals.
     """
     _install()
-    before, _active.draws = _active.draws, draws
+    before, _draws.value = _draws.value, draws
     return before
 
 
@@ -397,7 +392,7 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_seed(program_seed: Any) -> Any:
         first, second = original(program_seed)
-        marked = program_seed is not None and _active.draws is not None
+        marked = program_seed is not None and _draws.value is not None
         return (first, _ProgramSeed(second) if marked else second)
 
     return get_seed
@@ -407,8 +402,8 @@ def _by_element(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let Keras's generators in a function that is traced for elements draw by the element."""
 
     def next_seed(generator: Any, ordered: bool = True) -> Any:
-        if isinstance(_active.draws, ElementDraws) and isinstance(generator.state.value, tf.Variable):
-            return tf.cast(_active.draws.seed_from(generator, ordered), generator.state.dtype)
+        if isinstance(_draws.value, ElementDraws) and isinstance(generator.state.value, tf.Variable):
+            return tf.cast(_draws.value.seed_from(generator, ordered), generator.state.dtype)
         return original(generator, ordered)
 
     return next_seed
@@ -423,9 +418,9 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_function_context(*args: Any, **options: Any) -> Any:
         context = original(*args, **options)
-        if isinstance(_active.draws, GraphDraws) and _active.draws.in_function:
-            return with_own_graphs(context, _active.draws)
-        if isinstance(_active.draws, ElementDraws):
+        if isinstance(_draws.value, GraphDraws) and _draws.value.in_function:
+            return with_own_graphs(context, _draws.value)
+        if isinstance(_draws.value, ElementDraws):
             # Each call draws other numbers.
             return with_own_graphs(context, object())
         return context
@@ -435,7 +430,7 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
     def pfor(*args: Any, **options: Any) -> Any:
-        draws = _active.draws
+        draws = _draws.value
         traced = isinstance(draws, GraphDraws | ElementDraws)
         if draws is None or not (traced or tf.config.functions_run_eagerly()):
             return original(*args, **options)
@@ -448,7 +443,7 @@ def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
 def _drawn(equivalent: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def draw(*args: Any, seed: Any = 0, seed2: Any = 0, name: Any = None, **options: Any) -> Any:
         program_seed = int(seed2) if isinstance(seed2, _ProgramSeed) else None
-        stateless_seed = None if _active.draws is None else _active.draws.seed(program_seed)
+        stateless_seed = None if _draws.value is None else _draws.value.seed(program_seed)
         if stateless_seed is None:
             return original(*args, seed=seed, seed2=seed2, name=name, **options)
         return equivalent(stateless_seed, *args, **options)
@@ -461,7 +456,7 @@ def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def refuse(*args: Any, **options: Any) -> Any:
         if (
-            isinstance(_active.draws, EagerDraws)
+            isinstance(_draws.value, EagerDraws)
             and tf.executing_eagerly()
             and not options.get("deterministic")
         ):

@@ -1,6 +1,5 @@
 """The base class of all strategies."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -12,14 +11,10 @@ from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import runner_of
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.strategy.options import ReduceOp
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
 
-
-class _EnteredStrategies(threading.local):
-    strategies: tuple["Strategy", ...] = ()
-
-
-_entered = _EnteredStrategies()
+_entered: ThreadValue[tuple["Strategy", ...]] = ThreadValue(())
 
 _NOT_NEEDED = "Lockstep configures workers and sessions itself: remove the call"
 _REPLACED = {
@@ -378,11 +373,8 @@ class Strategy:
                 f"the scope of another strategy is active, of the type {type(active).__name__}: create one "
                 "strategy and use it throughout, or leave the scope before you use the next one"
             )
-        before, _entered.strategies = _entered.strategies, (*_entered.strategies, self)
-        try:
+        with _entered.within((*_entered.value, self)):
             yield self
-        finally:
-            _entered.strategies = before
 
 
 def _refuse_within_replica(name: str) -> None:
@@ -395,4 +387,4 @@ def _refuse_within_replica(name: str) -> None:
 
 def entered_strategy() -> Strategy | None:
     """Return the strategy in whose scope or `run` this thread is, if it is in one."""
-    return _entered.strategies[-1] if _entered.strategies else None
+    return _entered.value[-1] if _entered.value else None

@@ -7,7 +7,6 @@ of every worker the same result.
 import hashlib
 import json
 import os
-import threading
 import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from lockstep.system.environment import cache_folder
 from lockstep.system.files import open_regular
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.paths import RunPaths
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patch_registry import PATCHES
 from lockstep.worker.private_modules import KERAS_DOWNLOADS
@@ -121,10 +121,9 @@ class Turns:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             # The name is unique to this host and lock: any other process that wrote it has ended.
-            _turn.partial = f".{_digest(f'{_host()} {file}')}.part"
-            yield
+            with _partial_name.within(f".{_digest(f'{_host()} {file}')}.part"):
+                yield
         finally:
-            _turn.partial = None
             os.close(descriptor)
 
     def _lock(self, origin: str, name: str) -> tuple[Path, int]:
@@ -209,7 +208,7 @@ def _whole(urlretrieve: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(urlretrieve)
     def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Rename the file once it is complete, so that a killed process leaves no partial file."""
-        partial = getattr(_turn, "partial", None)
+        partial = _partial_name.value
         if partial is None or filename is None:
             return urlretrieve(url, filename, *args, **kwargs)
         final = Path(os.path.realpath(filename))
@@ -232,5 +231,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-_turn = threading.local()
+_partial_name: ThreadValue[str | None] = ThreadValue(None)
+"""The name of the file into which this thread downloads."""
 _taking_part: list[Turns] = []

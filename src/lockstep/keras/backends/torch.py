@@ -25,7 +25,6 @@ Three things follow from that:
 
 import functools
 import operator
-import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -105,6 +104,7 @@ from lockstep.keras.private.common import (
 from lockstep.keras.private.torch import versions
 from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
 from lockstep.worker.patch_registry import PATCHES, replaced
 
@@ -874,14 +874,14 @@ class TorchEagerBackend:
     @contextmanager
     def isolated(self, seed: int) -> Iterator[None]:
         """Within the block a replica computes, without gradients at first."""
-        before, _thread.effects = _thread.effects, _SideEffects()
-        try:
-            with random_numbers(seed):
-                yield
-            _thread.effects.refuse_changed_buffers()
-        finally:
-            _thread.effects.restore()
-            _thread.effects = before
+        effects = _SideEffects()
+        with _effects.within(effects):
+            try:
+                with random_numbers(seed):
+                    yield
+                effects.refuse_changed_buffers()
+            finally:
+                effects.restore()
 
     def saved_value(self, variable: Any) -> Any:
         """Return a copy of the value of a variable."""
@@ -965,11 +965,7 @@ class _SideEffects:
                 buffer.copy_(copy)
 
 
-class _ThreadEffects(threading.local):
-    effects: _SideEffects | None = None
-
-
-_thread = _ThreadEffects()
+_effects: ThreadValue[_SideEffects | None] = ThreadValue(None)
 
 
 def _observe_passes() -> None:
@@ -982,8 +978,8 @@ def _observe_passes() -> None:
 def _observed(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if _thread.effects is not None:
-            _thread.effects.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        if _effects.value is not None:
+            _effects.value.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         original(tensors, *args, **kwargs)
 
     return backward
@@ -994,8 +990,8 @@ def _hook_forward() -> None:
     """Observe forward passes, for which PyTorch has a hook."""
 
     def forward(module: torch.nn.Module, inputs: Any) -> None:
-        if _thread.effects is not None:
-            _thread.effects.begin_forward(module)
+        if _effects.value is not None:
+            _effects.value.begin_forward(module)
 
     torch.nn.modules.module.register_module_forward_pre_hook(forward)
 

@@ -21,7 +21,6 @@ Keras's own `test_step`: each worker computes it once, with the metrics. Meanwhi
 `lockstep.keras.fit.trials` finds out which models need this.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from lockstep.keras.private.common import (
     wrapped_function,
 )
 from lockstep.keras.variables import flat_metrics
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import replaced
 
 Nest = Any
@@ -280,11 +280,7 @@ def _tensor(array: Any, like: Any) -> Any:
     return tensor.to(device) if keras.backend.backend() == "torch" and device is not None else tensor
 
 
-class _ThreadGathers(threading.local):
-    gathers: "StepGathers | _NoGathers | None" = None
-
-
-_thread = _ThreadGathers()
+_gathers: ThreadValue["StepGathers | _NoGathers | None"] = ThreadValue(None)
 
 
 @contextmanager
@@ -293,21 +289,17 @@ def computing_with(model: Any, gathers: StepGathers | None, parts: frozenset[Who
 
     `gather` in the step calls `gathers`; None if the replica has the whole batch.
     """
-    before, _thread.gathers = _thread.gathers, gathers
-    try:
-        with ExitStack() as stack:
-            if gathers is None:
-                yield
-                return
-            if "loss" in parts:
-                stack.enter_context(_whole_loss(model, gathers, parts))
-                # A step that ends within `compute_loss` leaves the losses that layers have added.
-                stack.enter_context(kept_losses(layers_of(model)))
-            if parts & {"metrics", "test_step"}:
-                stack.enter_context(_whole_metrics(model, gathers, parts))
+    with _gathers.within(gathers), ExitStack() as stack:
+        if gathers is None:
             yield
-    finally:
-        _thread.gathers = before
+            return
+        if "loss" in parts:
+            stack.enter_context(_whole_loss(model, gathers, parts))
+            # A step that ends within `compute_loss` leaves the losses that layers have added.
+            stack.enter_context(kept_losses(layers_of(model)))
+        if parts & {"metrics", "test_step"}:
+            stack.enter_context(_whole_metrics(model, gathers, parts))
+        yield
 
 
 def _whole_loss(
@@ -439,14 +431,9 @@ def may_compare_examples(function: Any) -> bool:
     return name in _ACROSS_EXAMPLES or options.get("axis", -1) != -1
 
 
-@contextmanager
-def refusing_to_gather() -> Iterator[None]:
+def refusing_to_gather() -> AbstractContextManager[None]:
     """Within the block, a replica predicts, and cannot gather."""
-    before, _thread.gathers = _thread.gathers, _NoGathers()
-    try:
-        yield
-    finally:
-        _thread.gathers = before
+    return _gathers.within(_NoGathers())
 
 
 class _NoGathers:
@@ -459,7 +446,7 @@ class _NoGathers:
 
 def gather(values: Nest) -> Nest:
     """See `lockstep.gather`; for the replicas of Keras's loops."""
-    gathers = _thread.gathers
+    gathers = _gathers.value
     if gathers is None:
         return values
     if isinstance(gathers, StepGathers):

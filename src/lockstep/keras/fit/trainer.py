@@ -36,6 +36,7 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints
 from lockstep.keras.state.resumable_calls import ResumableCalls
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.job import Job
 
 Original = Callable[..., Any]
@@ -76,12 +77,12 @@ class KerasFunctions:
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()
-        self._thread = _ThreadByItself()
+        self._by_itself = ThreadValue(False)
 
     @property
     def makes(self) -> bool:
         """Whether Keras makes the functions that this thread asks for."""
-        return self._thread.by_itself
+        return self._by_itself.value
 
     @contextmanager
     def made_by_keras(self, model: Any, attribute: str) -> Iterator[None]:
@@ -89,16 +90,11 @@ class KerasFunctions:
         with self._one_at_a_time:
             function = getattr(model, attribute)
             setattr(model, attribute, None)
-            self._thread.by_itself = True
             try:
-                yield
+                with self._by_itself.within(True):
+                    yield
             finally:
-                self._thread.by_itself = False
                 setattr(model, attribute, function)
-
-
-class _ThreadByItself(threading.local):
-    by_itself = False
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ contains the divisor. Single numbers that the function returns travel with the l
 """
 
 import functools
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -23,6 +22,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.eager_contract import CustomGradient
 from lockstep.keras.backends.multi_update import EndOfRound, Update, UpdateRecorder
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import PATCHES, definer
 
 Op = Literal["sum", "mean"]
@@ -57,26 +57,17 @@ class Replica:
     merger: Merger
 
 
-class _ThreadReplica(threading.local):
-    replica: Replica | None = None
-
-
-_thread = _ThreadReplica()
+_replica: ThreadValue[Replica | None] = ThreadValue(None)
 
 
 def current_replica() -> Replica | None:
     """Return the replica whose function runs in this thread, or None outside of `strategy.run`."""
-    return _thread.replica
+    return _replica.value
 
 
-@contextmanager
-def computing_as(replica: Replica | None) -> Iterator[None]:
+def computing_as(replica: Replica | None) -> AbstractContextManager[None]:
     """Within the block, this thread computes `replica`, or none."""
-    before, _thread.replica = _thread.replica, replica
-    try:
-        yield
-    finally:
-        _thread.replica = before
+    return _replica.within(replica)
 
 
 def install() -> None:
