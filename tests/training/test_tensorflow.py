@@ -58,7 +58,7 @@ if HERE:
     from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
     from lockstep.keras.python_replicas import python_facts, saved_python, set_python
     from lockstep.keras.replica_run import merges, tf_merged_variables
-    from lockstep.keras.tf_checkpoints import shared
+    from lockstep.keras.tf_checkpoints import save_once
 
 MIRRORED = Path(__file__).with_name("mirrored_values.py")
 MIRRORED_VALUES = runpy.run_path(str(MIRRORED)) if HERE else {}
@@ -767,7 +767,7 @@ def test_a_checkpoint_is_written_elsewhere_and_renamed(tmp_path: Path) -> None:
     )
     final = tmp_path / "new" / "ckpt"
     checkpoint = tf.train.Checkpoint(kept=tf.Variable([1.0, 2.0]))
-    shared(own, lambda: False, write)(checkpoint._saver, str(final))
+    save_once(own, lambda: False, write, checkpoint._saver, str(final))
     (prefix,) = prefixes
     assert Path(prefix).parent.parent == final.parent
     names = sorted(path.name for path in final.parent.iterdir())

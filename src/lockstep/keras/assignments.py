@@ -12,7 +12,7 @@ import keras
 
 from lockstep.keras.private.common import ASSIGN, stored_value
 from lockstep.system.thread_value import ThreadValue
-from lockstep.worker.patch_registry import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer, replaced
 
 
 class VariableObserver(Protocol):
@@ -85,12 +85,8 @@ def reads_observed_by(act: Callable[[Any], None]) -> Iterator[None]:
 def _property_replaced(name: str, get: Callable[[property, Any], Any]) -> Iterator[None]:
     """Within the block, `get` returns a property of Keras's variables, given the original."""
     owner = definer(keras.Variable, name)
-    original = vars(owner)[name]
-    setattr(owner, name, property(functools.partial(get, original)))
-    try:
+    with replaced(owner, name, property(functools.partial(get, vars(owner)[name]))):
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 def install() -> None:

@@ -3,7 +3,6 @@
 They are in the folder of the run, so the script's own files stay as they are.
 """
 
-import functools
 import inspect
 import os
 from collections.abc import Callable
@@ -53,20 +52,14 @@ class KeptSaves:
         for module in (SAVING, keras.saving, keras.models):
             for name in _LOADING_FUNCTIONS:
                 if hasattr(module, name):
-                    PATCHES.replace(__name__, module, name, self._loading)
+                    PATCHES.wrap(__name__, module, name, self._load)
 
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(original)
-
-        @functools.wraps(original)
-        def load(*args: Any, **kwargs: Any) -> Any:
-            bound = parameters.bind(*args, **kwargs)
-            kept = self._kept_path(bound.arguments["filepath"])
-            if kept.exists():
-                bound.arguments["filepath"] = kept
-            return original(*bound.args, **bound.kwargs)
-
-        return load
+    def _load(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        kept = self._kept_path(bound.arguments["filepath"])
+        if kept.exists():
+            bound.arguments["filepath"] = kept
+        return original(*bound.args, **bound.kwargs)
 
     def _kept_path(self, filepath: Any) -> Path:
         path = os.path.abspath(os.fsdecode(filepath))  # noqa: PTH100 - that of a URL is some path, too

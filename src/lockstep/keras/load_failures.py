@@ -22,16 +22,13 @@ def show_refusals() -> None:
     """
     with _lock:
         if not PATCHES.has(__name__):
-            PATCHES.replace(__name__, *RAISE_LOADING_FAILURE, _refusal_first)
+            PATCHES.wrap(__name__, *RAISE_LOADING_FAILURE, _raise_refusal_first)
 
 
-def _refusal_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    def raise_loading_failure(
-        error_msgs: Mapping[int, tuple[Any, Exception]], warn_only: bool = False
-    ) -> None:
-        for _, error in error_msgs.values():
-            if isinstance(error, LockstepError) and not (warn_only and isinstance(error, InputError)):
-                raise error
-        original(error_msgs, warn_only=warn_only)
-
-    return raise_loading_failure
+def _raise_refusal_first(
+    original: Callable[..., Any], error_msgs: Mapping[int, tuple[Any, Exception]], warn_only: bool = False
+) -> None:
+    for _, error in error_msgs.values():
+        if isinstance(error, LockstepError) and not (warn_only and isinstance(error, InputError)):
+            raise error
+    original(error_msgs, warn_only=warn_only)

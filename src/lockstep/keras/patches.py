@@ -97,7 +97,7 @@ def install(job: Job) -> ModelMethods:
         if keras.backend.backend() == "jax":
             from lockstep.keras.private.jax import SETATTR_HOOK, TRAINING_STATE
 
-            PATCHES.replace(__name__, *SETATTR_HOOK, functools.partial(_untracked, TRAINING_STATE))
+            PATCHES.wrap(__name__, *SETATTR_HOOK, functools.partial(_untracked, TRAINING_STATE))
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.tf_checkpoints import share_checkpoints
 
@@ -120,26 +120,22 @@ def install_at_compile(job: Job) -> None:
     _save_by_methods(job)
     owner: Any = definer(keras.Model, "compile")
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _in_child():
-                return original(self, *args, **kwargs)
-            # Several threads of the script may compile their first models at the same time.
-            with _installing:
-                begins = not _installed
-                if begins:
-                    install(job).adopt_all()
+    def compile(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        if _in_child():
+            return original(model, *args, **kwargs)
+        # Several threads of the script may compile their first models at the same time.
+        with _installing:
+            begins = not _installed
             if begins:
-                return owner.compile(self, *args, **kwargs)
-            result = original(self, *args, **kwargs)
-            _installed[0].adopt(self)
-            return result
-
-        return replacement
+                install(job).adopt_all()
+        if begins:
+            return owner.compile(model, *args, **kwargs)
+        result = original(model, *args, **kwargs)
+        _installed[0].adopt(model)
+        return result
 
     if not PATCHES.has(_AT_COMPILE):
-        PATCHES.replace(_AT_COMPILE, owner, "compile", make)
+        PATCHES.wrap(_AT_COMPILE, owner, "compile", compile)
 
 
 def _strategy_for_scripts(methods: ModelMethods, original: property) -> property:
@@ -202,17 +198,12 @@ def _save_by_methods(job: Job) -> None:
     for module in (keras.saving, keras.models):
         for name, method in _SAVING_FUNCTIONS.items():
             if hasattr(module, name):
-                PATCHES.replace(_SAVING, module, name, functools.partial(_by_method, method))
+                PATCHES.wrap(_SAVING, module, name, functools.partial(_save_by_method, method))
 
 
-def _by_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(model, keras.Model):
-            return getattr(model, method)(*args, **kwargs)
-        return original(model, *args, **kwargs)
-
-    return replacement
+def _save_by_method(method: str, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    save = getattr(model, method) if isinstance(model, keras.Model) else functools.partial(original, model)
+    return save(*args, **kwargs)
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
@@ -221,16 +212,10 @@ def _replace(name: str, method: Callable[..., Any]) -> None:
     Keras checks whether a class overrides a method.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if _in_child():
-                return original(self, *args, **kwargs)
-            return method(original, self, *args, **kwargs)
+    def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if _in_child() else method(original, *args, **kwargs)
 
-        return replacement
-
-    PATCHES.replace(__name__, definer(keras.Model, name), name, make)
+    PATCHES.wrap(__name__, definer(keras.Model, name), name, call)
 
 
 def _around(
@@ -245,20 +230,16 @@ def _around(
     `after` gets the arguments of the event.
     """
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-            if _in_child():
-                original(self, *args, **kwargs)
-                return
-            before()
-            if not silent():
-                original(self, *args, **kwargs)
-            after(*args, **kwargs)
+    def call(original: Callable[..., Any], callbacks: Any, *args: Any, **kwargs: Any) -> None:
+        if _in_child():
+            original(callbacks, *args, **kwargs)
+            return
+        before()
+        if not silent():
+            original(callbacks, *args, **kwargs)
+        after(*args, **kwargs)
 
-        return replacement
-
-    PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
+    PATCHES.wrap(__name__, keras.callbacks.CallbackList, name, call)
 
 
 def _only_handled(name: str, handlers: Sequence[str]) -> None:
@@ -268,32 +249,25 @@ def _only_handled(name: str, handlers: Sequence[str]) -> None:
     """
     defaults = [(handler, getattr(keras.callbacks.Callback, handler)) for handler in handlers]
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-            for callback in self.callbacks:
-                for handler, default in defaults:
-                    if getattr(getattr(callback, handler, None), "__func__", None) is not default:
-                        original(self, *args, **kwargs)
-                        return
+    def call(original: Callable[..., Any], callbacks: Any, *args: Any, **kwargs: Any) -> None:
+        for callback in callbacks.callbacks:
+            for handler, default in defaults:
+                if getattr(getattr(callback, handler, None), "__func__", None) is not default:
+                    original(callbacks, *args, **kwargs)
+                    return
 
-        return replacement
-
-    PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
+    PATCHES.wrap(__name__, keras.callbacks.CallbackList, name, call)
 
 
-def _untracked(attribute: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _untracked(
+    attribute: str, original: Callable[..., Any], model: Any, name: str, value: Any
+) -> tuple[str, Any]:
     """Keep Keras from searching the state of its trainer, in `attribute`, for layers, array by array.
 
     A `UserDict` is not a `dict`, but programs can read and change it in the same way.
     """
-
-    @functools.wraps(original)
-    def replacement(self: Any, name: str, value: Any) -> tuple[str, Any]:
-        name, value = original(self, name, value)
-        return name, UserDict(value) if name == attribute and type(value) is dict else value
-
-    return replacement
+    name, value = original(model, name, value)
+    return name, UserDict(value) if name == attribute and type(value) is dict else value
 
 
 def _is_silent(name: str, methods: ModelMethods) -> bool:

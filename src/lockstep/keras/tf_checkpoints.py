@@ -27,31 +27,34 @@ def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
         job: the job whose workers write.
         behind: whether this process repeats calls whose checkpoints others have already saved.
     """
-    PATCHES.replace(__name__, *SAVE, functools.partial(shared, job, behind))
+    PATCHES.wrap(__name__, *SAVE, functools.partial(save_once, job, behind))
 
 
-def shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of TensorFlow's `original` method; see `share_checkpoints`."""
-
-    @functools.wraps(original)
-    def save(self: Any, file_prefix: str, *args: Any, **kwargs: Any) -> Any:
-        if behind():
-            return file_prefix
-        if job.context.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
-            return original(self, file_prefix, *args, **kwargs)
-        if "://" not in file_prefix:
-            Path(file_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
-        write_once(
-            RunPaths(job.context.folder).saved,
-            # A checkpoint has several files. This one is written, and renamed, last.
-            f"{file_prefix}{_LAST}",
-            digest_arrays(_state(self)),
-            lambda path: original(self, path.removesuffix(_LAST), *args, **kwargs),
-            rename=True,
-        )
+def save_once(
+    job: Job,
+    behind: Callable[[], bool],
+    original: Callable[..., Any],
+    saver: Any,
+    file_prefix: str,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Replace TensorFlow's `original` method; see `share_checkpoints`."""
+    if behind():
         return file_prefix
-
-    return save
+    if job.context.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
+        return original(saver, file_prefix, *args, **kwargs)
+    if "://" not in file_prefix:
+        Path(file_prefix).absolute().parent.mkdir(parents=True, exist_ok=True)
+    write_once(
+        RunPaths(job.context.folder).saved,
+        # A checkpoint has several files. This one is written, and renamed, last.
+        f"{file_prefix}{_LAST}",
+        digest_arrays(_state(saver)),
+        lambda path: original(saver, path.removesuffix(_LAST), *args, **kwargs),
+        rename=True,
+    )
+    return file_prefix
 
 
 def _state(saver: Any) -> list[npt.NDArray[Any]]:

@@ -11,7 +11,7 @@ import urllib.parse
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -188,39 +188,35 @@ class Turns:
 
 
 def _patch(file_utils: ModuleType) -> None:
-    PATCHES.replace(__name__, file_utils, "get_file", _in_turn)
-    PATCHES.replace(__name__, file_utils, "urlretrieve", _whole)
+    PATCHES.wrap(__name__, file_utils, "get_file", _get_in_turn)
+    PATCHES.wrap(__name__, file_utils, "urlretrieve", _retrieve_whole)
 
 
-def _in_turn(get_file: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(get_file)
-    def get_in_turn(fname: Any = None, origin: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _taking_part or not isinstance(origin, str):
-            return get_file(fname, origin, *args, **kwargs)
-        purpose = repr((fname, origin, args, sorted(kwargs.items())))
-        name = str(fname or Path(urllib.parse.urlsplit(origin).path).name)
-        return _taking_part[0].take(origin, name, purpose, lambda: get_file(fname, origin, *args, **kwargs))
-
-    return get_in_turn
+def _get_in_turn(
+    get_file: Callable[..., Any], fname: Any = None, origin: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    if not _taking_part or not isinstance(origin, str):
+        return get_file(fname, origin, *args, **kwargs)
+    purpose = repr((fname, origin, args, sorted(kwargs.items())))
+    name = str(fname or Path(urllib.parse.urlsplit(origin).path).name)
+    return _taking_part[0].take(origin, name, purpose, lambda: get_file(fname, origin, *args, **kwargs))
 
 
-def _whole(urlretrieve: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(urlretrieve)
-    def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Rename the file once it is complete, so that a killed process leaves no partial file."""
-        partial = _partial_name.value
-        if partial is None or filename is None:
-            return urlretrieve(url, filename, *args, **kwargs)
-        final = Path(os.path.realpath(filename))
-        beside = final.with_name(partial)
-        try:
-            _, headers = urlretrieve(url, beside, *args, **kwargs)
-            beside.replace(final)
-        finally:
-            beside.unlink(missing_ok=True)
-        return filename, headers
-
-    return retrieve_whole
+def _retrieve_whole(
+    urlretrieve: Callable[..., Any], url: str, filename: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Rename the file once it is complete, so that a killed process leaves no partial file."""
+    partial = _partial_name.value
+    if partial is None or filename is None:
+        return urlretrieve(url, filename, *args, **kwargs)
+    final = Path(os.path.realpath(filename))
+    beside = final.with_name(partial)
+    try:
+        _, headers = urlretrieve(url, beside, *args, **kwargs)
+        beside.replace(final)
+    finally:
+        beside.unlink(missing_ok=True)
+    return filename, headers
 
 
 def _host() -> str:

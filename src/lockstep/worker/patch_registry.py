@@ -4,6 +4,7 @@ A module of Lockstep that replaces an attribute of another library for longer th
 under the module's name. Those of Keras's models and callbacks are replaced by `lockstep.keras.patches`.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,25 @@ class PatchRegistry:
                 f"{_library(owner)} is not supported"
             ) from None
         self.put(by, owner, name, make(original))
+
+    def wrap(self, by: str, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Replace a function by one that calls `call` with the original and the arguments.
+
+        Raises:
+            UnfitError: there is no such function.
+        """
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(original)
+            def replacement(*args: Any, **kwargs: Any) -> Any:
+                return call(original, *args, **kwargs)
+
+            if _library(owner) == "tensorflow":
+                # AutoGraph would call the wrapped function instead.
+                del vars(replacement)["__wrapped__"]
+            return replacement
+
+        self.replace(by, owner, name, make)
 
     def put(self, by: str, owner: Any, name: str, value: Any) -> None:
         """Set an attribute to another value, whether or not it exists."""

@@ -3,7 +3,6 @@
 Keras then forgets the number, but the random states that it has seeded go on.
 """
 
-import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -34,14 +33,10 @@ def noted_script_seed() -> int | None:
 
 def _observe(module: ModuleType) -> None:
     if not PATCHES.has(__name__):
-        PATCHES.replace(__name__, module, "set_global_attribute", _noting)
+        PATCHES.wrap(__name__, module, "set_global_attribute", _note)
 
 
-def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replacement(name: str, value: Any) -> Any:
-        if name == KERAS_SCRIPT_SEED and value is not None:
-            _noted[:] = [value]
-        return original(name, value)
-
-    return replacement
+def _note(original: Callable[..., Any], name: str, value: Any) -> Any:
+    if name == KERAS_SCRIPT_SEED and value is not None:
+        _noted[:] = [value]
+    return original(name, value)

@@ -5,7 +5,6 @@ all workers. The files of the other workers are beside it and end with their wor
 pipelines that a program makes for each replica, whose elements differ.
 """
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -94,17 +93,15 @@ def caches_of_replica(replica: int) -> Iterator[None]:
 
 def _patch(tensorflow: ModuleType) -> None:
     if not PATCHES.has(__name__):
-        PATCHES.replace(__name__, tensorflow.data.Dataset, "cache", _with_own_file)
+        PATCHES.wrap(__name__, tensorflow.data.Dataset, "cache", _cache_in_own_file)
 
 
-def _with_own_file(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def cache(self: Any, filename: Any = "", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(filename, str | os.PathLike):
-            filename = _caches.path(os.fspath(filename))
-        return original(self, filename, *args, **kwargs)
-
-    return cache
+def _cache_in_own_file(
+    original: Callable[..., Any], dataset: Any, filename: Any = "", *args: Any, **kwargs: Any
+) -> Any:
+    if isinstance(filename, str | os.PathLike):
+        filename = _caches.path(os.fspath(filename))
+    return original(dataset, filename, *args, **kwargs)
 
 
 def _exists(path: str) -> bool:

@@ -38,20 +38,17 @@ def share_searches() -> None:
 
 def _patch(module: ModuleType) -> None:
     for name, around in (("__init__", _turn_of_this_host), ("search", _together)):
-        PATCHES.replace(
-            __name__, definer(module.Tuner, "search"), name, functools.partial(_surrounded, around)
-        )
+        PATCHES.wrap(__name__, definer(module.Tuner, "search"), name, functools.partial(_call_within, around))
 
 
-def _surrounded(
-    around: Callable[[], contextlib.AbstractContextManager[None]], original: Callable[..., Any]
-) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with around():
-            return original(self, *args, **kwargs)
-
-    return replacement
+def _call_within(
+    around: Callable[[], contextlib.AbstractContextManager[None]],
+    original: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    with around():
+        return original(*args, **kwargs)
 
 
 @contextmanager

@@ -971,18 +971,14 @@ _effects: ThreadValue[_SideEffects | None] = ThreadValue(None)
 def _observe_passes() -> None:
     """Observe PyTorch's backward and forward passes while a replica computes."""
     if not PATCHES.has(__name__):
-        PATCHES.replace(__name__, torch.autograd, "backward", _observed)
+        PATCHES.wrap(__name__, torch.autograd, "backward", _observed_backward)
     _hook_forward()
 
 
-def _observed(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if _effects.value is not None:
-            _effects.value.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
-        original(tensors, *args, **kwargs)
-
-    return backward
+def _observed_backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    if _effects.value is not None:
+        _effects.value.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+    original(tensors, *args, **kwargs)
 
 
 @functools.cache

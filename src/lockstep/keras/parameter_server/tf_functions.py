@@ -6,7 +6,7 @@ variables, which Python reads afterwards.
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
 from lockstep.keras.backends.tf_graphs import assign, call_python, natives, read
 from lockstep.keras.tf_random_ops import is_own, own_variables
-from lockstep.worker.patch_registry import definer
+from lockstep.worker.patch_registry import definer, replaced
 
 Array = npt.NDArray[Any]
 
@@ -45,8 +45,7 @@ def refusing_own_variables() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _refusing(owner: Any, method: str) -> Iterator[None]:
+def _refusing(owner: Any, method: str) -> AbstractContextManager[None]:
     original = vars(owner)[method]
 
     @functools.wraps(original)
@@ -58,11 +57,7 @@ def _refusing(owner: Any, method: str) -> Iterator[None]:
             )
         return original(variable, *args, **kwargs)
 
-    setattr(owner, method, assign)
-    try:
-        yield
-    finally:
-        setattr(owner, method, original)
+    return replaced(owner, method, assign)
 
 
 def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, shape: tuple[int, int]) -> Any:
@@ -182,8 +177,7 @@ class OptimizerGradients:
         return [gradients] * times
 
 
-@contextmanager
-def calls_observed_by(act: Callable[[], object]) -> Iterator[None]:
+def calls_observed_by(act: Callable[[], object]) -> AbstractContextManager[None]:
     """Within the block, call `act` before a `tf.function` is called outside of all graphs."""
     owner: Any = definer(type(tf.function(lambda: None)), "__call__")
     original = vars(owner)["__call__"]
@@ -194,8 +188,4 @@ def calls_observed_by(act: Callable[[], object]) -> Iterator[None]:
             act()
         return original(function, *args, **kwargs)
 
-    owner.__call__ = call
-    try:
-        yield
-    finally:
-        owner.__call__ = original
+    return replaced(owner, "__call__", call)

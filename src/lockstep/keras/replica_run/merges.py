@@ -10,7 +10,6 @@ contains the divisor. Single numbers that the function returns travel with the l
 `strategy.reduce` of a loss needs no further reduce.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -79,32 +78,25 @@ def install() -> None:
     # Includes the optimizer that calls `apply` of several others, which has no public name.
     classes = [*kinds, *optimizers.Optimizer.__subclasses__()]
     for owner in dict.fromkeys(definer(kind, "apply") for kind in classes):
-        PATCHES.replace(__name__, owner, "apply", _merging_apply)
+        PATCHES.wrap(__name__, owner, "apply", _merging_apply)
         if "stateless_apply" in vars(owner):
-            PATCHES.replace(__name__, owner, "stateless_apply", _separate)
+            PATCHES.wrap(__name__, owner, "stateless_apply", _apply_separately)
 
 
-def _separate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `stateless_apply`, which changes no variable, so that each replica calls it separately."""
-
-    @functools.wraps(original)
-    def stateless_apply(*args: Any, **kwargs: Any) -> Any:
-        with computing_as(None):
-            return original(*args, **kwargs)
-
-    return stateless_apply
+def _apply_separately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `stateless_apply`, which changes no variable, so that each replica calls it separately."""
+    with computing_as(None):
+        return original(*args, **kwargs)
 
 
-def _merging_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        replica = current_replica()
-        if replica is None:
-            return original(self, grads, trainable_variables)
-        variables = None if trainable_variables is None else list(trainable_variables)
-        return replica.merger.apply(self, list(grads), variables)
-
-    return apply
+def _merging_apply(
+    original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    replica = current_replica()
+    if replica is None:
+        return original(optimizer, grads, trainable_variables)
+    variables = None if trainable_variables is None else list(trainable_variables)
+    return replica.merger.apply(optimizer, list(grads), variables)
 
 
 class SingleReplicaMerger:

@@ -46,10 +46,10 @@ def install() -> None:
     for owner in VARIABLE_CLASSES:
         for method, argument in _METHODS.items():
             if method in vars(owner):
-                PATCHES.replace(__name__, owner, method, functools.partial(_merging, argument))
+                PATCHES.wrap(__name__, owner, method, functools.partial(_assign, argument))
         for method in (*_SCATTERING, *_OVERWRITING):
             if method in vars(owner):
-                PATCHES.replace(__name__, owner, method, functools.partial(_scattering, method))
+                PATCHES.wrap(__name__, owner, method, functools.partial(_scatter, method))
 
 
 def created_in_scope(replicas: int) -> Callable[..., Any]:
@@ -124,50 +124,39 @@ def _is_same_for_all(value: Any, variable: tf.Variable) -> bool:
     return True
 
 
-def _merging(argument: str, original: Any) -> Any:
-    @functools.wraps(original)
-    def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (replica := _merging_replica(self)) is None:
-            return original(self, *args, **kwargs)
-        assigned_value = kwargs.get(argument, *args[:1])
-        if not (is_merged(self) or _takes_first_value(self, assigned_value)):
-            return original(self, *args, **kwargs)
-        kwargs.pop(argument, None)
-        value = tf.convert_to_tensor(assigned_value, self.dtype)
-        merges = is_merged(self)
-        merged = replica.merger.all_reduce(_op_of(self), value) if merges else _first(replica, value)
-        with tf.name_scope(_SCOPE):
-            return original(self, tf.cast(merged, self.dtype), *args[1:], **kwargs)
-
-    # AutoGraph would call the wrapped function instead.
-    del vars(assign)["__wrapped__"]
-    return assign
+def _assign(argument: str, original: Any, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    if (replica := _merging_replica(variable)) is None:
+        return original(variable, *args, **kwargs)
+    assigned_value = kwargs.get(argument, *args[:1])
+    if not (is_merged(variable) or _takes_first_value(variable, assigned_value)):
+        return original(variable, *args, **kwargs)
+    kwargs.pop(argument, None)
+    value = tf.convert_to_tensor(assigned_value, variable.dtype)
+    merges = is_merged(variable)
+    merged = replica.merger.all_reduce(_op_of(variable), value) if merges else _first(replica, value)
+    with tf.name_scope(_SCOPE):
+        return original(variable, tf.cast(merged, variable.dtype), *args[1:], **kwargs)
 
 
-def _scattering(method: str, original: Any) -> Any:
-    @functools.wraps(original)
-    def scatter(self: Any, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
-        if (replica := _merging_replica(self)) is None:
-            return original(self, sparse_delta, *args, **kwargs)
-        delta = sparse_delta.values, sparse_delta.indices
-        if not (is_merged(self) or _takes_first_value(self, *delta)):
-            return original(self, sparse_delta, *args, **kwargs)
-        values, indices = tf.convert_to_tensor(delta[0], self.dtype), tf.convert_to_tensor(delta[1])
-        if not is_merged(self):
-            merged = tf.IndexedSlices(_first(replica, values), _first(replica, indices))
-        elif method in _OVERWRITING:
-            raise ModelError(
-                f"the function passed to strategy.run calls {method} of {self.name!r}, whose aggregation is "
-                f"{self.aggregation.name}: as in tf.distribute, only a variable with "
-                "aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA has it there"
-            )
-        else:
-            merged = replica.merger.all_reduce(_op_of(self), tf.IndexedSlices(values, indices))
-        with tf.name_scope(_SCOPE):
-            return original(self, merged, *args, **kwargs)
-
-    del vars(scatter)["__wrapped__"]
-    return scatter
+def _scatter(method: str, original: Any, variable: Any, sparse_delta: Any, *args: Any, **kwargs: Any) -> Any:
+    if (replica := _merging_replica(variable)) is None:
+        return original(variable, sparse_delta, *args, **kwargs)
+    delta = sparse_delta.values, sparse_delta.indices
+    if not (is_merged(variable) or _takes_first_value(variable, *delta)):
+        return original(variable, sparse_delta, *args, **kwargs)
+    values, indices = tf.convert_to_tensor(delta[0], variable.dtype), tf.convert_to_tensor(delta[1])
+    if not is_merged(variable):
+        merged = tf.IndexedSlices(_first(replica, values), _first(replica, indices))
+    elif method in _OVERWRITING:
+        raise ModelError(
+            f"the function passed to strategy.run calls {method} of {variable.name!r}, whose aggregation is "
+            f"{variable.aggregation.name}: as in tf.distribute, only a variable with "
+            "aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA has it there"
+        )
+    else:
+        merged = replica.merger.all_reduce(_op_of(variable), tf.IndexedSlices(values, indices))
+    with tf.name_scope(_SCOPE):
+        return original(variable, merged, *args, **kwargs)
 
 
 def _merging_replica(variable: tf.Variable) -> Replica | None:
