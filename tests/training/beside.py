@@ -57,7 +57,8 @@ def main(what: str, folder: str, pipe: str = "") -> None:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         os.close(descriptor)
         signal.sigwait([signal.SIGUSR1])
-    elif what != "plain":
+    elif what != "plain" and Path(folder).exists():
+        # On another host, the folder does not exist.
         wait_for_result(Path(folder))
 
 

@@ -198,6 +198,24 @@ def test_a_layer_with_which_a_difference_begins_is_told(compared: Callable[[], l
     assert {part.named for part in step.differences} == {"the layer centered"}
 
 
+@pytest.mark.parametrize(
+    "name", ["a weight is a little too small", "a gradient is doubled", "a prediction is repeated"]
+)
+def test_a_name_does_not_explain_what_no_replica_computes(
+    name: str, compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS[name].plant(monkeypatch)
+    model = eager(hidden(), Centered(name="centered"), metrics=["mae"])
+    if name == "a prediction is repeated":
+        model.predict(X, verbose=0)
+    else:
+        fit(model)
+    (step,) = compared()
+    unnamed = [part for part in step.differences if not part.named]
+    assert any(part.part.startswith(FAULTS[name].part) for part in unnamed), step
+    assert all(part.deviation.endswith("for the rows of each replica") for part in unnamed)
+
+
 class Twice(keras.layers.Layer):
     """Repeats a column; in batches of odd numbers of rows, the second one differs in the last bits."""
 

@@ -244,7 +244,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
     if result and result.get("sources") == _hashes(result.get("sources", {}), program):
         _tell(paths, result, mode)
         return
-    if reason := _lack_of_protection() or _lack_of_memory(paths, begun):
+    if reason := _lack_of_protection() or _lack_of_memory(os.getppid()):
         _tell(paths, {"compared": [], "ended": reason, "failed": ""})
         return
     _step_back(calls)
@@ -315,17 +315,20 @@ def _lack_of_protection() -> str:
     return "Landlock, which keeps the check from the files of the script, is not available"
 
 
-def _lack_of_memory(paths: RunPaths, begun: float) -> str:
-    """Return why the memory does not suffice for a comparison, or an empty string if it does."""
+def _lack_of_memory(command: int) -> str:
+    """Return why the memory does not suffice for a comparison, or an empty string if it does.
+
+    Args:
+        command: the process id of the command, whose workers on this host are its descendants.
+    """
     import psutil
 
     from lockstep.system.memory import available_memory
 
     largest = 0
-    for event in _events(paths.events, begun):
-        if event["event"] == "started" and "pid" in event:
-            with contextlib.suppress(psutil.Error):
-                largest = max(largest, psutil.Process(event["pid"]).memory_info().rss)
+    for process in psutil.Process(command).children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            largest = max(largest, process.memory_info().rss)
     needed, available = _MEMORY_FACTOR * largest, available_memory()
     if needed <= available:
         return ""

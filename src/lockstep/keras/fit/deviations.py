@@ -38,17 +38,21 @@ class Deviation:
         size: the largest difference of two elements, divided by the largest element; infinite if shapes
             differ, or only one of two elements is a number.
         direction: the direction of the difference, such as "half", for a message; empty if it has none.
+        is_of_no_replicas: whether the value is not that of plain Keras for the rows of each replica, either.
     """
 
     size: float
     direction: str = ""
+    is_of_no_replicas: bool = False
 
     def __str__(self) -> str:
+        also = ", and from the values for the rows of each replica" if self.is_of_no_replicas else ""
         if not np.isfinite(self.size):
-            return self.direction or "not a number on one side"
+            return f"{self.direction or 'not a number on one side'}{also}"
         percent = 100 * self.size
         size = f"{percent:.2g} %" if percent < 10 else f"{percent:,.0f} %"
-        return f"{self.direction} (differs by {size})" if self.direction else f"differs by {size}"
+        text = f"{self.direction} (differs by {size})" if self.direction else f"differs by {size}"
+        return f"{text}{also}"
 
 
 def deviation(

@@ -27,7 +27,9 @@ If something differs, the model is called once more with the whole batch and wit
 first layer with equal inputs and different outputs is where the difference begins. A note that names a
 metric or figure explains a difference in it; one on an optimizer also explains a difference in its update.
 Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
-constants for them; any other named part of the program explains all.
+constants for them; any other named part of the program explains all. But it explains loss, gradients and
+predictions only as per replica: where replicas combine means over examples, plain Keras also takes the step
+with the rows of each replica alone, and the combined values must be those.
 
 A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
 the same weights and batch (`keras/fit/kept_steps.py`).
@@ -43,6 +45,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import keras
@@ -50,7 +53,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import LockstepError
+from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import Backend, StepKind, Total
+from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
 from lockstep.keras.backends.whole_batch import is_gather
@@ -191,11 +196,16 @@ class Witness:
 
     @staticmethod
     def _results(comparison: "_Comparison", names: Sequence[str]) -> tuple[list[str], list[Difference]]:
-        deviations = comparison.deviations(lambda part: bool(explaining(part, names)))
+        deviations = comparison.deviations(lambda part: explaining(part, names))
         equal = [part for part, difference in deviations.items() if difference is None]
         begins = comparison.beginning() if len(equal) < len(deviations) else ""
         return equal, [
-            Difference(part, str(difference), begins, ", ".join(explaining(part, names)))
+            Difference(
+                part,
+                str(difference),
+                begins,
+                "" if difference.is_of_no_replicas else ", ".join(explaining(part, names)),
+            )
             for part, difference in deviations.items()
             if difference is not None
         ]
@@ -239,11 +249,25 @@ def _but_whole(array: Array, changed: Array) -> Array:
     return np.where(array == np.round(array), array, changed) if array.dtype.kind == "f" else changed
 
 
+def _moved(number: int, epsilon: float) -> Callable[[Any], Any]:
+    """Return a function that changes arrays in the last bits, in another way for each number."""
+    generator = np.random.default_rng(number)
+
+    def moved(array: Any) -> Any:
+        if array is None or array.dtype.kind != "f":
+            return array
+        return (array * (1 + 2 * epsilon * generator.choice([-1.0, 1.0], array.shape))).astype(array.dtype)
+
+    return moved
+
+
 def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> str:
     """Return why a step of another backend cannot be taken again; empty if it can."""
     for path in dict.fromkeys([*kept.shapes, *shapes]):
         if kept.shapes.get(path) != shapes.get(path):
-            ours, theirs = (each.get(path, "absent") for each in (shapes, kept.shapes))
+            ours, theirs = shapes.get(path), kept.shapes.get(path)
+            if ours is None or theirs is None:
+                return f"only one of them has the variable {path}"
             return f"the shape of {path} is {ours} instead of {theirs}"
     rows = [None if leaf is None else leaf.shape[1:] for leaf in keras.tree.flatten(batch)]
     theirs_of_rows = [None if leaf is None else leaf.shape[1:] for leaf in kept.batch]
@@ -312,12 +336,13 @@ class _Comparison:
         with neutral(model, lambda name: None, constant=True), self._empty_metrics():
             self._before = self._state(None)
             self._reference = self._plain()
+        self._exchanges = False
 
-    def deviations(self, is_named: Callable[[str], bool]) -> dict[str, Deviation | None]:
+    def deviations(self, names: Callable[[str], Sequence[str]]) -> dict[str, Deviation | None]:
         """Return what the step computes, by names of its parts, with how replicas deviate.
 
         Args:
-            is_named: whether a note explains a deviation of a part.
+            names: returns the names in notes that explain a deviation of a part.
         """
         reference, step = self._reference, self._witness.step(self._model, self._kind)
         self._program = step.program
@@ -328,7 +353,7 @@ class _Comparison:
             rounded = [self._rounded(number) for number in range(_ROUNDINGS)]
             expected = self._updated(replicas)
             deviations = self._deviations(reference, replicas, rounded, expected)
-            if not all(difference is None or is_named(part) for part, difference in deviations.items()):
+            if not all(difference is None or names(part) for part, difference in deviations.items()):
                 # Equal rows may be rounded differently at different places of a batch. Outputs that cannot
                 # be moved hide no deviation.
                 with contextlib.suppress(Exception):
@@ -336,7 +361,77 @@ class _Comparison:
                         with rounded_outputs(self._model, size):
                             rounded.append(self._nearer(self._plain(anew=True)))
                     deviations = self._deviations(reference, replicas, rounded, expected)
+            named = {part: names(part) for part, difference in deviations.items() if difference is not None}
+            # Where the rows of a replica cannot be computed alone, names explain everything.
+            with contextlib.suppress(Exception):
+                for part in self._of_no_replicas({part for part in named if named[part]}, replicas, rounded):
+                    difference = deviations[part]
+                    if difference is not None and not any(name.startswith(DRAWS) for name in named[part]):
+                        deviations[part] = replace(difference, is_of_no_replicas=True)
         return deviations
+
+    def _of_no_replicas(
+        self, parts: set[str], replicas: StepOutcome, rounded: Sequence[StepOutcome]
+    ) -> set[str]:
+        """Return those parts that do not have the values of plain Keras for the rows of each replica.
+
+        A name explains only such values. Nothing is returned if replicas combine them by other means than
+        those over the examples.
+        """
+        growths = growths_of(self._model)
+        measured = (growths.losses, growths.layers, growths.steps.get(self._kind, {}))
+        if (
+            not parts
+            or self._exchanges
+            or growths.whole
+            or growths.divisor != 1
+            or any(growth != MEAN for values in measured for growth in values.values())
+        ):
+            return set()
+
+        def deviating(
+            expected: StepOutcome, others: Sequence[StepOutcome], base: StepOutcome | None
+        ) -> set[str]:
+            found = self._figures(expected, replicas, others, base)
+            found = {name: found[name] for name in expected.figures}
+            found |= self._gradients(expected, replicas, others, base)
+            return {part for part in parts if found.get(part) is not None}
+
+        expected = self._of_shares()
+        suspects = deviating(expected, rounded, self._reference)
+        if suspects:
+            others = [self._of_shares(_moved(number, self._epsilon)) for number in range(_ROUNDINGS)]
+            suspects &= deviating(expected, others, None)
+        return suspects
+
+    def _of_shares(self, change: Callable[[Any], Any] = lambda array: array) -> StepOutcome:
+        """Return the loss, the gradients and the predictions of replicas, as plain Keras computes them."""
+        shares = [self._global.share(replica) for replica in range(self._job.view.replicas)]
+        shares = [share for share in shares if share.examples]
+        rows = sum(share.examples for share in shares)
+        outcomes = [self._plain(change, batch=share.data()) for share in shares]
+
+        def mean(values: Sequence[Array]) -> Array:
+            total = sum(
+                share.examples / rows * value.astype("float64")
+                for share, value in zip(shares, values, strict=True)
+            )
+            return np.asarray(total).astype(values[0].dtype)
+
+        first, figures = outcomes[0], dict[str, Array]()
+        for name in first.figures:
+            values = [outcome.figures[name] for outcome in outcomes]
+            if self._kind == "predict":
+                figures[name] = np.concatenate(values)
+            elif name == "loss" and not has_own(self._model, f"{self._kind}_step"):
+                figures[name] = mean(values)
+        # A second update follows from the first one, and so from the rows of all replicas.
+        gradients = {
+            key: mean([outcome.gradients[key] for outcome in outcomes])
+            for key in first.gradients
+            if all(update == 0 for update, _ in first.gradients)
+        }
+        return StepOutcome(figures, gradients, {})
 
     def _deviations(
         self,
@@ -494,15 +589,20 @@ class _Comparison:
     # The computations.
 
     def _plain(
-        self, change: Callable[[Any], Any] = lambda array: array, *, anew: bool = False
+        self,
+        change: Callable[[Any], Any] = lambda array: array,
+        *,
+        anew: bool = False,
+        batch: Any = None,
     ) -> StepOutcome:
         """Return what plain Keras computes.
 
         Args:
             change: changes the weights and the inputs.
             anew: whether the function is made anew, for this computation only.
+            batch: the batch, by default the whole one.
         """
-        model, kind, batch = self._model, self._kind, self._batch
+        model, kind, batch = self._model, self._kind, self._batch if batch is None else batch
         function = None if anew else self._function
         with (
             self._undone(),
@@ -532,15 +632,7 @@ class _Comparison:
 
     def _rounded(self, number: int) -> StepOutcome:
         """Return what plain Keras computes from weights and inputs that differ in the last bits."""
-        generator = np.random.default_rng(number)
-        size = 2 * self._epsilon
-
-        def moved(array: Any) -> Any:
-            if array is None or array.dtype.kind != "f":
-                return array
-            return (array * (1 + size * generator.choice([-1.0, 1.0], array.shape))).astype(array.dtype)
-
-        return self._plain(moved)
+        return self._plain(_moved(number, self._epsilon))
 
     def _nearer(self, outcome: StepOutcome) -> StepOutcome:
         """Return a part of the distance of an outcome from the reference.
@@ -569,6 +661,9 @@ class _Comparison:
             result, state, totals = step.compute_once(self._global)
             outcome = self._outcome(result, state)
             rounds = [(number, total) for number, total in enumerate(totals) if not is_gather(total)]
+            self._exchanges = len(rounds) < len(totals) or any(
+                "density" in step.program.parts(number, total) for number, total in rounds
+            )
             for update, (number, total) in enumerate(rounds):
                 named: Total = divided(self._model, step.program.parts(number, total))
                 outcome.gradients |= {
