@@ -44,15 +44,22 @@ def test_the_lines_of_a_check() -> None:
         "the check ends here: t.py:1 writes a",
         "the script has failed here, perhaps because a check ends each fit early, and the rest is not "
         "compared: ValueError: no",
+        "compared with one process: 1 part differs; please report it with the script. With one replica "
+        "(lockstep run -n 1), nothing differs",
     ]
+    *_, words = lines({"compared": [step("the loss f")], "ended": "", "failed": ""})
+    assert words.startswith("compared with one process: 1 part differs, as noted at the start of ")
+    *_, words = lines({"compared": [step() | {"kind": "test"}], "ended": "", "failed": ""})
+    assert words == "compared with one process: equal (no training step)"
 
 
 def test_a_check_that_compares_nothing_says_why() -> None:
     (line,) = lines({"compared": [], "ended": "", "failed": ""})
-    assert line.startswith("nothing was compared: the script has called no fit")
-    line, reason = lines({"compared": [], "ended": "t.py:1 writes a", "failed": ""})
-    assert (line, reason) == ("nothing was compared", "the check ends here: t.py:1 writes a")
-    _, reason = lines({"compared": [], "ended": "", "failed": "ValueError: no"})
+    assert line.startswith("not compared with one process: the script has called no fit")
+    reason, line = lines({"compared": [], "ended": "t.py:1 writes a", "failed": ""})
+    assert reason == "the check ends here: t.py:1 writes a"
+    assert line == "not compared with one process: t.py:1 writes a"
+    reason, _ = lines({"compared": [], "ended": "", "failed": "ValueError: no"})
     assert reason == "the script has failed here, and the rest is not compared: ValueError: no"
 
 

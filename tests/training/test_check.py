@@ -45,7 +45,7 @@ def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend:
     assert lines[1].endswith("differs") or lines[1].endswith("differ")
     assert lines[2].startswith("  loss: ")
     assert lines[2].endswith(", from layer centered on [named: the layer centered]")
-    others, models = lines[3:-1], ["forked"]
+    others, models = lines[3:-2], ["forked"]
     if quicker_backend == "torch":
         models += ["with_optimizer", "with_optimizer_1"]
         *others, of_layer, spread = others
@@ -54,8 +54,10 @@ def test_a_difference_that_is_named_is_no_failure(check: Check, quicker_backend:
         assert spread.endswith(" [named: the metric spread]")
     assert [line.partition(" step of ")[2].partition(":")[0] for line in others] == models
     assert all(line.endswith(" parts equal") for line in others)
-    assert lines[-1].startswith("the check ends here: checking.py:")
-    assert lines[-1].endswith(" writes out.csv")
+    assert lines[-2].startswith("the check ends here: checking.py:")
+    assert lines[-2].endswith(" writes out.csv")
+    assert lines[-1].startswith("compared with one process: ")
+    assert ", as noted at the start of lockstep run. " in lines[-1]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -102,5 +104,6 @@ def test_a_script_that_trains_nothing_cannot_be_checked(check: Check) -> None:
     done = check("jax", str(SCRIPT), "nothing")
     assert done.returncode == 2
     assert (
-        done.stdout == "nothing was compared: the script has called no fit, evaluate or predict on replicas\n"
+        done.stdout
+        == "not compared with one process: the script has called no fit, evaluate or predict on replicas\n"
     )

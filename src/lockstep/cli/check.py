@@ -11,13 +11,15 @@ from typing import Any
 
 import click
 
+import lockstep.errors
 from lockstep.cli.completion import complete_script
 from lockstep.cli.parameter_types import PARTS
 from lockstep.cli.witness import compare
-from lockstep.coordinator.comparison import NO_CALL, unnamed
+from lockstep.coordinator.comparison import unnamed, verdict
 from lockstep.launcher.backend import BACKENDS
 from lockstep.system.prose import count
 
+_ALONE = "With one replica (lockstep run -n 1), nothing differs"
 _KINDS = {"train": "training step", "test": "evaluation step", "predict": "predictions"}
 
 
@@ -116,24 +118,32 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
             named = f"named: {part['named']}" if part["named"] else "NOT NAMED"
             note = "" if step["reference"] else f" [{named}]"
             yield f"  {part['part']}: {part['deviation']}{begins}{note}"
-    if not result["compared"]:
-        yield (
-            "nothing was compared"
-            if result["ended"] or result["failed"]
-            else f"nothing was compared: {NO_CALL}"
-        )
     if result["ended"]:
         yield f"the check ends here: {result['ended']}"
     if result["failed"]:
-        shortened = any(step["call"].startswith("fit ") for step in result["compared"])
+        refused = hasattr(lockstep.errors, result["failed"].partition(":")[0])
+        shortened = not refused and any(step["call"].startswith("fit ") for step in result["compared"])
         reason = ", perhaps because a check ends each fit early" if shortened else ""
         yield f"the script has failed here{reason}, and the rest is not compared: {result['failed']}"
+    yield f"{verdict(_of_replicas(result))}{_advice(result)}"
+
+
+def _of_replicas(result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the result without steps of plain Keras on two backends, which say nothing about replicas."""
+    return {**result, "compared": [step for step in result["compared"] if not step["reference"]]}
+
+
+def _advice(result: Mapping[str, Any]) -> str:
+    if unnamed(_of_replicas(result)):
+        return f"; please report it with the script. {_ALONE}"
+    if any(step["differences"] for step in _of_replicas(result)["compared"]):
+        return f" at the start of lockstep run. {_ALONE}"
+    return ""
 
 
 def status(result: Mapping[str, Any]) -> int:
     """Return the exit status for the result of a check."""
     if unnamed(result):
         return 1
-    # Plain Keras on two backends says nothing about replicas.
-    compared = [step for step in result["compared"] if not step["reason"] and not step["reference"]]
+    compared = [step for step in _of_replicas(result)["compared"] if not step["reason"]]
     return 0 if compared and not result["failed"] else 2

@@ -1,6 +1,7 @@
 """Random numbers that are equal for all rows, so that a batch and its parts draw the same ones."""
 
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -105,11 +106,14 @@ _MEANS = {
 """The replacements, if draws are constant, of Keras's operations that draw a number for each row from
 parameters of the row."""
 
-_SEED = 1337
+_SEED, _PRIME = 1337, 1009
 
 
 def _constant(draw: Draw) -> Draw:
-    """Return an operation that draws the same numbers each time. For dropout, it returns its input."""
+    """Return an operation that draws the same numbers each time. For dropout, it returns its input.
+
+    The numbers of an operation of Keras are equal on all backends.
+    """
     if draw.__name__ == "dropout":
         return lambda inputs, *args, **kwargs: inputs
     backend, library = keras.backend.backend(), (draw.__module__ or "").partition(".")[0]
@@ -139,10 +143,29 @@ def _constant(draw: Draw) -> Draw:
     @wraps(draw)
     def of_keras(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        bound.arguments["seed"] = _SEED
-        return draw(*bound.args, **bound.kwargs)
+        bound.apply_defaults()
+        arguments = bound.arguments
+        fractions = _fractions(arguments["shape"])
+        if draw.__name__.endswith("normal"):
+            # A truncated one has no numbers beyond two standard deviations.
+            within = math.erf(math.sqrt(2)) if draw.__name__ == "truncated_normal" else 1.0
+            units = math.sqrt(2) * keras.ops.erfinv(within * (2 * fractions - 1))
+            numbers = arguments["mean"] + arguments["stddev"] * units
+        else:
+            low, high = arguments["minval"], arguments["maxval"]
+            numbers = low + (high - low) * fractions
+            numbers = keras.ops.floor(numbers) if draw.__name__ == "randint" else numbers
+        return keras.ops.cast(numbers, arguments["dtype"] or keras.config.floatx())
 
     return of_keras
+
+
+def _fractions(shape: Any) -> Any:
+    """Return numbers between 0 and 1, which are equal on all backends."""
+    places = keras.ops.zeros((), "int32")
+    for size in _sizes(shape):
+        places = (31 * places[..., None] + 17 * keras.ops.arange(size, dtype="int32") + 5) % _PRIME
+    return (keras.ops.cast(places, "float32") + 0.5) / _PRIME
 
 
 def _of_keras() -> Iterator[tuple[Any, str, Callable[[Draw], Draw]]]:

@@ -27,9 +27,9 @@ If something differs, the model is called once more with the whole batch and wit
 first layer with equal inputs and different outputs is where the difference begins. A note that names a
 metric or figure explains a difference in it; one on an optimizer also explains a difference in its update.
 Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
-constants for them; any other named part of the program explains all. But it explains loss, gradients and
-predictions only as per replica: where replicas combine means over examples, plain Keras also takes the step
-with the rows of each replica alone, and the combined values must be those.
+constants for them; any other named part of the program explains all. But it explains only values of replicas:
+where these combine means over examples, plain Keras also takes the step with the rows of each replica alone,
+and the combined values must follow from these steps.
 
 A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
 the same weights and batch (`keras/fit/kept_steps.py`).
@@ -53,7 +53,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import LockstepError
-from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import Backend, StepKind, Total
 from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
@@ -70,6 +69,7 @@ from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
 from lockstep.observability.events import Difference, StepCompared
+from lockstep.system.prose import count
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import replaced
 from lockstep.worker.script import summarize, summarize_own
@@ -220,7 +220,8 @@ def explaining(part: str, names: Sequence[str]) -> list[str]:
     """Return those of the named parts of a program that may make a part of a step differ.
 
     A metric or a figure explains only itself, and an optimizer what it updates. Random numbers that are equal
-    for all rows explain nothing. Anything else changes the gradients, and with them everything.
+    for all rows explain nothing. Anything else changes the gradients, and with them everything but an update
+    from given gradients, which only the program's own step may change.
     """
     kind, _, path = part.rpartition(" ")
     return [
@@ -231,6 +232,8 @@ def explaining(part: str, names: Sequence[str]) -> list[str]:
             if name.startswith(("the metric ", "the figure "))
             else kind.startswith(("state", "update"))
             if name.endswith(OCCURRENCES)
+            else name.startswith("train_step of ")
+            if kind.startswith("update")
             else not name.startswith(DRAWS) or name.removeprefix(DRAWS) in LIBRARIES
         )
     ]
@@ -392,9 +395,26 @@ class _Comparison:
         def deviating(
             expected: StepOutcome, others: Sequence[StepOutcome], base: StepOutcome | None
         ) -> set[str]:
-            found = self._figures(expected, replicas, others, base)
-            found = {name: found[name] for name in expected.figures}
-            found |= self._gradients(expected, replicas, others, base)
+            figures = self._figures(expected, replicas, others, base)
+            found = self._gradients(expected, replicas, others, base)
+            names_of_metrics = self._metrics()
+            of_metrics = dict[str, list[bool]]()
+            for name, value in expected.state.items():
+                differs = deviation(
+                    self._change(name, value),
+                    self._change(name, replicas.state[name]),
+                    [self._change(name, other.state[name]) for other in others if name in other.state],
+                    self._epsilon,
+                    base=None if base is None else self._change(name, base.state[name]),
+                )
+                if name in names_of_metrics:
+                    of_metrics.setdefault(names_of_metrics[name], []).append(differs is not None)
+                else:
+                    found[f"state {name}"] = differs
+            for name in expected.figures:
+                # A metric adds up its state, or is a mean that is updated with one number for all rows.
+                if name not in of_metrics or any(of_metrics[name]):
+                    found[name] = figures[name]
             return {part for part in parts if found.get(part) is not None}
 
         expected = self._of_shares()
@@ -405,33 +425,53 @@ class _Comparison:
         return suspects
 
     def _of_shares(self, change: Callable[[Any], Any] = lambda array: array) -> StepOutcome:
-        """Return the loss, the gradients and the predictions of replicas, as plain Keras computes them."""
-        shares = [self._global.share(replica) for replica in range(self._job.view.replicas)]
-        shares = [share for share in shares if share.examples]
-        rows = sum(share.examples for share in shares)
-        outcomes = [self._plain(change, batch=share.data()) for share in shares]
+        """Return what plain Keras computes for the rows of each replica, combined as means over examples.
+
+        Metrics are added up. Variables that an optimizer changes are left out.
+        """
+        # Independent of how the training divides a batch.
+        examples = self._global.examples
+        shares = np.array_split(np.arange(examples), min(self._job.view.replicas, examples))
+
+        def rows_of(share: Array) -> Any:
+            return keras.tree.map_structure(
+                lambda array: None if array is None else array[share], self._batch
+            )
+
+        outcomes = [self._plain(change, batch=rows_of(share)) for share in shares]
 
         def mean(values: Sequence[Array]) -> Array:
-            total = sum(
-                share.examples / rows * value.astype("float64")
+            parts = [
+                len(share) / examples * value.astype("float64")
                 for share, value in zip(shares, values, strict=True)
-            )
-            return np.asarray(total).astype(values[0].dtype)
+            ]
+            return np.sum(parts, axis=0).astype(values[0].dtype)
 
-        first, figures = outcomes[0], dict[str, Array]()
-        for name in first.figures:
-            values = [outcome.figures[name] for outcome in outcomes]
-            if self._kind == "predict":
-                figures[name] = np.concatenate(values)
-            elif name == "loss" and not has_own(self._model, f"{self._kind}_step"):
-                figures[name] = mean(values)
+        first, names_of_metrics = outcomes[0], self._metrics()
+        combine = np.concatenate if self._kind == "predict" else mean
+        figures = {
+            name: combine([outcome.figures[name] for outcome in outcomes])
+            for name in first.figures
+            if all(name in outcome.figures for outcome in outcomes)
+        }
         # A second update follows from the first one, and so from the rows of all replicas.
         gradients = {
             key: mean([outcome.gradients[key] for outcome in outcomes])
             for key in first.gradients
             if all(update == 0 for update, _ in first.gradients)
         }
-        return StepOutcome(figures, gradients, {})
+        kept = {id(variable) for variable in self._model.non_trainable_variables}
+        kept -= {id(variable) for each in optimizers_of(self._model) for variable in each.variables}
+        state = {}
+        for name, variable in self._variables().items():
+            if name not in first.state or first.state[name].dtype.kind != "f":
+                continue
+            changes = [self._change(name, outcome.state[name]) for outcome in outcomes]
+            if name in names_of_metrics:
+                state[name] = self._before[name] + np.sum(changes, axis=0)
+            elif id(variable) in kept:
+                state[name] = self._before[name] + mean(changes)
+        return StepOutcome(figures, gradients, state)
 
     def _deviations(
         self,
@@ -488,7 +528,13 @@ class _Comparison:
 
     def unlike(self, kept: KeptStep) -> tuple[list[str], list[Difference]]:
         """Take a step of another backend again, with plain Keras; return the equal parts, and the others."""
-        if text := _misfit(kept, self._shapes(), self._batch):
+        updates, theirs = (
+            len({update for update, _ in outcome.gradients}) for outcome in (self._reference, kept.outcome)
+        )
+        text = _misfit(kept, self._shapes(), self._batch)
+        if not text and updates != theirs:
+            text = f"the step makes {count(updates, 'update')} instead of {theirs}"
+        if text:
             return [], [Difference("model and batch", text)]
         before, batch = self._before, self._batch
         values = self._kept_values(kept)
