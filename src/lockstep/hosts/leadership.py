@@ -1,0 +1,156 @@
+"""Which coordinator leads a job that another host may take over: an object in the store of its checkpoints.
+
+A coordinator may do two things only after it has replaced this object: begin to lead, and begin a view. Each
+write is conditional, so of two coordinators that cannot hear each other one fails, and ends. No clock is
+involved. The rule holds at any speed of processes, network and store:
+
+1. Before agents hear of a view, the object names its hosts.
+2. A coordinator takes a job over only if the agent of one of these hosts follows it, with the newest record
+   that has arrived. Such an agent takes no instruction of another coordinator any more. So it never enters
+   the view that the object names, or it has left it; without it, no call of that view ends.
+
+So the calls that end belong to one sequence of views, each of which has a host of the one before. While
+nothing changes, training needs neither the object nor the coordinator.
+"""
+
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from lockstep.checkpoint.object_store import Conflict
+from lockstep.errors import CheckpointError, SupersededError
+
+_NAME = "coordinator.json"
+
+
+class Leadership(msgspec.Struct, frozen=True):
+    """The coordinator that leads a job, and the hosts of its newest view.
+
+    Attributes:
+        job: identifies the job.
+        writer: identifies the coordinator.
+        address: HOST:PORT where agents connect to it.
+        term: its term.
+        view: the number of the view; 0 before the first.
+        hosts: the indices of the hosts that have members in the view.
+    """
+
+    job: str
+    writer: str
+    address: str
+    term: int
+    view: int = 0
+    hosts: tuple[int, ...] = ()
+
+
+class LeadershipStore(Protocol):
+    """The part of an `ObjectStore` that has the object."""
+
+    def read(self, name: str) -> tuple[bytes, str] | None:
+        """Return the content of an object and its tag, or None if it is absent."""
+
+    def replace(self, name: str, data: bytes, tag: str | None) -> str:
+        """Write an object that has a tag, or none if `tag` is None, or raise Conflict; return its new tag."""
+
+
+@dataclass
+class Leader:
+    """A coordinator that leads its job, or tries to.
+
+    Each method raises CheckpointError if the store does not answer. It may be called again then.
+
+    Attributes:
+        store: has the object.
+        job: identifies the job.
+        address: HOST:PORT where agents connect to this coordinator.
+    """
+
+    store: LeadershipStore
+    job: str
+    address: str
+    _writer: str = field(default_factory=lambda: secrets.token_hex(8))
+    _seen: Leadership | None = None
+    _tag: str | None = None
+
+    def look(self, term: int) -> int:
+        """Read the object; return a term for this coordinator, which is higher than that in the object.
+
+        Args:
+            term: the least term.
+        """
+        content = self.store.read(_NAME)
+        self._seen, self._tag = (None, None) if content is None else (_decoded(content[0]), content[1])
+        seen = self._seen
+        return term if seen is None or seen.job != self.job else max(term, seen.term + 1)
+
+    def begin(self, term: int) -> None:
+        """Begin to lead a new job, also in the place of an earlier one.
+
+        Raises:
+            SupersededError: another coordinator has written the object since `look`.
+        """
+        self._write(Leadership(self.job, self._writer, self.address, term))
+
+    def take_over(self, term: int, following: Collection[int]) -> None:
+        """Begin to lead a job in the place of the coordinator that was seen.
+
+        Args:
+            term: the term of this coordinator.
+            following: the hosts whose agents follow it, with the newest record of the job.
+
+        Raises:
+            SupersededError: the job has continued without these hosts, another one has replaced it, or
+                another coordinator has written the object since `look`.
+        """
+        seen = self._seen
+        if seen is None or seen.job != self.job:
+            raise SupersededError(
+                "the store does not name the coordinator of this job any more, so this one ends: another job "
+                "has begun with the same --checkpoint, or the object coordinator.json was removed"
+            )
+        if not set(seen.hosts).intersection(following):
+            raise self._superseded(seen)
+        self._write(Leadership(self.job, self._writer, self.address, term, seen.view, seen.hosts))
+
+    def begin_view(self, term: int, view: int, hosts: Collection[int]) -> None:
+        """Begin a view; its agents may hear of it when this returns.
+
+        Args:
+            term: the term of this coordinator.
+            view: the number of the view.
+            hosts: the hosts that have members in it.
+
+        Raises:
+            SupersededError: another coordinator has taken the job over.
+        """
+        self._write(Leadership(self.job, self._writer, self.address, term, view, tuple(sorted(hosts))))
+
+    def _write(self, after: Leadership) -> None:
+        try:
+            tag = self.store.replace(_NAME, msgspec.json.encode(after), self._tag)
+        except Conflict:
+            content = self.store.read(_NAME)
+            there = None if content is None else _decoded(content[0])
+            if content is None or there != after:
+                raise self._superseded(there) from None
+            # An earlier try has succeeded, and its answer was lost.
+            tag = content[1]
+        self._seen, self._tag = after, tag
+
+    def _superseded(self, by: Leadership | None) -> SupersededError:
+        if by is None or by.job != self.job:
+            return SupersededError("another job has begun with the same --checkpoint, so this one ends")
+        return SupersededError(
+            f"the coordinator at {by.address} has continued this job, so this one ends; to take part again, "
+            f"run here: lockstep agent --join {by.address}"
+        )
+
+
+def _decoded(data: bytes) -> Leadership:
+    try:
+        return msgspec.json.decode(data, type=Leadership)
+    except ValueError as error:
+        raise CheckpointError(f"{_NAME} in the store is damaged: {error}; remove it") from None
