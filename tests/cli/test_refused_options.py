@@ -50,6 +50,7 @@ VALUES = {
     "--checkpoint-every": "5",
     "--keep": "2",
     "--one-writer": None,
+    "--standby": "10.0.0.2:7001",
     "--grace": "3s",
     "--verify-every": "2",
     "--verify-replicas": "all",
@@ -110,6 +111,7 @@ REFUSALS = [
         )
         for way in WAYS[2:-1]
     ),
+    ("--standby not --listen", "--standby is for jobs that other hosts join; give --listen too"),
     (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
     (
         "--on --ui",
@@ -144,6 +146,11 @@ REFUSALS = [
     ("--checkpoint-every not --checkpoint", f"--checkpoint-every {NO_CHECKPOINTS} every= to the callback"),
     ("--keep not --checkpoint", f"--keep {NO_CHECKPOINTS} keep= to the callback"),
     ("--one-writer", "--one-writer needs --checkpoint with a URL, such as s3://bucket/job"),
+    (
+        "--standby",
+        "--standby needs --checkpoint with a URL, such as s3://bucket/job, without --one-writer: if two "
+        "hosts do not hear each other, only the store can decide which of them leads the job",
+    ),
     (
         "--detach --ui",
         "--ui cannot be combined with --detach: nobody would see the address of the page; run lockstep ui "

@@ -14,6 +14,7 @@ from lockstep.coordinator import host_watch, job_record
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
+from lockstep.errors import SupersededError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import (
@@ -165,6 +166,23 @@ def test_each_host_starts_its_own_workers_in_one_view(make: Callable[[Reaction],
     assert job.coordinator.run() == 0
     assert job.to(0) == [StartView(1, FIRST), StartWorker(0), StartWorker(1), EndHost(0.5)]
     assert job.to(1) == [StartView(1, FIRST), StartWorker(2), EndHost(0.5)]
+
+
+def test_a_view_is_announced_before_agents_hear_of_it(make: Callable[[Reaction], Job]) -> None:
+    """With a standby, they hear nothing from a coordinator that does not lead the job any more."""
+    job = make(well)
+
+    def announce(view: StartView, show_life: Callable[[], None]) -> None:
+        assert view == StartView(1, FIRST)
+        show_life()
+        raise SupersededError("another one leads")
+
+    job.coordinator.announce = announce
+    with pytest.raises(SupersededError, match="another one leads"):
+        job.coordinator.run()
+    job._receive(0)
+    job._receive(1)
+    assert job.instructions == []
 
 
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:

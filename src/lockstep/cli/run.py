@@ -206,6 +206,12 @@ _GROUPS = {
     "see lockstep key.  [default port: any free one]",
 )
 @click.option(
+    "--standby",
+    metavar="ADDRESS:PORT",
+    help="With --listen, if this host is lost, the agent on the host with this ADDRESS takes the job over "
+    "and listens there. Needs --checkpoint with the URL of a store, which decides who leads the job.",
+)
+@click.option(
     "--workers-here",
     "here",
     type=click.IntRange(min=1, max=4096),
@@ -737,8 +743,14 @@ def refuse_without_checkpoint(context: click.Context) -> None:
                 f"{option} needs --checkpoint DIR, without which this command saves no checkpoints; for a "
                 f"script with lockstep.callbacks.Checkpoint, give {name}= to the callback"
             )
-    if context.params["one_writer"] and not isinstance(context.params["checkpoint"], str):
+    in_store = isinstance(context.params["checkpoint"], str)
+    if context.params["one_writer"] and not in_store:
         raise ConfigError("--one-writer needs --checkpoint with a URL, such as s3://bucket/job")
+    if context.params["standby"] and (not in_store or context.params["one_writer"]):
+        raise ConfigError(
+            "--standby needs --checkpoint with a URL, such as s3://bucket/job, without --one-writer: if two "
+            "hosts do not hear each other, only the store can decide which of them leads the job"
+        )
 
 
 def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
@@ -983,6 +995,7 @@ def _spec(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" =
         checkpoints=checkpoints,
         hosts=where.hosts if isinstance(where, Hosts) else (),
         plain=options["plain"],
+        standby=options["standby"] or "",
         verification=_verification(options, replicas),
         exact_batch=options["exact_batch"],
         local_steps=_local_steps(options, replicas),

@@ -22,13 +22,14 @@ from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.coordinator.narrator import Narrator
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.requests import Requests
-from lockstep.errors import LockstepError
+from lockstep.errors import CheckpointError, LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.protocol.admin import ScaleRequest, StackReply, Status, StopChannel, StopRequest
 from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.host import (
+    LEFT_OUT,
     AllReported,
     AskMembers,
     DumpStack,
@@ -122,6 +123,8 @@ class Coordinator:
         before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get the instructions that follow from it.
+        announce: called with each view before agents hear of it, and with a function to call every second
+            meanwhile. If it raises CheckpointError, this coordinator may not lead the job any more.
         notifies: whether the agents of other hosts show the notes of this process.
         term: the term of this coordinator; each one that takes over a job has a higher one.
         record: the record of the job that this coordinator takes over; None for a new job.
@@ -141,6 +144,7 @@ class Coordinator:
     before_loss: Callable[[], None] = lambda: None
     when_lost: Callable[[int], None] = lambda host: None
     keep: Callable[[KeepRecord], None] = lambda record: None
+    announce: Callable[[StartView, Callable[[], None]], None] | None = None
     notifies: bool = False
     term: int = 1
     record: JobRecord | None = None
@@ -209,6 +213,9 @@ class Coordinator:
             self._tell_all(EndHost(0.0, status=status))
             self._narrator.record_end(status, "the command was killed")
             return status
+        except CheckpointError as error:
+            self._narrator.record_end(LEFT_OUT, str(error))
+            raise
         finally:
             self._requests.close()
             self.command.close()
@@ -409,7 +416,14 @@ class Coordinator:
         hosts = tuple(self._addressed(members) for members in view.hosts)
         self._view = msgspec.structs.replace(view, hosts=hosts, term=self.term)
         self.console.chief = self.state.view.chief
+        if self.announce is not None:
+            self.announce(self._view, self._show_life)
         self._tell_all(self._view)
+
+    def _show_life(self) -> None:
+        """Tell the agents of other hosts that this process lives, while it cannot take their reports."""
+        for agent in self._watch.live:
+            agent.channel.send(KeepAlive(0, agent.alive))
 
     def _addressed(self, members: HostMembers) -> HostMembers:
         agent = self.agents[members.host]

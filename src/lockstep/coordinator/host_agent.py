@@ -71,6 +71,11 @@ class HostAgent:
             self.channel.send(instruction)
         self._waiting = 0
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the connection is closed at this end: the agent is lost, or cannot follow the record."""
+        return self.ended is not None or self.channel.fileno() < 0
+
     def withdraw(self, instruction: Instruction) -> None:
         """Do not send an instruction, if it still waits."""
         waits = list(islice(self.outbox, len(self.outbox) - self._waiting, None))

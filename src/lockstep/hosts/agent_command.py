@@ -155,10 +155,10 @@ def join_and_run(options: AgentOptions) -> int:
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: StopChannel, folder: Path) -> int:
-        again, refusals = False, 0
+        again, refusals, others = False, 0, list[str]()
         while True:
             try:
-                status = _join(options, credentials, command, folder, say, again=again)
+                status = _join(options, credentials, command, folder, say, others, again=again)
             except LeftBehind as left:
                 note(f"{left}, and this host joins it again")
                 # An engine may start another coordinator elsewhere.
@@ -190,14 +190,16 @@ def _join(
     command: StopChannel,
     folder: Path,
     say: Callable[[str], None],
+    others: list[str],
     *,
     again: bool,
 ) -> int:
-    """Take part in a job once; return its exit status."""
+    """Take part in a job once; return its exit status. `others` has more addresses of its coordinators."""
     clock = SystemClock()
     with EventLoop() as loop:
         engine = options.engine
-        address = CoordinatorAddress(engine.coordinator if engine else options.coordinator, credentials, loop)
+        first = engine.coordinator if engine else options.coordinator
+        address = CoordinatorAddress(first, credentials, loop, others)
         if engine is not None:
             engine.watch(loop)
         connection = _connect(options, address, command, loop, clock)
@@ -206,19 +208,22 @@ def _join(
         channel.send(HostOffer(options.workers, tasks=options.tasks, task=options.task))
 
         def begins(begin: BeginJob) -> None:
+            if (standby := begin.spec.standby) and standby not in others:
+                others.append(standby)
             room = count(begin.here.workers, "worker")
             say(f"joined {options.coordinator}, with room for {room}: {begin.spec.shape}")
 
         def listen(prepare: Prepare) -> HostListener:
             return HostListener.open(here, credentials, note, loop=loop, clock=clock)
 
+        children = set[int]()
         process = AgentProcess(
             channel=channel,
             command=command,
             loop=loop,
             clock=clock,
             listen=listen,
-            workers=StartedWorkers(folder, loop, options.shows, options.inherited),
+            workers=StartedWorkers(folder, loop, options.shows, options.inherited, children),
             folder=folder,
             joined=True,
             say=say,
@@ -229,6 +234,7 @@ def _join(
             engine=engine,
             patience=options.patience,
             again=again,
+            children=children,
         )
         try:
             return process.run()

@@ -29,6 +29,7 @@ from lockstep.hosts.gathering import heed_stop
 from lockstep.hosts.host_listener import HostListener
 from lockstep.hosts.joining import CoordinatorAddress, CoordinatorDialer
 from lockstep.hosts.shared_checkpoints import AgentCheckpoints
+from lockstep.hosts.standby import Standby
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
@@ -75,6 +76,9 @@ _REPEAT = 60.0
 
 _STARTING = 60.0
 """Seconds that the coordinator may take to start on a busy host before a note says that it is silent."""
+
+_GIVEN_UP = 10.0
+"""Seconds of silence after which the agents of a job with a standby leave their coordinator."""
 
 _UNTIL_ENDED = 5.0
 """Seconds from the last checkpoint of a stopped job to its end."""
@@ -127,12 +131,14 @@ class StartedWorkers:
         loop: serves the terminal.
         shows: whether the terminal of this process shows their output too.
         inherited: descriptors that they inherit; they get the numbers as last arguments.
+        children: process ids of the children of this process that are not workers.
     """
 
     folder: Path
     loop: EventLoop
     shows: bool = False
     inherited: tuple[int, ...] = ()
+    children: set[int] = field(default_factory=set)
 
     def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
         """Take the environment and the folder of the job, and return the facts of this host."""
@@ -175,7 +181,7 @@ class StartedWorkers:
             first_slot=first,
             host=name,
         )
-        return LocalHost(output, starter, LinuxDescendants())
+        return LocalHost(output, starter, LinuxDescendants(self.children))
 
     def need_coordinator(self) -> bool:
         """True: the next coordinator decides on lost workers."""
@@ -247,6 +253,7 @@ class AgentProcess:
         patience: seconds that this host waits for a silent coordinator before the job begins.
         again: whether this host has joined the coordinator before. If nothing arrives from its address, it is
             stopped: another program does not listen there.
+        children: process ids of the children of this process that are not workers.
         begun: whether the job has begun.
     """
 
@@ -267,6 +274,7 @@ class AgentProcess:
     engine: EngineLink | None = None
     patience: float = 600.0
     again: bool = False
+    children: set[int] = field(default_factory=set)
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -359,14 +367,24 @@ class AgentProcess:
             network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
-        agent = start_agent(local, begin.spec, session, loop, late=late, say=self.say)
+        standby = Standby.here(begin, self.children) if self.joined else None
+
+        def say(text: str) -> None:
+            if standby is None or not standby.runs:
+                # Otherwise, the coordinator of this host shows it.
+                self.say(text)
+
+        agent = start_agent(local, begin.spec, session, loop, late=late, say=say)
         loop.watch(self.command.fileno(), lambda: None)
         running, patience = partial(self._offer, session, prepare, begin), begin.spec.limits.timeout
         leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as agent_place,
-            contextlib.closing(_Contact(self, session, agent, agent_place, patience, running)) as contact,
+            contextlib.closing(standby) if standby is not None else contextlib.nullcontext(),
+            contextlib.closing(
+                _Contact(self, session, agent, agent_place, patience=patience, offer=running, standby=standby)
+            ) as contact,
         ):
             while not agent.ended:
                 loop.turn(contact.serve())
@@ -393,6 +411,8 @@ class AgentProcess:
                 output.console.end_lines()
                 output.console.flush()
             self.channel.see_off(SILENCE)
+            if standby is not None:
+                standby.see_off()
             return agent.status
 
     def _take_place(self, job: bytes) -> contextlib.AbstractContextManager[AgentPlace | None]:
@@ -418,6 +438,7 @@ class _Contact:
         agent_place: the place of the agent on its host; None if an engine ensures that a host has one agent.
         patience: seconds without a coordinator after which the job ends on this host.
         offer: returns the first message to a coordinator process that is started again.
+        standby: starts another coordinator on this host; None if this host does not do that.
     """
 
     process: AgentProcess
@@ -426,11 +447,13 @@ class _Contact:
     agent_place: AgentPlace | None
     patience: float
     offer: Callable[[], HostOffer]
+    standby: Standby | None = None
     _dialer: CoordinatorDialer | None = None
     _due: float = 0.0
     _noted: bool = False
     _repeat: float = 0.0
     _limit: float = _STARTING
+    _starts_after: int = 0
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
@@ -453,6 +476,8 @@ class _Contact:
             self.session.leave(_MOVED)
         if self.session.lost:
             self._seek()
+            if self.standby is not None and self.session.lost and self._silence.seconds() > SILENCE:
+                self.standby.start(self.process.clock.now())
         if (now := self.process.clock.now()) >= self._due:
             self._due = now + ALIVE_EVERY
             self.session.keep_alive()
@@ -472,6 +497,8 @@ class _Contact:
                 self.agent_place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)
+        if self.agent.spec.standby and not self.session.lost and seconds > self._given_up:
+            self.session.leave(f"the coordinator has been silent for {seconds:.0f} s")
         if seconds <= min(self._limit, self.patience):
             if self.session.lost and self.agent.lacks_workers:
                 self._note(self.session.lost, seconds)
@@ -480,6 +507,15 @@ class _Contact:
             raise CoordinatorGone("another agent of this host has taken the place of this one")
         self._note(self.session.lost or f"the coordinator has been silent for {seconds:.0f} s", seconds)
         self._silence.check(self.patience)
+
+    @property
+    def _given_up(self) -> float:
+        """Seconds of silence after which this agent leaves a coordinator, if there is a standby."""
+        if not self.process.channel.received:
+            # The host accepts connections, but its process stands still.
+            return SILENCE
+        starts = self.session.term == self._starts_after
+        return _STARTING if starts else max(self._limit, _GIVEN_UP)
 
     def _note(self, event: str, seconds: float) -> None:
         """Show a note that the coordinator is gone: once until it is back, or repeatedly if this host waits.
@@ -494,10 +530,12 @@ class _Contact:
                 return
             self._repeat = now + _REPEAT
             where = f" at {self.process.address.address}" if self.process.address is not None else ""
+            standby = self.agent.spec.standby
+            again = "run the command of its host, or the tasks there, again"
+            again = f"{standby} takes over, or {again}" if standby else again
             does = (
-                f"a worker is lost too, so training waits for the coordinator{where}: run the command of its "
-                f"host, or the tasks there, again within {self.patience - seconds:.0f} s, or the job ends on "
-                "this host"
+                f"a worker is lost too, so training waits for the coordinator{where}: {again} within "
+                f"{self.patience - seconds:.0f} s, or the job ends on this host"
             )
         elif self._noted:
             return
@@ -530,4 +568,5 @@ class _Contact:
         channel.send(self.offer())
         # From now on, both ends use only these messages.
         session.attach(cast("Channel[HostReport, Instruction]", channel))
+        self._starts_after = session.term
         self._silence.use(channel)

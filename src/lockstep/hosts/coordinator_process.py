@@ -9,9 +9,12 @@ import select
 import signal
 import socket
 import sys
+import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -19,11 +22,13 @@ from typing import TypeVar
 import msgspec
 import psutil
 
+from lockstep.checkpoint.mirror import open_leased
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
 from lockstep.coordinator.notifications import notified
-from lockstep.errors import LockstepError, UnfitError, with_code
+from lockstep.errors import CheckpointError, LockstepError, SupersededError, UnfitError, with_code
+from lockstep.hosts.leadership import Leader
 from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
@@ -44,6 +49,7 @@ from lockstep.protocol.coordinator import (
 )
 from lockstep.protocol.host import (
     ALIVE_EVERY,
+    LEFT_OUT,
     MOST_QUEUED,
     SILENCE,
     AgentStanding,
@@ -54,8 +60,10 @@ from lockstep.protocol.host import (
     KeepRecord,
     RepeatReports,
     ShowNote,
+    StartView,
     TakeOver,
 )
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.notes import note
@@ -67,9 +75,12 @@ from lockstep.transport.stream_channel import StreamChannel
 
 _PATIENCE = 10.0
 """Seconds that the keeper has to take a record."""
+_PAUSE = 2.0
+"""Seconds from one try to write to the store to the next."""
 
 AgentChannel = Channel[Instruction, HostReport]
 Message = TypeVar("Message", Coordinate, HostChannel)
+Result = TypeVar("Result")
 
 
 def stand(channels: Mapping[int, AgentChannel], term: int, clock: SystemClock) -> dict[int, AgentStanding]:
@@ -168,6 +179,8 @@ class CoordinatorProcess:
     _announced: bool = False
     _alive_due: float = 0.0
     _old_stops: int = 0
+    _leader: Leader | None = None
+    _patience: float = 0.0
 
     def run(self) -> int:
         """Coordinate the job to its end; return its exit status.
@@ -179,14 +192,22 @@ class CoordinatorProcess:
         first = self._next(Coordinate)
         hosts = [self._next(HostChannel) for _ in range(first.hosts)]
         channels = {host.host: _channel(host) for host in hosts}
-        standings = stand(channels, first.term, SystemClock()) if first.term > 1 else {}
         first_kept = msgspec.structs.replace(first.kept, record=first.record.content())
+        # Other records of the job name the same store.
+        self._leader = leader = self._leader_of(_decoded(first_kept).spec, first.address)
+
+        def show_life() -> None:
+            self.keeper.send(KeepAlive())
+            for channel in channels.values():
+                channel.send(KeepAlive())
+
+        if leader is not None:
+            term = self._persist(partial(leader.look, first.term), show_life)
+            first = msgspec.structs.replace(first, term=term)
+        standings = stand(channels, first.term, SystemClock()) if first.term > 1 else {}
         kept = newest((first_kept, *(standing.kept for standing in standings.values())))
         assert kept is not None
-        try:
-            record, has_begun = decode_record(kept.record), kept.term > 0
-        except ValueError as error:
-            raise UnfitError(f"no other coordinator can take over: {error}") from None
+        record, has_begun = _decoded(kept), kept.term > 0
         self._old_stops = record.stops
         # Hosts that have joined since then come after those of the record.
         late = tuple(HostRecord(host.name, host.peer) for host in hosts[len(record.hosts) :])
@@ -197,6 +218,11 @@ class CoordinatorProcess:
             else HostAgent(channels[host], host_record.name, host_record.peer, remote=True)
             for host, host_record in enumerate((*record.hosts, *late))
         ]
+        if leader is not None and has_begun:
+            following = [host for host, agent in enumerate(agents) if host in standings and not agent.is_gone]
+            self._persist(partial(leader.take_over, first.term, following), show_life)
+        elif leader is not None:
+            self._persist(partial(leader.begin, first.term), show_life)
         begins = len(record.hosts)
         self._late.extend(zip(hosts[begins:], agents[begins:], strict=True))
         clock = SystemClock(record.at) if has_begun else SystemClock()
@@ -246,6 +272,7 @@ class CoordinatorProcess:
                 before_loss=self._end_without_keeper,
                 when_lost=self._drop,
                 keep=self._keep,
+                announce=self._begin_view if self._leader is not None else None,
                 notifies=first.notifies,
                 term=first.term,
                 record=record if has_begun else None,
@@ -259,6 +286,59 @@ class CoordinatorProcess:
         # A packet is in the kernel when this returns: it outlives this process.
         kept = msgspec.structs.replace(made, record=b"")
         self.keeper.send(RecordMade(kept, Attachment.holding(made.record)), _PATIENCE)
+
+    def _leader_of(self, spec: JobSpec, address: str) -> Leader | None:
+        """Return what decides whether this coordinator leads the job; None if there can be no other one."""
+        lease = spec.checkpoints.store if spec.checkpoints is not None else None
+        if not spec.standby or lease is None:
+            return None
+        self._patience = spec.limits.timeout
+        return Leader(open_leased(lease), lease.job, address)
+
+    def _begin_view(self, view: StartView, show_life: Callable[[], None]) -> None:
+        assert self._leader is not None
+        hosts = [members.host for members in view.hosts]
+
+        def all_alive() -> None:
+            self.keeper.send(KeepAlive())
+            show_life()
+
+        self._persist(partial(self._leader.begin_view, view.term, view.number, hosts), all_alive)
+
+    def _persist(self, act: Callable[[], Result], show_life: Callable[[], None]) -> Result:
+        """Write to the store, or read there, until it answers or the limit has passed; return the result.
+
+        Args:
+            act: does it; called in a thread.
+            show_life: called every second.
+
+        Raises:
+            CheckpointError: the store has not answered in time; SupersededError if another one leads the job.
+        """
+        clock = SystemClock()
+        begun, noted = clock.now(), False
+        while True:
+            done: Future[Result] = Future()
+            threading.Thread(target=_settle, args=(done, act), daemon=True).start()
+            while not wait([done], ALIVE_EVERY).done:
+                self._end_without_keeper()
+                show_life()
+            try:
+                return done.result()
+            except SupersededError:
+                raise
+            except CheckpointError as error:
+                if (waited := clock.now() - begun) >= self._patience:
+                    raise CheckpointError(
+                        f"for {waited:.0f} s, this coordinator cannot know whether it leads the job, and "
+                        f"ends: {error}"
+                    ) from None
+                if not noted:
+                    noted = True
+                    note(f"{error}; the next change of workers waits for it, for up to {self._patience:g} s")
+                self._end_without_keeper()
+                show_life()
+                wait_for([], _PAUSE)
 
     def _drop(self, host: int) -> None:
         self.keeper.send(HostDropped(host))
@@ -314,6 +394,20 @@ def _channel(host: HostChannel) -> AgentChannel:
     return StreamChannel.over(connection, HostReport, None, accepted=False, most_queued=MOST_QUEUED)
 
 
+def _settle(done: "Future[Result]", act: Callable[[], Result]) -> None:
+    try:
+        done.set_result(act())
+    except BaseException as error:
+        done.set_exception(error)
+
+
+def _decoded(kept: KeepRecord) -> JobRecord:
+    try:
+        return decode_record(kept.record)
+    except ValueError as error:
+        raise UnfitError(f"no other coordinator can take over: {error}") from None
+
+
 def _listener(requests: Attachment | None) -> socket.socket | None:
     return None if requests is None or requests.is_missing else socket.socket(fileno=requests.take())
 
@@ -342,7 +436,9 @@ def main(descriptor: int) -> int:
             ended = JobEnded(CoordinatorProcess(keeper, loop).run())
         except (LockstepError, OSError) as error:
             note(with_code(error))
-            ended = JobEnded(2, with_code(error))
+            # Another coordinator leads the job, or may.
+            leaves = isinstance(error, CheckpointError)
+            ended = JobEnded(LEFT_OUT if leaves else 2, with_code(error))
     keeper.send(ended)
     return ended.status
 

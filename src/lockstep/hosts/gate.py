@@ -147,6 +147,7 @@ class Gate:
             accept=lambda newcomers: self._accept(newcomers, ()),
             wanted=spec.workers,
             exports=exports,
+            address=self.listener.listener.address,
         ).run()
 
     def _missing(self) -> str:

@@ -139,6 +139,7 @@ class JobOnHosts:
         accept: called, before the job begins, with the `Newcomers` that admits agents that come later.
         wanted: the number of workers to which the job grows when hosts join; 0 for that of `spec`.
         exports: the exports of the process of the coordinator.
+        address: HOST:PORT where agents join; empty if this starts them.
     """
 
     spec: JobSpec
@@ -157,6 +158,7 @@ class JobOnHosts:
     accept: Callable[[Newcomers], None] = lambda newcomers: None
     wanted: int = 0
     exports: Exports = NO_EXPORTS
+    address: str = ""
 
     def run(self) -> int:
         """Run the job; return its exit status.
@@ -226,6 +228,7 @@ class JobOnHosts:
                 notifies=self.notifies,
                 when_lost=newcomers.note_loss,
                 exports=self.exports,
+                address=self.address,
             )
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()

@@ -4,7 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lockstep.errors import ConfigError, NetworkError
 from lockstep.protocol.credentials import Credentials
@@ -26,15 +26,24 @@ class CoordinatorAddress:
         address: HOST:PORT; may change while there is no connection.
         credentials: the credentials of the job.
         loop: serves the attempts.
+        others: more addresses, at which another coordinator of the job may be; they may be added later.
     """
 
     address: str
     credentials: Credentials
     loop: EventLoop
+    others: list[str] = field(default_factory=list)
+    _attempts: int = 0
+
+    def next(self) -> str:
+        """Return the address for the next attempt: each in turn."""
+        addresses = list(dict.fromkeys((self.address, *self.others)))
+        self._attempts += 1
+        return addresses[(self._attempts - 1) % len(addresses)]
 
     def dial(self, news: Callable[[], None] = lambda: None) -> "CoordinatorDialer":
         """Begin to connect; `news` is called when there is a result, or when another attempt has failed."""
-        return CoordinatorDialer(lambda: self.address, self.credentials, self.loop, news)
+        return CoordinatorDialer(self.next, self.credentials, self.loop, news)
 
     def channel(self, connection: socket.socket) -> StreamChannel[RemoteReport, RemoteInstruction]:
         """Return the channel over a connection."""

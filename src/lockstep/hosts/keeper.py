@@ -101,6 +101,7 @@ class Keeper:
         notifies: whether the agents show notes.
         when_lost: called with the index of each host that is lost.
         exports: the exports of the coordinators.
+        address: HOST:PORT where agents connect; empty if they do not.
         is_over: whether the end of the job is decided, so that no host can join.
     """
 
@@ -115,6 +116,7 @@ class Keeper:
     notifies: bool = False
     when_lost: Callable[[int], None] = lambda host: None
     exports: Exports = NO_EXPORTS
+    address: str = ""
     is_over: bool = field(default=False, init=False)
     _process: "subprocess.Popen[bytes] | None" = None
     _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
@@ -162,7 +164,8 @@ class Keeper:
     # The coordinator.
 
     def _start(self) -> None:
-        self._term += 1
+        # A coordinator may have a higher term than it was given: see `leadership.py`.
+        self._term = max(self._term, self.kept.term) + 1
         self._heard = self.clock.now()
         try:
             with connected() as (ours, theirs):
@@ -187,6 +190,7 @@ class Keeper:
                 hosts=len(self.hosts),
                 run_dir=self.run_dir,
                 notifies=self.notifies,
+                address=self.address,
                 requests=name,
                 tensorboard=None if folder is None else str(folder),
                 metrics=None if listener is None else Attachment.copy_of(listener),
@@ -278,7 +282,9 @@ class Keeper:
                     self.is_over = True
                 case JobEnded(status, error):
                     self._status = status
-                    if error:
+                    # Agents go to the coordinator that leads the job now, or wait for one.
+                    self._left = status == LEFT_OUT and not self.is_over
+                    if error and not self._left:
                         self._tell_agents(f"the job ends: {error}")
                 case KeepAlive():
                     self._heard = self.clock.now()

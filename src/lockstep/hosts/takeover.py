@@ -227,6 +227,7 @@ class TakenOverJob:
                 notifies=True,
                 when_lost=newcomers.note_loss,
                 exports=self.exports,
+                address=self.listener.listener.address,
             )
             accept(newcomers)
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)

@@ -16,7 +16,7 @@ from lockstep.hosts.task_place import TaskPlace
 from lockstep.protocol.job_spec import JobHost
 from lockstep.protocol.rendezvous import Task
 from lockstep.system.environment import tf_config_given
-from lockstep.transport.addresses import with_port
+from lockstep.transport.addresses import split_address, with_port
 
 if TYPE_CHECKING:
     from lockstep.hosts.engine_link import EngineLink
@@ -152,7 +152,7 @@ _WAYS = {
 _PODS = {name for name, scheduler in SCHEDULERS.items() if not scheduler.starts_all}
 
 PLACING = (
-    *("workers", "here", "devices", "cpus", "gpus", "resources", "detached", "ui"),
+    *("workers", "here", "devices", "cpus", "gpus", "resources", "detached", "ui", "standby"),
     *_WAYS,
 )
 """The parameters of `run` that say where workers run, and `--ui`; `lockstep export` sets them itself."""
@@ -183,6 +183,11 @@ _REFUSALS = (
         _except(None, "hosts", "listen", "engine"),
         "--detach cannot be combined with {way}: the scheduler starts each task without a terminal, and "
         "waits for its end",
+    ),
+    _Refusal(
+        "standby",
+        _except("listen"),
+        "--standby is for jobs that other hosts join; give --listen too",
     ),
     _Refusal("plain", (None,), "--plain is for jobs on several hosts; give {ways} too"),
     _Refusal(
@@ -249,6 +254,8 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
             return Hosts(parse_hosts(options["hosts"], processes))
         case "listen":
             address = with_port(options["listen"])
+            if (standby := options["standby"]) and not split_address(standby)[1]:
+                raise ConfigError(f"--standby {standby} needs a port that is known before, such as 7001")
             if here > processes:
                 raise ConfigError(f"--workers-here {here} is more than the {processes} workers of the job")
             return Listen(processes, address, here)

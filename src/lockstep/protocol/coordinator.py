@@ -20,6 +20,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
         hosts: number of hosts that are, or were, in the job.
         run_dir: the run folder, as the user wrote it.
         notifies: whether the agents show the notes of the coordinator.
+        address: HOST:PORT where agents connect; empty if they do not.
         requests: a socket that has the name of the job, where other terminals connect; None if there is none.
         tensorboard: see `Exports`.
         metrics: the socket of `Exports`; None for none.
@@ -32,6 +33,7 @@ class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
     hosts: int
     run_dir: str
     notifies: bool
+    address: str
     requests: Attachment | None
     tensorboard: str | None
     metrics: Attachment | None

@@ -187,6 +187,8 @@ class JobSpec(JobSettings):
         plain: whether connections between hosts are not encrypted.
         hold: seconds for which the hosts train without an answer of the coordinator before they pause. None
             if the address of the coordinator is a lock, so that no other one can lead the job meanwhile.
+        standby: HOST:PORT at which the agent of that host starts another coordinator if that of the job is
+            lost; empty for none. The store of the checkpoints decides which of them leads.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
@@ -204,6 +206,7 @@ class JobSpec(JobSettings):
     tags: tuple[str, ...] = ()
     plain: bool = False
     hold: float | None = None
+    standby: str = ""
     inherited: tuple[int, ...] = ()
 
     @property

@@ -1,0 +1,177 @@
+"""The standby of a job: the agent of its host starts another coordinator when the first one is lost.
+
+That coordinator is a process beside the agent, which listens at the address of `--standby`. All agents that
+have lost the first one connect there, also that of its own host. From then on, everything is as after a
+restart of the first command (`takeover.py`). The store decides whether it may lead (`leadership.py`).
+"""
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lockstep.errors import LockstepError, NetworkError, UnfitError, with_code
+from lockstep.hosts.gate import Gate
+from lockstep.hosts.gathering import Stopped
+from lockstep.hosts.host_listener import own_credentials
+from lockstep.hosts.job_on_hosts import terminal_of
+from lockstep.hosts.roster import OpenRoster
+from lockstep.protocol.admin import StopChannel, StopRequest
+from lockstep.protocol.host import LEFT_OUT, SILENCE, BeginJob
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.system.child_process import command_of, connected
+from lockstep.system.descendants import kill_family
+from lockstep.system.event_loop import EventLoop, wait_for
+from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
+from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.transport.addresses import is_here, resolve_host, split_address
+from lockstep.transport.packet_channel import PacketChannel
+
+_RESOLVE = 5.0
+_AGAIN = 30.0
+"""Seconds from the start of a coordinator that could not lead the job to the next try."""
+_GATHERED = 60.0
+"""Seconds for the first agent to connect to the coordinator: that of its own host."""
+_FAREWELL = 30.0
+"""Seconds for the coordinator to end after the job."""
+
+
+@dataclass
+class Standby:
+    """Starts a coordinator on this host; used by its agent.
+
+    Attributes:
+        begin: the job, with the paths of this host.
+        children: process ids of the children of this process that are not workers.
+        runs: whether a coordinator runs.
+    """
+
+    begin: BeginJob
+    children: set[int]
+    _process: "subprocess.Popen[bytes] | None" = None
+    _channel: PacketChannel[BeginJob, StopRequest] | None = None
+    _due: float = field(default=0.0)
+
+    @classmethod
+    def here(cls, begin: BeginJob, children: set[int]) -> "Standby | None":
+        """Return the standby of a job, if it is on this host; None if it is not, or there is none."""
+        if not begin.spec.standby:
+            return None
+        try:
+            there = is_here(*resolve_host(*split_address(begin.spec.standby), _RESOLVE))
+        except (NetworkError, OSError):
+            return None
+        return cls(begin, children) if there else None
+
+    @property
+    def runs(self) -> bool:
+        """Whether a coordinator runs; see the class."""
+        if self._process is not None and self._process.poll() is not None:
+            self._release()
+        return self._process is not None
+
+    def start(self, now: float) -> None:
+        """Start a coordinator, unless one runs, or a short time ago one could not lead the job."""
+        if self.runs or now < self._due:
+            return
+        self._due = now + _AGAIN
+        with connected() as (ours, theirs):
+            command = command_of(__spec__.name, str(theirs.fileno()))
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
+        self.children.add(self._process.pid)
+        self._channel = PacketChannel(ours, StopRequest)
+        self._channel.send(self.begin)
+
+    def see_off(self) -> None:
+        """Wait until the coordinator has ended the job."""
+        if self._process is not None:
+            try:
+                self._process.wait(_FAREWELL)
+            except subprocess.TimeoutExpired:
+                note(f"the coordinator of this host has not ended within {_FAREWELL:g} s")
+
+    def close(self) -> None:
+        """End the coordinator; safe to call more than once."""
+        if self.runs:
+            assert self._process is not None
+            kill_family(self._process.pid)
+            self._process.returncode = 0
+            self._release()
+
+    def _release(self) -> None:
+        assert self._process is not None
+        assert self._channel is not None
+        self.children.discard(self._process.pid)
+        self._channel.close()
+        self._process = self._channel = None
+
+
+def lead(begin: BeginJob, command: StopChannel) -> int:
+    """Take the job over whose agents connect, and run it to its end; return its exit status.
+
+    Args:
+        begin: the job, with the paths of this host.
+        command: closes when the agent of this host ends.
+
+    Raises:
+        ConfigError: the address or the key cannot be used.
+        UnfitError: no agent has connected, or the job cannot be continued.
+    """
+    spec = replace(begin.spec, run_dir=_run_folder(begin.spec))
+    console = terminal_of(spec)
+    with EventLoop() as loop:
+        roster = OpenRoster(spec.workers, waits=True)
+        credentials = own_credentials(spec.standby, encrypted=not spec.plain)
+        gate = Gate(lambda: roster, credentials, command, console, loop)
+        with closing(gate):
+            gate.listen(spec.standby)
+            begun = time.monotonic()
+
+            def wait(missing: str) -> float:
+                left = begun + _GATHERED - time.monotonic()
+                if left <= 0:
+                    raise UnfitError(f"no agent has connected to {spec.standby} within {_GATHERED:g} s")
+                return left
+
+            console.say(f"no coordinator for {SILENCE:g} s: this host takes the job over at {spec.standby}")
+            gate.gather(wait)
+            try:
+                return gate.run(spec)
+            finally:
+                leave_folder(spec.run_dir)
+
+
+def _run_folder(spec: JobSpec) -> Path:
+    """Return the locked run folder of this host: the one that the user named, if it is free here."""
+    folder = spec.run_dir
+    if folder.exists():
+        name = spec.target if spec.module else Path(spec.target).stem
+        folder = fresh_folder(RUNS, name, time.time())
+    claim_folder(folder)
+    empty_folder(RunPaths(folder).sources)
+    return folder
+
+
+def main(descriptor: int) -> int:
+    """Coordinate the job whose agent is at the other end of the socket `descriptor`."""
+    connection = socket.socket(fileno=descriptor)
+    first: PacketChannel[StopRequest, BeginJob] = PacketChannel(connection, BeginJob)
+    wait_for([first.fileno()])
+    begin = first.receive()
+    if not isinstance(begin, BeginJob):
+        return LEFT_OUT
+    try:
+        return lead(begin, PacketChannel(connection, StopRequest))
+    except LockstepError as error:
+        note(with_code(error))
+        return LEFT_OUT
+    except Stopped:
+        return LEFT_OUT
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

@@ -1,0 +1,102 @@
+"""Jobs with `--standby`: the first host is lost for good, or seems to be, and the bits stay."""
+
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+
+import chaos_steps
+import pytest
+from host_network import Host
+from stepping_job import HERE, digest
+from test_joining import ended
+
+from lockstep.protocol.host import LEFT_OUT
+
+STEPS = 400
+PACED = [f"{worker}:0:after apply:pace" for worker in range(6)]
+STANDBY = "the coordinator at 10.119.0.2:7001 has continued this job, so this one ends"
+
+
+class StandbyJob:
+    """A job on node1, node2 (the standby) and node3, with one worker each and a store on node5.
+
+    Attributes:
+        first: the command on node1.
+        agents: those on node2 and node3.
+    """
+
+    def __init__(self, nodes: Sequence[Host], variables: dict[str, str], options: str = "") -> None:
+        self.nodes, store = nodes, nodes[4]
+        shutil.copy(HERE / "small_store.py", store.work)
+        server = store.start(sys.executable, "small_store.py", "9000")
+        server.wait_until(lambda: store.processes() and 9000 in store.listening())
+        self.variables = {
+            **variables,
+            "AWS_ENDPOINT_URL": f"http://{store.address}:9000",
+            "AWS_REGION": "us-east-1",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+        }
+        command = f"run --backend jax --listen {nodes[0].address}:7000 --standby {nodes[1].address}:7001"
+        command += f" -n 3 --replicas 5 --checkpoint s3://bucket/job --run-dir run {options}"
+        words = (*command.split(), "stepping.py", str(STEPS), *PACED)
+        self.first = nodes[0].lockstep(*words, **self.variables)
+        join = ("agent", "--join", f"{nodes[0].address}:7000")
+        self.agents = [host.lockstep(*join, **self.variables) for host in nodes[1:3]]
+        self.first.wait_until(lambda: self.steps(nodes[0], 2) > 5)
+
+    def steps(self, host: Host, worker: int) -> int:
+        """The steps that a worker has made, as the run folder of a host shows it."""
+        path = host.work / f"run/worker-{worker}.log"
+        return path.read_text().count("made ") if path.exists() else 0
+
+    def await_takeover(self) -> None:
+        """Wait until training goes on on the other hosts."""
+        standby = self.agents[0]
+        standby.wait_until(lambda: "taking over a job of " in standby.err)
+        standby.wait_until(lambda: any(self.steps(self.nodes[1], worker) > 2 for worker in range(6)))
+
+    def finish(self) -> None:
+        """Let the job end; check the digest of its end, which is that of an undisturbed run."""
+        for host in self.nodes[:3]:
+            (host.work / "fast").touch()
+        assert ended(*self.agents) == (0, 0), [agent.err for agent in self.agents]
+        logs = [path.read_text() for path in (self.nodes[1].work / "run").glob("worker-*.log")]
+        digests = [digest(log) for log in logs if "\ndigest " in log]
+        assert set(digests) == {chaos_steps.alone(0, 5, STEPS)[-1]}
+        self.nodes[4].signal_all(signal.SIGKILL)
+
+
+Begin = Callable[..., StandbyJob]
+
+
+@pytest.fixture
+def begin(nodes: Sequence[Host], keyed: dict[str, str]) -> Begin:
+    return lambda options="": StandbyJob(nodes, keyed, options)
+
+
+def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) -> None:
+    """Its network goes, and all its processes are killed."""
+    job = begin()
+    nodes[0].cut()
+    nodes[0].signal_all(signal.SIGKILL)
+    job.await_takeover()
+    job.finish()
+    nodes[0].remove_abandoned()
+
+
+@pytest.mark.slow
+def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> None:
+    """When it wakes up, it changes nothing, and ends by name."""
+    job = begin()
+    stopped = nodes[0].processes()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    job.await_takeover()
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert job.first.end() == LEFT_OUT, job.first.err
+    assert STANDBY in job.first.err
+    job.finish()
