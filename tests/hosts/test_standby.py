@@ -41,8 +41,8 @@ class StandbyJob:
         }
         command = f"run --backend jax --listen {nodes[0].address}:7000 --standby {nodes[1].address}:7001"
         command += f" -n 3 --replicas 5 --checkpoint s3://bucket/job --run-dir run {options}"
-        words = (*command.split(), "stepping.py", str(STEPS), *PACED)
-        self.first = nodes[0].lockstep(*words, **self.variables)
+        self.words = (*command.split(), "stepping.py", str(STEPS), *PACED)
+        self.first = nodes[0].lockstep(*self.words, **self.variables)
         join = ("agent", "--join", f"{nodes[0].address}:7000")
         self.agents = [host.lockstep(*join, **self.variables) for host in nodes[1:3]]
         self.first.wait_until(lambda: self.steps(nodes[0], 2) > 5)
@@ -89,7 +89,7 @@ def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) ->
 
 @pytest.mark.slow
 def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> None:
-    """When it wakes up, it changes nothing, and ends by name."""
+    """When it wakes up, it changes nothing, and ends by name. The same command joins the job again."""
     job = begin()
     stopped = nodes[0].processes()
     for pid in stopped:
@@ -99,4 +99,8 @@ def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> Non
         os.kill(pid, signal.SIGCONT)
     assert job.first.end() == LEFT_OUT, job.first.err
     assert STANDBY in job.first.err
+    again = nodes[0].lockstep(*job.words, **job.variables)
+    again.wait_until(lambda: job.steps(nodes[1], 3) > 2)
     job.finish()
+    assert again.end() == 0
+    assert "the job continues at 10.119.0.2:7001, and this host joins it" in again.err

@@ -524,6 +524,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             destination: Place = _of_engine(where, options)
         case ScheduledTask():
             destination = _of_task(where, script, options)
+        case Listen() if options["standby"]:
+            _follow_standby(where, options)
+            destination = where
         case _:
             destination = where
     options["named_hosts"] = ()
@@ -848,6 +851,17 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
             address, retries = with_port(task.address), not scheduler.starts_all
             return Listen(task.workers, address, task.here, retries=retries, task=task.name, tasks=task.tasks)
     return Here(task.workers)
+
+
+def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
+    """Join the job, and end this process, if the standby has taken it over."""
+    from lockstep.hosts.agent_command import AgentOptions, join_and_run
+    from lockstep.hosts.standby import is_led_at
+
+    standby, encrypted = options["standby"], not options["plain"]
+    if is_led_at(standby, encrypted=encrypted):
+        note(f"the job continues at {standby}, and this host joins it")
+        sys.exit(join_and_run(AgentOptions(standby, where.here, encrypted=encrypted)))
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:

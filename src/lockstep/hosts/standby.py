@@ -20,6 +20,7 @@ from lockstep.hosts.host_listener import own_credentials
 from lockstep.hosts.job_on_hosts import terminal_of
 from lockstep.hosts.roster import OpenRoster
 from lockstep.protocol.admin import StopChannel, StopRequest
+from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.host import LEFT_OUT, SILENCE, BeginJob
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.child_process import command_of, connected
@@ -29,9 +30,11 @@ from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.transport.addresses import is_here, resolve_host, split_address
+from lockstep.transport.dial import connect
 from lockstep.transport.packet_channel import PacketChannel
 
 _RESOLVE = 5.0
+"""Seconds to resolve the name of the standby, and to connect to it."""
 _AGAIN = 30.0
 """Seconds from the start of a coordinator that could not lead the job to the next try."""
 _GATHERED = 60.0
@@ -108,6 +111,21 @@ class Standby:
         self.children.discard(self._process.pid)
         self._channel.close()
         self._process = self._channel = None
+
+
+def is_led_at(address: str, *, encrypted: bool) -> bool:
+    """Return whether a coordinator listens at an address.
+
+    Raises:
+        ConfigError: there is no key, or it cannot be used.
+        NetworkError: the name of the host cannot be resolved.
+    """
+    credentials = own_credentials(address, encrypted=encrypted)
+    try:
+        connect(address, Greeting(ConnectionKind.CONTROL), credentials, _RESOLVE).close()
+    except NetworkError:
+        return False
+    return True
 
 
 def lead(begin: BeginJob, command: StopChannel) -> int:
