@@ -29,7 +29,7 @@ metric or figure explains a difference in it; one on an optimizer also explains 
 Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
 constants for them; any other named part of the program explains all. But it explains only values of replicas:
 where these combine means over examples, plain Keras also takes the step with the rows of each replica alone,
-and the combined values must follow from these steps.
+and the loss, the gradients and the outputs must follow from these steps.
 
 A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
 the same weights and batch (`keras/fit/kept_steps.py`).
@@ -53,6 +53,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import LockstepError
+from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import Backend, StepKind, Total
 from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
@@ -397,24 +398,7 @@ class _Comparison:
         ) -> set[str]:
             figures = self._figures(expected, replicas, others, base)
             found = self._gradients(expected, replicas, others, base)
-            names_of_metrics = self._metrics()
-            of_metrics = dict[str, list[bool]]()
-            for name, value in expected.state.items():
-                differs = deviation(
-                    self._change(name, value),
-                    self._change(name, replicas.state[name]),
-                    [self._change(name, other.state[name]) for other in others if name in other.state],
-                    self._epsilon,
-                    base=None if base is None else self._change(name, base.state[name]),
-                )
-                if name in names_of_metrics:
-                    of_metrics.setdefault(names_of_metrics[name], []).append(differs is not None)
-                else:
-                    found[f"state {name}"] = differs
-            for name in expected.figures:
-                # A metric adds up its state, or is a mean that is updated with one number for all rows.
-                if name not in of_metrics or any(of_metrics[name]):
-                    found[name] = figures[name]
+            found |= {name: figures[name] for name in expected.figures}
             return {part for part in parts if found.get(part) is not None}
 
         expected = self._of_shares()
@@ -425,10 +409,7 @@ class _Comparison:
         return suspects
 
     def _of_shares(self, change: Callable[[Any], Any] = lambda array: array) -> StepOutcome:
-        """Return what plain Keras computes for the rows of each replica, combined as means over examples.
-
-        Metrics are added up. Variables that an optimizer changes are left out.
-        """
+        """Return the mean loss and gradients of plain Keras for the rows of each replica, and the outputs."""
         # Independent of how the training divides a batch.
         examples = self._global.examples
         shares = np.array_split(np.arange(examples), min(self._job.view.replicas, examples))
@@ -445,33 +426,23 @@ class _Comparison:
                 len(share) / examples * value.astype("float64")
                 for share, value in zip(shares, values, strict=True)
             ]
-            return np.sum(parts, axis=0).astype(values[0].dtype)
+            total: Array = np.sum(parts, axis=0)
+            return total.astype(values[0].dtype)
 
-        first, names_of_metrics = outcomes[0], self._metrics()
-        combine = np.concatenate if self._kind == "predict" else mean
-        figures = {
-            name: combine([outcome.figures[name] for outcome in outcomes])
-            for name in first.figures
-            if all(name in outcome.figures for outcome in outcomes)
-        }
+        first, figures = outcomes[0], dict[str, Array]()
+        for name in first.figures:
+            values = [outcome.figures[name] for outcome in outcomes]
+            if self._kind == "predict":
+                figures[name] = np.concatenate(values)
+            elif name == "loss" and not has_own(self._model, f"{self._kind}_step"):
+                figures[name] = mean(values)
         # A second update follows from the first one, and so from the rows of all replicas.
         gradients = {
             key: mean([outcome.gradients[key] for outcome in outcomes])
             for key in first.gradients
             if all(update == 0 for update, _ in first.gradients)
         }
-        kept = {id(variable) for variable in self._model.non_trainable_variables}
-        kept -= {id(variable) for each in optimizers_of(self._model) for variable in each.variables}
-        state = {}
-        for name, variable in self._variables().items():
-            if name not in first.state or first.state[name].dtype.kind != "f":
-                continue
-            changes = [self._change(name, outcome.state[name]) for outcome in outcomes]
-            if name in names_of_metrics:
-                state[name] = self._before[name] + np.sum(changes, axis=0)
-            elif id(variable) in kept:
-                state[name] = self._before[name] + mean(changes)
-        return StepOutcome(figures, gradients, state)
+        return StepOutcome(figures, gradients, {})
 
     def _deviations(
         self,
