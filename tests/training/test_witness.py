@@ -143,8 +143,13 @@ EQUAL: dict[str, Callable[[], None]] = {
     "a figure": lambda: fit(built(hidden(), cls=WithFigure)),
     "a mask": with_mask,
     "a gradient of zeros": lambda: fit(built(hidden(), loss=lambda y, p: ops.mean(p - ops.stop_gradient(p)))),
+    # At the initial scale, the gradients of the whole batch overflow, but not those of replicas.
     "a loss scale": lambda: fit(
-        built(hidden(), optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+        built(
+            hidden(dtype="mixed_float16"),
+            optimizer=keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+        ),
+        y=3 * Y,
     ),
     "half precision": lambda: fit(built(hidden(dtype="mixed_bfloat16"))),
     "validation": lambda: fit(built(hidden()), validation_data=(X[:7], Y[:7])),

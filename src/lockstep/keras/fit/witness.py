@@ -81,6 +81,8 @@ _ROUNDINGS = 2
 """Computations of plain Keras from inputs that differ in the last bits."""
 _OF_OUTPUTS = 1 / 8
 """The weight of a change due to rounded outputs of layers, compared with one due to rounded inputs."""
+_SCALE = 256.0
+"""The largest loss scale in a comparison."""
 _ROWS = 4
 """Rows of the inputs and outputs of layers that are compared between backends."""
 
@@ -337,7 +339,7 @@ class _Comparison:
         self._function: Any = None
         self._gradients_in_logs = _GradientsInLogs(model)
         self._program = self._backend.program(model, kind)
-        with neutral(model, lambda name: None, constant=True), self._empty_metrics():
+        with neutral(model, lambda name: None, constant=True), self._first_values():
             self._before = self._state(None)
             self._reference = self._plain()
         self._exchanges = False
@@ -350,7 +352,7 @@ class _Comparison:
         """
         reference, step = self._reference, self._witness.step(self._model, self._kind)
         self._program = step.program
-        with neutral(self._model, lambda name: None, constant=True), self._empty_metrics():
+        with neutral(self._model, lambda name: None, constant=True), self._first_values():
             # A trial may have created variables.
             self._before = {**self._state(None), **self._before}
             replicas = self._of_replicas(step)
@@ -512,7 +514,7 @@ class _Comparison:
         self._before = {**before, **values}
         self._batch = keras.tree.pack_sequence_as(batch, list(kept.batch))
         try:
-            with self._constant(), self._empty_metrics():
+            with self._constant(), self._first_values():
                 self._program.load(None, self._before)
                 plain = self._plain()
                 rounded = [self._rounded(number) for number in range(_ROUNDINGS)]
@@ -844,16 +846,28 @@ class _Comparison:
         return array if array is None else np.array(self._backend.to_numpy(array))
 
     @contextmanager
-    def _empty_metrics(self) -> Iterator[None]:
-        """Within the block, metrics have seen no batch, so that they show what one step adds to them."""
-        variables = self._model.metrics_variables
+    def _first_values(self) -> Iterator[None]:
+        """Within the block, metrics have seen no batch, so that they show what one step adds to them.
+
+        Loss scales are small. At a large one, the gradients of the whole batch may overflow, but not those of
+        replicas.
+        """
+        scaling = [each for each in optimizers_of(self._model) if hasattr(each, "initial_scale")]
+        scales = [optimizer.dynamic_scale for optimizer in scaling if optimizer.built]
+        variables = [*self._model.metrics_variables, *scales]
         before = [(variable, self._host(variable.value)) for variable in variables]
         self._model.reset_metrics()
-        try:
-            yield
-        finally:
-            for variable, value in before:
-                variable.assign(value)
+        for variable in scales:
+            variable.assign(min(_SCALE, float(self._host(variable.value))))
+        with ExitStack() as stack:
+            for optimizer in scaling:
+                small = min(_SCALE, float(optimizer.initial_scale))
+                stack.enter_context(replaced(optimizer, "initial_scale", small))
+            try:
+                yield
+            finally:
+                for variable, value in before:
+                    variable.assign(value)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
