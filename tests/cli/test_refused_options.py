@@ -111,7 +111,10 @@ REFUSALS = [
         )
         for way in WAYS[2:-1]
     ),
-    ("--standby not --listen", "--standby is for jobs that other hosts join; give --listen too"),
+    (
+        "--standby not --listen not --tf-config",
+        "--standby is for jobs that other hosts join; give --listen or --tf-config too",
+    ),
     (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
     (
         "--on --ui",

@@ -221,5 +221,6 @@ kubernetes.params += [param for param in run.params if param.name not in PLACING
 systemd.params += [
     param
     for param in run.params
-    if param.name in ("workers", "devices") or param.name not in (*PLACING, "plain", "allow_unlike")
+    if param.name in ("workers", "devices")
+    or param.name not in (*PLACING, "plain", "allow_unlike", "standby")
 ]

@@ -208,8 +208,9 @@ _GROUPS = {
 @click.option(
     "--standby",
     metavar="ADDRESS:PORT",
-    help="With --listen, if this host is lost, the agent on the host with this ADDRESS takes the job over "
-    "and listens there. Needs --checkpoint with the URL of a store, which decides who leads the job.",
+    help="With --listen or --tf-config, if the first host is lost, the agent on the host with this ADDRESS "
+    "takes the job over and listens there. Needs --checkpoint with the URL of a store, which decides who "
+    "leads the job.",
 )
 @click.option(
     "--workers-here",
@@ -749,7 +750,7 @@ def refuse_without_checkpoint(context: click.Context) -> None:
     in_store = isinstance(context.params["checkpoint"], str)
     if context.params["one_writer"] and not in_store:
         raise ConfigError("--one-writer needs --checkpoint with a URL, such as s3://bucket/job")
-    if context.params["standby"] and (not in_store or context.params["one_writer"]):
+    if context.params.get("standby") and (not in_store or context.params["one_writer"]):
         raise ConfigError(
             "--standby needs --checkpoint with a URL, such as s3://bucket/job, without --one-writer: if two "
             "hosts do not hear each other, only the store can decide which of them leads the job"
@@ -846,10 +847,17 @@ def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -
             else:
                 joins = replace(joins, shows=True)
                 note(f"{task.name} joins {task.coordinator}, which coordinates the job")
+            if options["standby"]:
+                joins = replace(joins, others=(options["standby"],))
             sys.exit(join_and_run(joins))
         case TaskRole.COORDINATOR:
             address, retries = with_port(task.address), not scheduler.starts_all
-            return Listen(task.workers, address, task.here, retries=retries, task=task.name, tasks=task.tasks)
+            where = Listen(
+                task.workers, address, task.here, retries=retries, task=task.name, tasks=task.tasks
+            )
+            if options["standby"]:
+                _follow_standby(where, options)
+            return where
     return Here(task.workers)
 
 
@@ -861,7 +869,8 @@ def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
     standby, encrypted = options["standby"], not options["plain"]
     if is_led_at(standby, encrypted=encrypted):
         note(f"the job continues at {standby}, and this host joins it")
-        sys.exit(join_and_run(AgentOptions(standby, where.here, encrypted=encrypted)))
+        joins = AgentOptions(standby, where.here, encrypted=encrypted, shows=bool(where.task))
+        sys.exit(join_and_run(joins))
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:

@@ -4,7 +4,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.errors import UnfitError, with_code
@@ -111,6 +111,7 @@ class AgentOptions:
         inherited: see `StartedWorkers`.
         tasks: see `HostOffer`.
         task: see `HostOffer`.
+        others: more addresses at which the coordinator may be.
     """
 
     coordinator: str
@@ -126,6 +127,7 @@ class AgentOptions:
     inherited: tuple[int, ...] = ()
     tasks: tuple[Task, ...] = ()
     task: int = 0
+    others: tuple[str, ...] = ()
 
 
 def run_for_engine(engine: EngineLink) -> int:
@@ -155,10 +157,11 @@ def join_and_run(options: AgentOptions) -> int:
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: StopChannel, folder: Path) -> int:
-        again, refusals, others = False, 0, list[str]()
+        again, refusals, others, first = False, 0, list(options.others), options.coordinator
         while True:
             try:
-                status = _join(options, credentials, command, folder, say, others, again=again)
+                at = replace(options, coordinator=first)
+                status = _join(at, credentials, command, folder, say, others, again=again)
             except LeftBehind as left:
                 note(f"{left}, and this host joins it again")
                 # An engine may start another coordinator elsewhere.
@@ -166,8 +169,11 @@ def join_and_run(options: AgentOptions) -> int:
                 continue
             except HostRefused:
                 refusals += 1
-                if options.engine is None or refusals == _REFUSALS:
+                if (options.engine is None and not others) or refusals == _REFUSALS:
                     raise
+                if others:
+                    others.append(first)
+                    first = others.pop(0)
                 wait_for([command.fileno()], _PAUSE)
                 continue
             if status not in (0, LEFT_OUT):

@@ -152,7 +152,7 @@ _WAYS = {
 _PODS = {name for name, scheduler in SCHEDULERS.items() if not scheduler.starts_all}
 
 PLACING = (
-    *("workers", "here", "devices", "cpus", "gpus", "resources", "detached", "ui", "standby"),
+    *("workers", "here", "devices", "cpus", "gpus", "resources", "detached", "ui"),
     *_WAYS,
 )
 """The parameters of `run` that say where workers run, and `--ui`; `lockstep export` sets them itself."""
@@ -186,8 +186,8 @@ _REFUSALS = (
     ),
     _Refusal(
         "standby",
-        _except("listen"),
-        "--standby is for jobs that other hosts join; give --listen too",
+        _except("listen", *_PODS),
+        "--standby is for jobs that other hosts join; give --listen or --tf-config too",
     ),
     _Refusal("plain", (None,), "--plain is for jobs on several hosts; give {ways} too"),
     _Refusal(
@@ -245,6 +245,8 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
         if way in refusal.ways and _is_given(options, refusal.option) != refusal.is_missing:
             *most, last = _WAYS.values()
             raise ConfigError(refusal.why.format(way=way and _WAYS[way], ways=f"{', '.join(most)} or {last}"))
+    if (standby := options["standby"]) and not split_address(standby)[1]:
+        raise ConfigError(f"--standby {standby} needs a port that is known before, such as 7001")
     workers, here = options["workers"], options["here"] or 1
     processes = workers and workers + others
     match way:
@@ -254,8 +256,6 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
             return Hosts(parse_hosts(options["hosts"], processes))
         case "listen":
             address = with_port(options["listen"])
-            if (standby := options["standby"]) and not split_address(standby)[1]:
-                raise ConfigError(f"--standby {standby} needs a port that is known before, such as 7001")
             if here > processes:
                 raise ConfigError(f"--workers-here {here} is more than the {processes} workers of the job")
             return Listen(processes, address, here)
