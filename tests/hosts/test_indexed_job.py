@@ -102,6 +102,32 @@ def test_the_official_client_knows_every_field_and_its_type(export: Export) -> N
     assert container["resources"] == {"requests": wanted, "limits": wanted}
 
 
+@pytest.mark.parametrize(
+    ("options", "standby"),
+    [
+        ("", "train-1.train:2223"),
+        ("--kind JobSet", "train-host-0-1.train:2223"),
+        ("--standby train-2.train:7000", "train-2.train:7000"),
+        ("--pods 1", None),
+        ("--one-writer", None),
+    ],
+)
+def test_checkpoints_in_a_store_bring_a_standby(export: Export, options: str, standby: str | None) -> None:
+    words = ("-n", "3", "--checkpoint", "s3://bucket/a", *options.split(), "train.py")
+    _, text, _ = export(*words)
+    *_, job = yaml.safe_load_all(text)
+    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"] if "JobSet" in options else job["spec"]
+    assert deserialized(spec, "V1JobSpec") == spec
+    command = spec["template"]["spec"]["containers"][0]["command"]
+    if standby is None:
+        assert "--standby" not in command
+        assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    else:
+        assert command[command.index("--standby") + 1] == standby
+        assert command.count("--standby") == 1
+        assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0-2", "succeededCount": 1}]}
+
+
 def test_a_job_set_contains_the_same_job(export: Export) -> None:
     """Its fields are those of jobset.x-k8s.io/v1alpha2, whose controller makes the Service."""
     _, _, job = yaml.safe_load_all(exported(export, *OPTIONS, *MORE, "train.py"))

@@ -1,5 +1,6 @@
 """Jobs with `--standby`: the first host is lost for good, or seems to be, and the bits stay."""
 
+import json
 import os
 import shutil
 import signal
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import chaos_steps
 import pytest
-from host_network import Host
+from host_network import Host, Running
 from stepping_job import HERE, digest
 from test_joining import ended
 
@@ -27,8 +28,8 @@ class StandbyJob:
         agents: those on node2 and node3.
     """
 
-    def __init__(self, nodes: Sequence[Host], variables: dict[str, str], options: str = "") -> None:
-        self.nodes, store = nodes, nodes[4]
+    def __init__(self, nodes: Sequence[Host], variables: dict[str, str], *, by_cluster: bool) -> None:
+        self.nodes, self.by_cluster, store = nodes, by_cluster, nodes[4]
         shutil.copy(HERE / "small_store.py", store.work)
         server = store.start(sys.executable, "small_store.py", "9000")
         server.wait_until(lambda: store.processes() and 9000 in store.listening())
@@ -39,13 +40,23 @@ class StandbyJob:
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
         }
-        command = f"run --backend jax --listen {nodes[0].address}:7000 --standby {nodes[1].address}:7001"
-        command += f" -n 3 --replicas 5 --checkpoint s3://bucket/job --run-dir run {options}"
-        self.words = (*command.split(), "stepping.py", str(STEPS), *PACED)
-        self.first = nodes[0].lockstep(*self.words, **self.variables)
-        join = ("agent", "--join", f"{nodes[0].address}:7000")
-        self.agents = [host.lockstep(*join, **self.variables) for host in nodes[1:3]]
+        self.first, *self.agents = [self.start(index) for index in range(3)]
         self.first.wait_until(lambda: self.steps(nodes[0], 2) > 5)
+
+    def start(self, index: int) -> Running:
+        """Start the command of a host."""
+        first, standby = self.nodes[0].address, f"--standby {self.nodes[1].address}:7001"
+        options = f"--backend jax {standby} --replicas 5 --checkpoint s3://bucket/job --run-dir run"
+        program, variables = ("stepping.py", str(STEPS), *PACED), self.variables
+        if self.by_cluster:
+            tasks = {"worker": [f"{node.name}:7000" for node in self.nodes[:3]]}
+            place = {"cluster": tasks, "task": {"type": "worker", "index": index}}
+            words, variables = f"run --tf-config {options}", {**variables, "TF_CONFIG": json.dumps(place)}
+        elif index:
+            words, program = f"agent --join {first}:7000", ()
+        else:
+            words = f"run --listen {first}:7000 -n 3 {options}"
+        return self.nodes[index].lockstep(*words.split(), *program, **variables)
 
     def steps(self, host: Host, worker: int) -> int:
         """The steps that a worker has made, as the run folder of a host shows it."""
@@ -74,7 +85,7 @@ Begin = Callable[..., StandbyJob]
 
 @pytest.fixture
 def begin(nodes: Sequence[Host], keyed: dict[str, str]) -> Begin:
-    return lambda options="": StandbyJob(nodes, keyed, options)
+    return lambda by_cluster=False: StandbyJob(nodes, keyed, by_cluster=by_cluster)
 
 
 def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) -> None:
@@ -99,8 +110,27 @@ def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> Non
         os.kill(pid, signal.SIGCONT)
     assert job.first.end() == LEFT_OUT, job.first.err
     assert STANDBY in job.first.err
-    again = nodes[0].lockstep(*job.words, **job.variables)
+    again = job.start(0)
     again.wait_until(lambda: job.steps(nodes[1], 3) > 2)
     job.finish()
     assert again.end() == 0
     assert "the job continues at 10.119.0.2:7001, and this host joins it" in again.err
+
+
+@pytest.mark.slow
+def test_tasks_of_a_cluster_find_the_job_at_either_address(begin: Begin, nodes: Sequence[Host]) -> None:
+    """The commands are those of the pods in Kubernetes, which starts a lost pod again."""
+    job = begin(by_cluster=True)
+    nodes[0].cut()
+    nodes[0].signal_all(signal.SIGKILL)
+    job.await_takeover()
+    nodes[0].reconnect()
+    first = job.start(0)
+    first.wait_until(lambda: job.steps(nodes[1], 3) > 2)
+    nodes[2].signal_all(signal.SIGKILL)
+    job.agents[1] = job.start(2)
+    first.wait_until(lambda: job.steps(nodes[1], 4) > 2)
+    job.finish()
+    assert first.end() == 0, first.err
+    for node in (nodes[0], nodes[2]):
+        node.remove_abandoned()

@@ -160,7 +160,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     words = (*here, *runs, *set_options(context))
     command = ("lockstep", "run", "--tf-config", *words, "--", script, *arguments)
     refuse_undecodable(*command)
-    return IndexedJob(
+    job = IndexedJob(
         name=name,
         image=options["image"],
         pods=pods,
@@ -173,7 +173,10 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
         pull_secrets=options["pull_secrets"],
         labels=dict(map(parse_label, options["labels"])),
         user=User.parse(options["user"]),
+        standby=options["standby"] or "",
     )
+    in_store = isinstance(options["checkpoint"], str) and not options["one_writer"]
+    return job.with_standby() if in_store and pods > 1 and not job.standby else job
 
 
 def _lack(checkpoint: Path | str | None, volumes: Sequence[Volume]) -> str:

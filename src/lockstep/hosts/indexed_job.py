@@ -11,7 +11,7 @@ import json
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import PurePath, PurePosixPath
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ _MOST_TF_CONFIG = 128 * 1024 - len("TF_CONFIG=") - 1
 """Bytes of the value: Linux starts no process with a longer variable."""
 
 _INDEX = "JOB_COMPLETION_INDEX"
-_PORT = 2222
+_PORT, _STANDBY_PORT = 2222, 2223
 _KEYS = "/etc/lockstep"
 _KEY = "job.key"
 _CONTAINER = "lockstep"
@@ -154,6 +154,7 @@ class IndexedJob:
         pull_secrets: the names of the secrets with which nodes get the image.
         labels: more labels of all objects and pods.
         user: the user of the processes in the pods.
+        standby: HOST:PORT at which another pod takes the job over if pod 0 is lost; empty for none.
 
     Raises:
         ConfigError: Kubernetes would refuse a value.
@@ -171,6 +172,7 @@ class IndexedJob:
     pull_secrets: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
     user: User = field(default_factory=User)
+    standby: str = ""
 
     def __post_init__(self) -> None:
         if _NAME.fullmatch(self.name) is None:
@@ -219,6 +221,17 @@ class IndexedJob:
             return self._secret(key), self._job_set
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata, "spec": self._job}
         return self._secret(key), self._service, job
+
+    def with_standby(self) -> "IndexedJob":
+        """Return this job with pod 1 as its standby."""
+        standby = f"{self._host_name(1)}:{_STANDBY_PORT}"
+        return replace(
+            self, standby=standby, command=(*self.command[:2], "--standby", standby, *self.command[2:])
+        )
+
+    def _host_name(self, index: int) -> str:
+        """Return the name of a pod that the others resolve."""
+        return f"{self._prefix}-{index}.{self.name}"
 
     @property
     def _prefix(self) -> str:
@@ -285,14 +298,21 @@ class IndexedJob:
             "completionMode": "Indexed",
             "completions": self.pods,
             "parallelism": self.pods,
-            # Pod 0 coordinates the job: its success is that of the job, even while a lost pod restarts.
-            "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+            # Pod 0 or the standby coordinates the job: its success is that of the job, even while a lost pod
+            # restarts. Other pods that succeed were told that the job has.
+            "successPolicy": {"rules": [self._success_rule]},
             "backoffLimitPerIndex": _RETRIES,
             "podFailurePolicy": {"rules": self._failure_rules},
             # The default with a failure policy, and essential: two pods 0 would be two coordinators.
             "podReplacementPolicy": "Failed",
             "template": {"metadata": {"labels": self._labels}, "spec": self._pod},
         }
+
+    @property
+    def _success_rule(self) -> dict[str, Any]:
+        if not self.standby:
+            return {"succeededIndexes": "0"}
+        return {"succeededIndexes": f"0-{self.pods - 1}", "succeededCount": 1}
 
     @property
     def _failure_rules(self) -> list[dict[str, Any]]:
@@ -392,6 +412,6 @@ class IndexedJob:
 
     @property
     def _tf_config(self) -> str:
-        addresses = [f"{self._prefix}-{index}.{self.name}:{_PORT}" for index in range(self.pods)]
+        addresses = [f"{self._host_name(index)}:{_PORT}" for index in range(self.pods)]
         task = {"type": "worker", "index": f"$({_INDEX})"}
         return json.dumps({"cluster": {"worker": addresses}, "task": task})
