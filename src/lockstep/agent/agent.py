@@ -184,7 +184,7 @@ class Agent:
         self.loop.before_each_wait(self._watch_stacks)
         self.loop.watch(self.coordinator.fileno(), self._obey)
         if self.arrivals is not None:
-            self.arrivals.begin(self.spec.name, self._tell_of_arrival, late=self.late)
+            self.arrivals.begin(self.spec.name, lambda: self._tell(WorkerArrived(self.host)), late=self.late)
             self.loop.watch(self.arrivals.fileno(), self.arrivals.serve)
 
     def close(self) -> None:
@@ -212,9 +212,6 @@ class Agent:
 
     def _tell(self, report: HostReport) -> bool:
         return self.coordinator.send(report)
-
-    def _tell_of_arrival(self) -> None:
-        self._tell(WorkerArrived(self.host))
 
     def _obey(self) -> None:
         while (instruction := self.coordinator.receive()) is not None:

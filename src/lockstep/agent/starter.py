@@ -68,7 +68,7 @@ class NoGpuLeft(OSError):
 class Arrivals(Protocol):
     """The processes that a user starts by hand. `fileno` is readable when there is something to `serve`."""
 
-    def begin(self, job: str, came: Callable[[], None], *, late: bool) -> None:
+    def begin(self, job: str, came: Callable[[], object], *, late: bool) -> None:
         """Have each process wait from now on until `job` uses it; call `came` for each that arrives.
 
         If the host is `late`, because the job already runs, the processes that wait arrive now.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
-from lockstep.cluster.resolver import ClusterResolver, with_layer
+from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import UnfitError
 
@@ -89,21 +89,6 @@ class KubernetesClusterResolver(ClusterResolver):
                     for job, selectors in self._selectors.items()
                 }
             )
-
-    def master(
-        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
-    ) -> str:
-        """Return the address of a task, by default that of this process, or "" if it was not set.
-
-        Raises:
-            UnfitError: as for `cluster_spec`.
-            ValueError: there is no such task.
-        """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
-        if task_type is None or task_id is None:
-            return ""
-        return with_layer(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
 
     @contextmanager
     def _connected(self) -> Iterator[Any]:

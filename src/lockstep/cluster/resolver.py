@@ -11,8 +11,8 @@ from lockstep.system.environment import visible_gpus
 class ClusterResolver(ABC):
     """Lists the tasks of a cluster and identifies the task of this process, as in `tf.distribute`.
 
-    A subclass implements `cluster_spec` and `master`; it may set `_task_type`, `_task_id` and `_rpc_layer` or
-    override the properties.
+    A subclass implements `cluster_spec`. It may set `_task_type`, `_task_id`, `_rpc_layer`, `_environment`,
+    or override `master` and the properties.
 
     Example:
         >>> from lockstep import ClusterSpec
@@ -20,31 +20,38 @@ class ClusterResolver(ABC):
         >>> class OneHost(ClusterResolver):
         ...     def cluster_spec(self):
         ...         return ClusterSpec({"worker": ["localhost:2222"]})
-        ...     def master(self, task_type=None, task_id=None, rpc_layer=None):
-        ...         return "localhost:2222"
-        >>> OneHost().cluster_spec().jobs
-        ['worker']
+        >>> OneHost().master("worker", 0)
+        'localhost:2222'
     """
 
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
+    _environment: str | None = ""
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
         """Return the current cluster."""
 
-    @abstractmethod
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task with its protocol, such as "grpc://host:2222"; "" for none.
+        """Return the address of a task, by default of this process, or "" if its task is unknown.
 
         Args:
             task_type: the job of the task.
             task_id: its index in the job.
-            rpc_layer: the protocol, such as "grpc"; None for the resolver's own.
+            rpc_layer: the protocol, such as "grpc" for "grpc://host:2222"; None for the resolver's own.
+
+        Raises:
+            UnfitError: as for `cluster_spec`.
+            ValueError: there is no such task.
         """
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            return ""
+        return with_layer(self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -58,12 +65,12 @@ class ClusterResolver(ABC):
     @property
     def environment(self) -> str | None:
         """The environment of the cluster; "" if unspecified."""
-        return ""
+        return self._environment
 
     @property
     def task_type(self) -> str | None:
         """The job of this process, such as "worker", or None if unknown."""
-        return self._task_type
+        return self._default("task_type") if self._task_type is None else self._task_type
 
     @task_type.setter
     def task_type(self, task_type: str | None) -> None:
@@ -72,7 +79,7 @@ class ClusterResolver(ABC):
     @property
     def task_id(self) -> int | None:
         """The index of this process in its job, or None if unknown."""
-        return self._task_id
+        return self._default("task_id") if self._task_id is None else int(self._task_id)
 
     @task_id.setter
     def task_id(self, task_id: int | None) -> None:
@@ -81,11 +88,15 @@ class ClusterResolver(ABC):
     @property
     def rpc_layer(self) -> str | None:
         """The protocol prefix of addresses that `master` returns, or None for none."""
-        return self._rpc_layer
+        return self._default("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
     def rpc_layer(self, rpc_layer: str | None) -> None:
         self._rpc_layer = rpc_layer
+
+    def _default(self, name: str) -> Any:
+        """Return the value of a property that was neither given nor set."""
+        return None
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -158,11 +169,6 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> Mapping[str, int]:
         """Return the value given at creation, or an empty dict; the arguments have no effect."""
         return {} if self._num_accelerators is None else self._num_accelerators
-
-    @property
-    def environment(self) -> str | None:
-        """The value given at creation."""
-        return self._environment
 
 
 class UnionResolver(ClusterResolver):
@@ -245,32 +251,9 @@ class UnionResolver(ClusterResolver):
         """The value of the first resolver."""
         return self._first.environment
 
-    @property
-    def task_type(self) -> str | None:
-        """The value given or set, otherwise that of the first resolver."""
-        return self._first.task_type if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The value given or set, otherwise that of the first resolver."""
-        return self._first.task_id if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The value given or set, otherwise that of the first resolver."""
-        return self._first.rpc_layer if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+    def _default(self, name: str) -> Any:
+        """Return the value of the first resolver."""
+        return getattr(self._first, name)
 
     @property
     def _first(self) -> ClusterResolver:

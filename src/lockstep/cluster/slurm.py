@@ -74,9 +74,11 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{count(len(gpus), 'GPU')}: lower gpus_per_task or the number of tasks"
             )
         self._cluster = _place(jobs, hosts, port_base)
-        self._task_type, self._task_id = _slot(jobs, rank)
+        tasks = [(job, index) for job in sorted(jobs) for index in range(jobs[job])]
+        self._task_type, self._task_id = tasks[rank]
         self._gpus_per_task = gpus_per_task
-        self._own_gpus = _gpus_of_task(gpus, gpus_per_task, local_rank) if auto_set_gpu else None
+        first_gpu = local_rank * gpus_per_task
+        self._own_gpus = gpus[first_gpu : first_gpu + gpus_per_task] if auto_set_gpu else None
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
@@ -151,10 +153,6 @@ def _place(jobs: Mapping[str, int], hosts: Hosts, port_base: int) -> ClusterSpec
     return ClusterSpec({job: [next(addresses) for _ in range(jobs[job])] for job in sorted(jobs)})
 
 
-def _slot(jobs: Mapping[str, int], rank: int) -> tuple[str, int]:
-    return [(job, index) for job in sorted(jobs) for index in range(jobs[job])][rank]
-
-
 def _local_rank(hosts: Hosts, rank: int) -> int:
     local = [local for _, tasks in hosts for local in range(tasks)][rank]
     if slurm_variable("LOCALID") not in (None, str(local)):
@@ -163,7 +161,3 @@ def _local_rank(hosts: Hosts, rank: int) -> int:
             "the tasks are not numbered host by host. Start the script with `srun --distribution=block`"
         )
     return local
-
-
-def _gpus_of_task(gpus: tuple[str, ...], per_task: int, local: int) -> tuple[str, ...]:
-    return gpus[local * per_task : (local + 1) * per_task]

@@ -81,41 +81,14 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer = self.rpc_layer if rpc_layer is None else rpc_layer
         return with_layer(cluster.task_address(task_type, task_id), rpc_layer)
 
-    @property
-    def environment(self) -> str | None:
-        """The value given at creation."""
-        return self._environment
-
-    @property
-    def task_type(self) -> str | None:
-        """The value given or set, otherwise the type of the task in `TF_CONFIG`."""
-        task_type = _task().get("type") if self._task_type is None else self._task_type
-        return None if task_type is None else str(task_type)
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """The value given or set, otherwise the index of the task in `TF_CONFIG`."""
-        if self._task_id is not None:
-            return int(self._task_id)
+    def _default(self, name: str) -> Any:
+        """Return the value in `TF_CONFIG`, or None if it has none."""
+        if name == "rpc_layer":
+            return _fields().get(name)
         task = _task()
-        return parse_index(task["index"]) if "index" in task else None
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The value given or set, otherwise that of `TF_CONFIG`."""
-        return _fields().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
+        if name == "task_id":
+            return parse_index(task["index"]) if "index" in task else None
+        return None if (task_type := task.get("type")) is None else str(task_type)
 
 
 def _fields() -> dict[str, Any]:

@@ -94,10 +94,6 @@ def start_program(
         return ProgramResult(None, "", "", 0.0, getattr(error, "strerror", None) or str(error))
 
 
-def _is_importable(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
 @dataclass(frozen=True)
 class Sources:
     """The sources of looks: by default this machine, without variables. A test uses other sources.
@@ -124,7 +120,7 @@ class Sources:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     wishes: Wishes = field(default_factory=Wishes)
-    is_importable: Callable[[str], bool] = _is_importable
+    is_importable: Callable[[str], bool] = lambda module: importlib.util.find_spec(module) is not None
     gpus: Callable[[], GpuReading] = lambda: in_time(lambda: read(load()))
     proc: Path = Path("/proc")
     cgroups: Path = Path("/sys/fs/cgroup")

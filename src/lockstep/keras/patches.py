@@ -170,11 +170,7 @@ def _in_child() -> bool:
 def _note_fork() -> None:
     """In a forked child, leave the job when the child uses a model."""
     if _installed:
-        _forked[:] = [_forked_by_chief()]
-
-
-def _forked_by_chief() -> bool:
-    return bool(_installed) and _installed[0].is_chief and not _forked
+        _forked[:] = [_installed[0].is_chief and not _forked]
 
 
 def uninstall() -> None:

@@ -326,26 +326,6 @@ def _made(name: str) -> tf.Variable:
         return uncounted_variable(0, tf.int64, f"lockstep_{name}")
 
 
-def _uniform(seed: Seed, shape: Any, dtype: Any) -> Any:
-    return tf.random.stateless_uniform(shape, seed, dtype=dtype)
-
-
-def _uniform_int(seed: Seed, shape: Any, minval: Any, maxval: Any) -> Any:
-    return tf.random.stateless_uniform(shape, seed, minval, maxval, minval.dtype)
-
-
-def _normal(seed: Seed, shape: Any, dtype: Any) -> Any:
-    return tf.random.stateless_normal(shape, seed, dtype=dtype)
-
-
-def _truncated_normal(seed: Seed, shape: Any, dtype: Any) -> Any:
-    return tf.random.stateless_truncated_normal(shape, seed, dtype=dtype)
-
-
-def _shuffle(seed: Seed, value: Any) -> Any:
-    return tf.random.experimental.stateless_shuffle(tf.convert_to_tensor(value), seed)
-
-
 def _multinomial(seed: Seed, logits: Any, num_samples: Any, output_dtype: Any = tf.int64) -> Any:
     return tf.random.stateless_categorical(logits, num_samples, seed, output_dtype)
 
@@ -360,11 +340,17 @@ def _poisson(seed: Seed, shape: Any, rate: Any, dtype: Any = tf.int64) -> Any:
 
 
 _EQUIVALENTS: dict[str, Callable[..., Any]] = {
-    "random_uniform": _uniform,
-    "random_uniform_int": _uniform_int,
-    "random_standard_normal": _normal,
-    "truncated_normal": _truncated_normal,
-    "random_shuffle": _shuffle,
+    "random_uniform": lambda seed, shape, dtype: tf.random.stateless_uniform(shape, seed, dtype=dtype),
+    "random_uniform_int": lambda seed, shape, minval, maxval: tf.random.stateless_uniform(
+        shape, seed, minval, maxval, minval.dtype
+    ),
+    "random_standard_normal": lambda seed, shape, dtype: tf.random.stateless_normal(shape, seed, dtype=dtype),
+    "truncated_normal": lambda seed, shape, dtype: tf.random.stateless_truncated_normal(
+        shape, seed, dtype=dtype
+    ),
+    "random_shuffle": lambda seed, value: tf.random.experimental.stateless_shuffle(
+        tf.convert_to_tensor(value), seed
+    ),
     "multinomial": _multinomial,
     "random_gamma": _gamma,
     "random_poisson_v2": _poisson,

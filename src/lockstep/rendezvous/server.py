@@ -66,7 +66,7 @@ class RendezvousServer:
         self._silent: list[StartedProcess] = []
         self._events = select.epoll()
         self._calls: dict[int, Callable[[], None]] = {}
-        self._came: Callable[[], None] = self._name_missing_tasks
+        self._came: Callable[[], object] = self._name_missing_tasks
         self._left: Callable[[], None] = self._name_missing_tasks
         for listener in listeners:
             listener.setblocking(False)
@@ -93,7 +93,7 @@ class RendezvousServer:
             if (call := self._calls.get(descriptor)) is not None:
                 call()
 
-    def begin(self, job: str, came: Callable[[], None], *, late: bool) -> None:
+    def begin(self, job: str, came: Callable[[], object], *, late: bool) -> None:
         """From now on, have each process wait until the job admits it.
 
         Args:

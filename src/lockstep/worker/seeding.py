@@ -26,23 +26,11 @@ def seed_everything(seed: int) -> None:
     whenever_executed(FRAMEWORKS, partial(_forgetting_draws, seed))
     when_imported(
         {
-            "numpy": partial(_seed_numpy, seed),
-            "tensorflow": partial(_seed_tensorflow, seed),
-            "torch": partial(_seed_torch, seed),
+            "numpy": lambda numpy: numpy.random.seed(seed % 2**32),
+            "tensorflow": lambda tensorflow: tensorflow.random.set_seed(seed),
+            "torch": lambda torch: torch.manual_seed(seed),
         }
     )
-
-
-def _seed_numpy(seed: int, numpy: ModuleType) -> None:
-    numpy.random.seed(seed % 2**32)
-
-
-def _seed_tensorflow(seed: int, tensorflow: ModuleType) -> None:
-    tensorflow.random.set_seed(seed)
-
-
-def _seed_torch(seed: int, torch: ModuleType) -> None:
-    torch.manual_seed(seed)
 
 
 @contextmanager
@@ -56,4 +44,4 @@ def _forgetting_draws(seed: int, module: ModuleType) -> Iterator[None]:
     if arrays is not None:
         sys.modules["numpy"].random.set_state(arrays)
     elif "numpy" in sys.modules:
-        _seed_numpy(seed, sys.modules["numpy"])
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -11,6 +11,7 @@ from lockstep.system.files import open_own
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """Requests the stack of a worker; nothing else uses this signal."""
 
+_HEADINGS = ("Thread 0x", "Current thread 0x")
 # The frames that start a script, which are not the user's.
 _STARTING = re.compile(
     r'File "(.*/lockstep/(launcher/(fork_server|worker)_main|worker/script)\.py|<frozen runpy>)"'
@@ -35,14 +36,10 @@ def innermost(dump: str, frames: int) -> list[str]:
         frames: maximum number of lines.
     """
     lines = dump.rstrip("\n").split("\n")
-    starts = [number for number, line in enumerate(lines) if _is_heading(line)]
+    starts = [number for number, line in enumerate(lines) if line.startswith(_HEADINGS)]
     if not starts:
         return []
     current = next((start for start in starts if lines[start].startswith("Current")), starts[-1])
     section = lines[current + 1 :]
     end = next((number for number, line in enumerate(section) if not line.startswith("  ")), len(section))
     return [line.strip() for line in section[:end] if not _STARTING.search(line)][:frames]
-
-
-def _is_heading(line: str) -> bool:
-    return line.startswith(("Thread 0x", "Current thread 0x"))

@@ -38,16 +38,13 @@ def kernel_of(optimizer: Any, variables: Sequence[Any]) -> Kernel | None:
         return None
     if optimizer.amsgrad or optimizer.gradient_accumulation_steps:
         return None
-    return kernel if all(v.dtype == "float32" and _on_cpu(v) for v in variables) else None
+    is_plain = all(v.dtype == "float32" and "cpu" in str(v.value.device).lower() for v in variables)
+    return kernel if is_plain else None
 
 
 def _is_adam(optimizer_class: type) -> bool:
     # Keras's own class for this backend, which on PyTorch is a subclass of the public one.
     return optimizer_class.__name__ in ("Adam", "AdamW") and optimizer_class.__module__.startswith("keras.")
-
-
-def _on_cpu(variable: Any) -> bool:
-    return "cpu" in str(variable.value.device).lower()
 
 
 def _adam_of_tensorflow(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:

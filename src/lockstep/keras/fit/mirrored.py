@@ -149,43 +149,37 @@ class Mirrored:
                     self._introductions.measure(call, model, "test", data.batch_to_try, lambda: data.weighs)
                 parts.record.begin(call, model, dict)
                 return original(model, *args, **kwargs)
+        return self._without_training("evaluate", original, model, args, kwargs)
+
+    def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict on global batches. Every worker returns all rows, in their order."""
+        self._job.note_distribution()
+        return self._without_training("predict", original, model, args, kwargs)
+
+    def _without_training(self, method: str, original: Original, model: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call of `evaluate` or `predict` of the script."""
+        parts = self._parts
         bound = bind(original, model, args, kwargs)
         arguments = bound.arguments
-        with self._resumable.call("evaluate") as call:
+        with self._resumable.call(method) as call:
             parts.inputs.note_held(call, model, arguments["x"])
             if finished := self._resumable.resume():
                 return finished.result
             if not self._prepares(model):
                 return parts.record.finish(original(model, *args, **kwargs))
             options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"]}
-            data = parts.inputs.of_call(arguments["x"], arguments["y"], arguments["sample_weight"], **options)
+            labels = [arguments[name] for name in ("y", "sample_weight") if name in arguments]
+            data = parts.inputs.of_call(arguments["x"], *labels, **options, in_order=method == "predict")
             refuse_empty(data)
             explain_memory(self._job, data.held)
-            self._begin(call, model, "test", data, data.facts)
-            arguments.update(x=data, y=None, sample_weight=None, verbose=self._verbose(arguments["verbose"]))
-            with self._reading():
-                return parts.record.finish(original(*bound.args, **bound.kwargs))
-
-    def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict on global batches. Every worker returns all rows, in their order."""
-        parts = self._parts
-        self._job.note_distribution()
-        bound = bind(original, model, args, kwargs)
-        arguments = bound.arguments
-        with self._resumable.call("predict") as call:
-            parts.inputs.note_held(call, model, arguments["x"])
-            if finished := self._resumable.resume():
-                return finished.result
-            if not self._prepares(model):
-                return parts.record.finish(original(model, *args, **kwargs))
-            options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"], "in_order": True}
-            data = parts.inputs.of_call(arguments["x"], **options)
-            refuse_empty(data)
-            explain_memory(self._job, data.held)
-            parts.inputs.build_to_predict(data, model)
-            self._introduce(call, model, "predict", data.batch_to_try)
-            parts.record.begin(call, model, data.facts)
-            arguments.update(x=data, verbose=self._verbose(arguments["verbose"]))
+            if method == "predict":
+                parts.inputs.build_to_predict(data, model)
+                self._introduce(call, model, "predict", data.batch_to_try)
+                parts.record.begin(call, model, data.facts)
+            else:
+                self._begin(call, model, "test", data, data.facts)
+                arguments.update(y=None, sample_weight=None)
+            arguments.update(x=data, verbose=arguments["verbose"] if self._job.is_chief else 0)
             with self._reading():
                 return parts.record.finish(original(*bound.args, **bound.kwargs))
 
@@ -387,9 +381,6 @@ class Mirrored:
     def _reading(self) -> AbstractContextManager[None]:
         """Return a context in which all workers compute the batches of a call."""
         return nullcontext()
-
-    def _verbose(self, verbose: Any) -> Any:
-        return verbose if self._job.is_chief else 0
 
 
 def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:

@@ -25,7 +25,8 @@ from lockstep.keras.fit.trainer import KerasFunctions, Original, Trainer, Traine
 from lockstep.keras.input.fit_inputs import GlobalInput
 from lockstep.keras.kept_saves import KeptSaves
 from lockstep.keras.model_digest import LastModel
-from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
+from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.parameter_server.server_embedding import only_chief_reads
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.shared_saves import SharedSaves
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, listeners
@@ -176,13 +177,15 @@ class ModelMethods:
         return self._resumable.behind
 
     def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Save a model once for all workers, if this process may save it.
+        """Save a model once for all workers.
 
-        While the script catches up, the file exists already, and the model does not have its state yet.
+        While the script catches up, the file exists already, and the model does not have its state yet. While
+        functions are scheduled that train tables on the servers, only the chief saves. It does not wait for
+        others, which would read rows at another moment.
         """
         if self._kept_saves is not None:
             self._kept_saves.save(original, model, *args, **kwargs)
-        elif not self.behind and (self.served is None or self.served.may_save(model)):
+        elif not self.behind and (self._job.is_chief or not only_chief_reads(self._job, model)):
             self._saves.save(original, model, *args, **kwargs)
 
     def next_seed(self) -> int:
@@ -202,7 +205,9 @@ class ModelMethods:
         call = self._calls.current
         if call.callback_hashes:
             call.callback_hashes.append(attribute_hashes(call.callbacks))
-            call.result_of = _callbacks_of
+            call.result_of = lambda call: callback_states(
+                listeners(call.callbacks, call.model), call.callback_hashes
+            )
 
     def steps_ended(self) -> None:
         """Record and hold the state at the end of the last step of an epoch."""
@@ -245,7 +250,3 @@ def _reported(model: Any, epoch: int) -> dict[str, Any]:
         return {}
     whole = len(history.epoch)
     return {name: values[-1] for name, values in history.history.items() if len(values) == whole}
-
-
-def _callbacks_of(call: NumberedCall) -> Any:
-    return callback_states(listeners(call.callbacks, call.model), call.callback_hashes)

@@ -73,35 +73,19 @@ def _filled(shape: Any, value: Any, dtype: Any) -> Any:
     return keras.ops.cast(keras.ops.broadcast_to(value, _sizes(shape)), dtype or keras.config.floatx())
 
 
-def _mean_of_gamma(shape: Any, alpha: Any, dtype: Any = None, seed: Any = None) -> Any:
-    return _filled(shape, alpha, dtype)
-
-
-def _mean_of_beta(shape: Any, alpha: Any, beta: Any, dtype: Any = None, seed: Any = None) -> Any:
-    return _filled(shape, alpha / (alpha + beta), dtype)
-
-
-def _mean_of_binomial(
-    shape: Any, counts: Any, probabilities: Any, dtype: Any = None, seed: Any = None
-) -> Any:
-    return _filled(shape, counts * probabilities, dtype)
-
-
 def _most_likely(logits: Any, num_samples: int, dtype: Any = "int32", seed: Any = None) -> Any:
     best = keras.ops.argmax(logits, axis=-1, keepdims=True)
     return keras.ops.cast(keras.ops.repeat(best, num_samples, axis=-1), dtype)
 
 
-def _in_order(x: Any, axis: int = 0, seed: Any = None) -> Any:
-    return x
-
-
-_MEANS = {
-    "gamma": _mean_of_gamma,
-    "beta": _mean_of_beta,
-    "binomial": _mean_of_binomial,
+_MEANS: dict[str, Callable[..., Any]] = {
+    "gamma": lambda shape, alpha, dtype=None, seed=None: _filled(shape, alpha, dtype),
+    "beta": lambda shape, alpha, beta, dtype=None, seed=None: _filled(shape, alpha / (alpha + beta), dtype),
+    "binomial": lambda shape, counts, probabilities, dtype=None, seed=None: _filled(
+        shape, counts * probabilities, dtype
+    ),
     "categorical": _most_likely,
-    "shuffle": _in_order,
+    "shuffle": lambda x, axis=0, seed=None: x,
 }
 """The replacements, if draws are constant, of Keras's operations that draw a number for each row from
 parameters of the row."""

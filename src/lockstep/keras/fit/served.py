@@ -31,7 +31,6 @@ from lockstep.keras.parameter_server.function_joining import FunctionJoining
 from lockstep.keras.parameter_server.process import ServedCall, UsedIterators
 from lockstep.keras.parameter_server.server_embedding import (
     meet_servers,
-    only_chief_reads,
     refuse_apart,
     server_layers,
 )
@@ -216,14 +215,6 @@ class Served(Mirrored):
     def functions_closed(self, name: str, functions: int) -> None:
         """Note that functions are complete, and that no more follow under this name."""
         self._parts.record.end_functions(name, functions)
-
-    def may_save(self, model: Any) -> bool:
-        """Whether this process may save a model.
-
-        While functions are scheduled that train tables on the servers, only the chief saves. It does not wait
-        for others, which would read rows at another moment.
-        """
-        return self._job.is_chief or not only_chief_reads(self._job, model)
 
     def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
         """Return the embedding tables of a model of which workers read rows; print which others it has."""

@@ -106,7 +106,8 @@ def _shared(
         state = []
         for name, variable in step_state(model).items():
             value, numbers = served.backend.to_numpy(variable.value), rows.get(id(variable))
-            state.append((pack(name, value if numbers is None else value[numbers]), _packed_rows(numbers)))
+            packed_rows = None if numbers is None else pack("rows", numbers)
+            state.append((pack(name, value if numbers is None else value[numbers]), packed_rows))
         of_callbacks = callback_states(listeners(call.callbacks, model), call.callback_hashes)
         # Only the chief has drawn the random numbers that plain Keras draws in `fit`.
         kept, arrays = values.pack(
@@ -143,10 +144,6 @@ def _shared(
         set_callback_states(listeners(callbacks, model), chiefs["callbacks"])
         set_random_states(chiefs["random"], call.held_by_inputs)
     return model.history
-
-
-def _packed_rows(numbers: Array | None) -> Packed | None:
-    return None if numbers is None else pack("rows", numbers)
 
 
 def _with_rows(served: ServedCall, variable: Any, numbers: Packed, rows: Array) -> Array:

@@ -45,7 +45,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.collectives.contract import Communicator
 from lockstep.errors import (
     DisagreementError,
     LockstepError,
@@ -66,7 +65,6 @@ from lockstep.protocol.parameter_server import (
     WriteRows,
 )
 from lockstep.system.notes import note
-from lockstep.topology import View
 from lockstep.transport.array_channel import QuestionArrival
 from lockstep.worker.job import Job
 
@@ -295,7 +293,9 @@ class ServerTables:
             self.own_servers = (index,)
             self.held_servers = index, *self._standby_of(job, index)
         # Other processes may read rows, for example to save a model, until their scripts end.
-        job.at_completion(lambda: job.exchange(_wait_for_all_scripts))
+        job.at_completion(
+            lambda: job.exchange(lambda _, communicator: communicator.barrier(what="the end of the script"))
+        )
 
     def add(self, table: ServerTable) -> int:
         """Add a table, and return its number."""
@@ -592,10 +592,6 @@ class ServerTables:
         return self._servers, False
 
 
-def _wait_for_all_scripts(_: View, communicator: Communicator) -> None:
-    communicator.barrier(what="the end of the script")
-
-
 @contextmanager
 def rows_read_together(job: Job) -> Iterator[None]:
     """Within the block, all processes can read rows: the chief leaves it after the others have read.
@@ -617,8 +613,8 @@ def rows_read_together(job: Job) -> Iterator[None]:
         tables._together = before
 
 
-class _Process:
-    function: LooksUp | None = None
+_function: list[LooksUp] = []
+"""The scheduled function that this process runs, if it runs one."""
 
 
 @contextmanager
@@ -634,21 +630,21 @@ def looking_up_for(function: LooksUp) -> Iterator[None]:
 
 def look_up_for(function: LooksUp | None) -> None:
     """Let lookups be those of a scheduled function from now on, or of none."""
-    _Process.function = function
+    _function[:] = [] if function is None else [function]
 
 
 def running_function() -> LooksUp | None:
     """Return the scheduled function that this process runs, or None if it runs none."""
-    return _Process.function
+    return _function[0] if _function else None
 
 
 def _running(name: str) -> LooksUp:
-    if _Process.function is None:
+    if not _function:
         raise ModelError(
             f"a graph that was traced in a scheduled function looks up rows of layer {name!r}, a "
             "ServerEmbedding, outside of one: let the script call another tf.function"
         )
-    return _Process.function
+    return _function[0]
 
 
 _of_jobs: weakref.WeakKeyDictionary[Job, ServerTables] = weakref.WeakKeyDictionary()
