@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lockstep.errors import CheckpointError
-from lockstep.system.files import FOLDER_MODE
+from lockstep.system.files import FOLDER_MODE, closed_after
 from lockstep.system.locks import wait_for_lock
 
 _PATIENCE_SECONDS = 60.0
@@ -23,11 +23,8 @@ def sync(path: Path) -> None:
     Raises:
         OSError: they cannot be flushed.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as descriptor:
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -36,14 +33,12 @@ def write_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with closed_after(os.open(path, flags, 0o666)) as descriptor:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest) :]
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def make_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, UnfitError
 from lockstep.monitoring.worker_logs import GrowingLog, follow
 from lockstep.observability.run_lines import GrowingFile, json_object
 from lockstep.system.event_loop import wait_for
-from lockstep.system.files import open_own
+from lockstep.system.files import closed_after, open_own
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.standard_streams import (
@@ -163,10 +163,8 @@ def _ended(process: int) -> Iterator[Callable[[], bool]]:
     except ProcessLookupError:
         yield lambda: True
         return
-    try:
+    with closed_after(descriptor):
         yield lambda: bool(wait_for([descriptor], 0.0))
-    finally:
-        os.close(descriptor)
 
 
 def _status(folder: Path) -> int:

@@ -24,7 +24,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DisagreementError, PeerStuckError
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.variables import model_state
-from lockstep.system.files import FOLDER_MODE
+from lockstep.system.files import FOLDER_MODE, closed_after
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -220,10 +220,8 @@ def _locked(file: Path, path: str) -> Iterator[int]:
             f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; check whether its disk "
             "responds"
         )
-    try:
+    with closed_after(descriptor):
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def _write_whole(final: Path, write: Write) -> None:

@@ -19,6 +19,7 @@ from lockstep.protocol.local_steps import LocalSteps
 from lockstep.ray.command import Follower, connect, require_ray, submit
 from lockstep.ray.placement import worker_needs
 from lockstep.system.environment import unrecorded
+from lockstep.system.files import closed_after
 from lockstep.worker import job
 
 Value = TypeVar("Value")
@@ -216,8 +217,5 @@ def _packed(function: Callable[..., Any], config: Any) -> bytes:
         parts = {f"config[{name!r}]": value for name, value in config.items()}
     else:
         parts = {"config": config}
-    descriptor = pack(_NAME, function, args, {}, parts)
-    try:
+    with closed_after(pack(_NAME, function, args, {}, parts)) as descriptor:
         return held(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 Complain = Callable[[str], None]
@@ -15,22 +15,28 @@ FOLDER_MODE = 0o775
 _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
 
+@contextlib.contextmanager
+def closed_after(descriptor: int) -> Iterator[int]:
+    """Yield an open descriptor, and close it after the block."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def open_own(path: Path, flags: int) -> int:
     """Open a regular file in a folder of Lockstep's; return its descriptor.
 
     Raises:
         OSError: see `open_in`; or the folder is writable for all users, who could place other files in it.
     """
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with closed_after(os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as folder:
         mode = stat.S_IMODE(os.fstat(folder).st_mode)
         if mode & stat.S_IWOTH:
             raise PermissionError(
                 errno.EPERM, f"every user may write to it (mode {mode:o}; chmod o-w prevents that)"
             )
         return open_in(folder, path.name, flags)
-    finally:
-        os.close(folder)
 
 
 def open_in(folder: int, name: str, flags: int) -> int:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from lockstep.system.files import closed_after
+
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 """Numbers of system calls, the same on all architectures."""
 _VERSION = 1
@@ -59,21 +61,18 @@ def write_only_below(folders: Iterable[Path]) -> None:
     restricted |= sum(access for since, access in _LATER.items() if version >= since)
     ruleset = _Ruleset(restricted)
     rules = _call(_CREATE_RULESET, ctypes.byref(ruleset), ctypes.c_size_t(ctypes.sizeof(ruleset)), 0)
-    try:
+    with closed_after(rules):
         for folder in folders:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    rule = _PathBeneath(restricted, descriptor)
-                    _call(_ADD_RULE, rules, _PATH_BENEATH, ctypes.byref(rule), 0)
-                finally:
-                    os.close(descriptor)
+            with (
+                contextlib.suppress(FileNotFoundError, NotADirectoryError),
+                closed_after(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as descriptor,
+            ):
+                rule = _PathBeneath(restricted, descriptor)
+                _call(_ADD_RULE, rules, _PATH_BENEATH, ctypes.byref(rule), 0)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         _call(_RESTRICT_SELF, rules, 0)
-    finally:
-        os.close(rules)
 
 
 def _version() -> int:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.system.files import open_own, open_regular
+from lockstep.system.files import closed_after, open_own, open_regular
 
 _POLL_SECONDS = 0.02
 _FLOCK = "hhqqi"
@@ -94,10 +94,8 @@ def is_locked(path: Path) -> bool:
         descriptor = open_regular(path)
     except FileNotFoundError:
         return False
-    try:
+    with closed_after(descriptor):
         lock = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
-    finally:
-        os.close(descriptor)
     return bool(struct.unpack_from(_FLOCK, lock)[0] != fcntl.F_UNLCK)
 
 

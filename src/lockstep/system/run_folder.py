@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import ConfigError
-from lockstep.system.files import FOLDER_MODE, open_own, read_regular
+from lockstep.system.files import FOLDER_MODE, closed_after, open_own, read_regular
 from lockstep.system.locks import try_lock, wait_for_lock
 from lockstep.system.paths import RunPaths
 
@@ -163,12 +163,9 @@ def claim_for_job(folder: Path, job: str, description: str, option: str) -> int 
 
 def sign_claim(folder: Path, job: str) -> None:
     """Record in a locked folder which job holds its lock, for the job's hosts that share the folder."""
-    with contextlib.suppress(OSError):
-        descriptor = open_own(folder / _HOLDER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        try:
-            os.write(descriptor, job.encode())
-        finally:
-            os.close(descriptor)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with contextlib.suppress(OSError), closed_after(open_own(folder / _HOLDER, flags)) as descriptor:
+        os.write(descriptor, job.encode())
 
 
 @contextlib.contextmanager

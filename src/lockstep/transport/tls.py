@@ -4,6 +4,7 @@ import os
 import ssl
 
 from lockstep.protocol.credentials import KEY_EXPIRED, Credentials
+from lockstep.system.files import closed_after
 
 _UNKNOWN_KEY = (
     "UNKNOWN_CA",
@@ -38,12 +39,9 @@ def _context(accepted: bool, certificate: bytes, private_key: bytes) -> ssl.SSLC
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if accepted else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     # `load_cert_chain` reads only files.
-    memory = os.memfd_create("lockstep-certificate", os.MFD_CLOEXEC)
-    try:
+    with closed_after(os.memfd_create("lockstep-certificate", os.MFD_CLOEXEC)) as memory:
         os.write(memory, certificate + private_key)
         context.load_cert_chain(f"/proc/self/fd/{memory}")
-    finally:
-        os.close(memory)
     return context
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.errors import PeerStuckError
 from lockstep.observability.events import DownloadAwaited
 from lockstep.system.environment import cache_folder
-from lockstep.system.files import open_regular
+from lockstep.system.files import closed_after, open_regular
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.paths import RunPaths
 from lockstep.system.thread_value import ThreadValue
@@ -155,11 +155,8 @@ class Turns:
     def _holder(self, file: Path) -> str:
         """Name the holder of a lock."""
         try:
-            descriptor = open_regular(file)
-            try:
+            with closed_after(open_regular(file)) as descriptor:
                 holder = json.loads(os.pread(descriptor, _MOST_HOLDER, 0))
-            finally:
-                os.close(descriptor)
             worker, process, host = holder["worker"], holder["process"], holder.get("host", _host())
             if holder["job"] == self._job:
                 return f"worker {worker}"

@@ -25,7 +25,7 @@ from typing import Any
 import xxhash
 
 from lockstep.errors import UnfitError
-from lockstep.system.files import open_in
+from lockstep.system.files import closed_after, open_in
 from lockstep.system.notes import note
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patch_registry import PATCHES
@@ -117,15 +117,12 @@ class CompilationCache:
             UnfitError: other users could write to it, and so inject code.
         """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with closed_after(os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as parent:
             _check_own(parent, path.parent)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path.name, 0o700, dir_fd=parent)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             folder = os.open(path.name, flags, dir_fd=parent)
-        finally:
-            os.close(parent)
         try:
             _check_own(folder, path)
             return cls(folder, open_in(folder, _TURNS, os.O_RDWR | os.O_CREAT))
