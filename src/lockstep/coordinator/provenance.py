@@ -3,11 +3,11 @@
 import hashlib
 import platform
 import socket
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ConfigError
+from lockstep.system.cuda import version_of
 from lockstep.system.environment import usable_cores
 from lockstep.system.files import read_regular
 from lockstep.worker.script import Script
@@ -18,22 +18,15 @@ _DISTRIBUTIONS = ("keras-lockstep", "keras", "numpy")
 def provenance(script: Script) -> dict[str, Any]:
     """Return fields of `JobStarted`, without importing the libraries whose versions they name."""
     return {
-        "versions": {"python": platform.python_version(), **_installed()},
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version for name in _DISTRIBUTIONS if (version := version_of(name))},
+        },
         "script": _hashed(script),
         "cores": usable_cores(),
         "host": socket.gethostname(),
         "directory": str(Path.cwd()),
     }
-
-
-def _installed() -> dict[str, str]:
-    versions = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _hashed(script: Script) -> dict[str, str] | None:

@@ -4,12 +4,12 @@ import platform
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
 from itertools import islice
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.protocol.host import HostFacts, Prepare
 from lockstep.protocol.job_spec import JobHost
+from lockstep.system.cuda import version_of
 from lockstep.system.environment import usable_cores
 from lockstep.system.process_limits import open_files, processes_of_user_left, shortage
 from lockstep.topology import place_on_hosts
@@ -57,13 +57,8 @@ def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> H
 
 
 def _versions(backend: str | None) -> dict[str, str]:
-    versions = {}
-    for name in (*_LIBRARIES, *_OF_BACKEND.get(backend or "", ())):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    names = (*_LIBRARIES, *_OF_BACKEND.get(backend or "", ()))
+    return {name: version for name in names if (version := version_of(name))}
 
 
 def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: str) -> None:

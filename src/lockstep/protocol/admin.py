@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.channel import Channel, decoded
 
 MAX_TEXT = 4 * 1024
 """Bytes of UTF-8 that each text in a message may have; a longer one is cut."""
@@ -145,10 +145,7 @@ def decode_reply(packet: bytes) -> Reply:
 def _decode(decoder: msgspec.json.Decoder[Packet], packet: bytes) -> Packet:
     if len(packet) > MAX_PACKET:
         raise ValueError(f"a packet of more than {MAX_PACKET} bytes")
-    try:
-        return decoder.decode(packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
+    return decoded(decoder, packet)
 
 
 def _clip(text: str) -> str:

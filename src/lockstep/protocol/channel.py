@@ -16,10 +16,13 @@ import os
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
 
+import msgspec
+
 _MISSING = -1
 
 Out = TypeVar("Out", contravariant=True)
 In = TypeVar("In", covariant=True)
+Message = TypeVar("Message")
 
 
 class Attachment:
@@ -79,6 +82,18 @@ class Attachment:
     def __del__(self) -> None:
         if self._descriptor != _MISSING:
             os.close(self._descriptor)
+
+
+def decoded(decoder: "msgspec.json.Decoder[Message]", packet: bytes) -> Message:
+    """Return the message in a packet.
+
+    Raises:
+        ValueError: the packet is not an encoded message of the decoder's type.
+    """
+    try:
+        return decoder.decode(packet)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
 
 
 @dataclass(frozen=True)

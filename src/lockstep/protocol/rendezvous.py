@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from lockstep.protocol.channel import decoded
 from lockstep.system.prose import count
 
 MAX_PACKET = 256 * 1024
@@ -135,10 +136,7 @@ def decode_arrival(packet: bytes) -> Arrival:
     Raises:
         ValueError: the packet is not an encoded arrival, or its slot is not one of its tasks.
     """
-    try:
-        arrival = _arrivals.decode(packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
+    arrival = decoded(_arrivals, packet)
     for slot in (arrival.slot, *arrival.here):
         if not 0 <= slot < len(arrival.tasks):
             raise ValueError(f"no slot {slot} of {len(arrival.tasks)}")
@@ -151,10 +149,7 @@ def decode_answer(packet: bytes) -> Answer:
     Raises:
         ValueError: the packet is not an encoded answer.
     """
-    try:
-        return _answers.decode(packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
+    return decoded(_answers, packet)
 
 
 def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:

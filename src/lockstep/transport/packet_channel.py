@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
+from lockstep.protocol.channel import Attachment, PeerGone, Unreadable, decoded
 from lockstep.system.event_loop import wait_for
 from lockstep.system.passed_descriptors import receive_descriptors
 
@@ -132,9 +132,7 @@ class PacketDecoder(Generic[In]):
         """
         self._arrived = attachments
         try:
-            return self._decoder.decode(packet)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(str(error)) from None
+            return decoded(self._decoder, packet)
         finally:
             self._arrived = ()
 

@@ -88,6 +88,7 @@ from lockstep.keras.backends.tf_graphs import (
     borrowed,
     copied,
     executable,
+    functions_run_eagerly,
     read,
     refuse_assignments,
     same_bits,
@@ -894,10 +895,5 @@ def _computing_eagerly(seed: int) -> Iterator[None]:
 
     Functions of TensorFlow also run eagerly, because their graphs may be older than the block.
     """
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        with random_numbers(seed):
-            yield
-    finally:
-        tf.config.run_functions_eagerly(before)
+    with functions_run_eagerly(), random_numbers(seed):
+        yield

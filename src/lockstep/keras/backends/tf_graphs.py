@@ -436,6 +436,17 @@ def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
     return tf.function(function, jit_compile=jit, autograph=False).get_concrete_function(*specs)
 
 
+@contextmanager
+def functions_run_eagerly() -> Iterator[None]:
+    """Within the block, functions of TensorFlow run eagerly."""
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
 def executable(function: Callable[..., Any], jit: bool, *like: Any) -> Callable[..., Any]:
     """Return `function`, traced, for many calls outside of all graphs with arguments like these.
 

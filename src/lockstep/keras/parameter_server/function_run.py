@@ -907,20 +907,13 @@ def _eagerly() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _running_eagerly(eagerly: bool) -> Iterator[None]:
+def _running_eagerly(eagerly: bool) -> AbstractContextManager[None]:
     """Within the block, if `eagerly`, functions of TensorFlow run eagerly."""
     if not eagerly:
-        yield
-        return
-    import tensorflow as tf
+        return nullcontext()
+    from lockstep.keras.backends.tf_graphs import functions_run_eagerly
 
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        yield
-    finally:
-        tf.config.run_functions_eagerly(before)
+    return functions_run_eagerly()
 
 
 def outside_of_graphs(act: Callable[[], Result]) -> Result:

@@ -16,13 +16,14 @@ import tensorflow as tf
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
 from lockstep.keras.backends.tf_graphs import assign, call_python, natives, read
+from lockstep.keras.parameter_server.transfers import Transfers
 from lockstep.keras.tf_random_ops import is_own, own_variables
 from lockstep.worker.patch_registry import definer, replaced
 
 Array = npt.NDArray[Any]
 
 
-class VariableTransfers:
+class VariableTransfers(Transfers):
     """The `Transfers` of TensorFlow."""
 
     def read(self, variables: Sequence[Any]) -> list[Array]:

@@ -1,7 +1,7 @@
 """Reads and assigns many variables: with a small model, this takes most of a step's time."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,18 +14,8 @@ from lockstep.keras.backends.eager_contract import EagerBackend
 Array = npt.NDArray[Any]
 
 
-class Transfers(Protocol):
-    """Reads and assigns variables of Keras."""
-
-    def read(self, variables: Sequence[Any]) -> list[Array]:
-        """Return copies of the values of variables."""
-
-    def assign(self, variables: Sequence[Any], arrays: Sequence[Array]) -> None:
-        """Assign values to variables."""
-
-
-class PlainTransfers:
-    """The `Transfers` of any backend."""
+class Transfers:
+    """Reads and assigns variables of Keras, on any backend."""
 
     def __init__(self, backend: Backend | EagerBackend) -> None:
         self._backend = backend
@@ -44,7 +34,7 @@ class PlainTransfers:
 def transfers_of(backend: Backend | EagerBackend) -> Transfers:
     """Return the `Transfers` of a backend."""
     if keras.backend.backend() != "tensorflow":
-        return PlainTransfers(backend)
+        return Transfers(backend)
     from lockstep.keras.parameter_server.tf_functions import VariableTransfers
 
-    return VariableTransfers()
+    return VariableTransfers(backend)
