@@ -33,7 +33,7 @@ from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
 from lockstep.observability.events import OrderRecorded
-from lockstep.observability.exports import Exports, JobDescription, exported
+from lockstep.observability.exports import Exports, exported
 from lockstep.parameter_server.order import ReceivedOrders
 from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
@@ -254,7 +254,7 @@ class CoordinatorProcess:
         members, exports = record.state.view.workers, _exports(first)
         with (
             recorded(events, paths, console.say),
-            exported(events, exports, JobDescription(spec.labels, len(members)), note),
+            exported(events, exports, spec.labels, len(members), note),
             notified(events, exports.notifier, paths, spec.replicas, members),
         ):
             coordinator = Coordinator(

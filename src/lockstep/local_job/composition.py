@@ -17,7 +17,7 @@ from lockstep.coordinator.notifications import notified
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
-from lockstep.observability.exports import NO_EXPORTS, Exports, JobDescription, exported
+from lockstep.observability.exports import NO_EXPORTS, Exports, exported
 from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.host import HostReport, Instruction, PeerAddress
@@ -133,7 +133,7 @@ def run_job(
     members = state.view.workers
     with (
         recorded(events, paths, console.say),
-        exported(events, exports, JobDescription(spec.labels, len(members)), note),
+        exported(events, exports, spec.labels, len(members), note),
         notified(events, exports.notifier, paths, spec.replicas, members),
     ):
         to_agent, to_coordinator = LocalChannel.pair()

@@ -18,19 +18,6 @@ from lockstep.observability.bus import Bus
 
 
 @dataclass(frozen=True)
-class JobDescription:
-    """The facts about a job that are known before its first event.
-
-    Attributes:
-        labels: the labels of the job, by their names.
-        workers: number of its members.
-    """
-
-    labels: Mapping[str, str]
-    workers: int
-
-
-@dataclass(frozen=True)
 class Exports:
     """The exports of the coordinator's process; a coordinator that takes over continues them.
 
@@ -50,14 +37,15 @@ NO_EXPORTS = Exports()
 
 @contextmanager
 def exported(
-    events: Bus, exports: Exports, job: JobDescription, complain: Callable[[str], None]
+    events: Bus, exports: Exports, labels: Mapping[str, str], workers: int, complain: Callable[[str], None]
 ) -> Iterator[None]:
     """Show the events of a job during the block.
 
     Args:
         events: the bus of the job.
         exports: the exports of the job; their descriptors are closed after the block.
-        job: the facts about the job that are known before its first event.
+        labels: the labels of the job, by their names.
+        workers: the number of its members before the first event.
         complain: shows a line about a failure, on any thread.
     """
     with ExitStack() as ends:
@@ -69,7 +57,7 @@ def exported(
             from lockstep.observability.job_metrics import KINDS, JobMetrics
             from lockstep.observability.metrics_server import served
 
-            metrics = JobMetrics(job.labels, job.workers)
+            metrics = JobMetrics(labels, workers)
             ends.callback(events.subscribe(metrics.add, *KINDS))
             ends.enter_context(served(socket.socket(fileno=exports.metrics), metrics.text))
         yield
