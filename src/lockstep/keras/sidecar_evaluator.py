@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from zipfile import BadZipFile
 
 import keras
@@ -163,24 +163,12 @@ class EvaluatorFit:
         return history
 
 
-class _Saved(Protocol):
-    """A sequence of saved models that an evaluator evaluates.
+class _Checkpoints:
+    """The checkpoints of a job.
 
     Attributes:
         unit: the unit of their numbers.
     """
-
-    unit: str
-
-    def state(self) -> FolderState:
-        """Look at the folder."""
-
-    def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load the model with a number in the last `state`, and return whether it could be read."""
-
-
-class _Checkpoints:
-    """The checkpoints of a job; a `_Saved`."""
 
     unit = "step"
 
@@ -190,14 +178,17 @@ class _Checkpoints:
         self._paths: Mapping[int, Path] = {}
 
     def state(self) -> FolderState:
-        """Look at the folder; see `_Saved`."""
+        """Look at the folder."""
         # In this order, so that all checkpoints of a job that has ended are found.
         trains, begun = is_training(self._folder), last_activity(self._folder) >= self._since
         self._paths = self._store.steps()
         return FolderState(self._clock.now(), trains, begun, self._paths)
 
     def load(self, evaluator: SidecarEvaluator, number: int, watch: CheckpointWatch) -> bool:
-        """Load a checkpoint, and print a note if it is damaged."""
+        """Load the checkpoint with a number in the last `state`, and return whether it could be read.
+
+        If it is damaged, print a note.
+        """
         path = self._paths[number]
         try:
             contents = load(path)
@@ -211,7 +202,7 @@ class _Checkpoints:
 
 
 class _ModelFiles:
-    """The files of a `keras.callbacks.ModelCheckpoint`, numbered by the epochs in their names; a `_Saved`.
+    """The files of a `keras.callbacks.ModelCheckpoint`, numbered by the epochs in their names.
 
     Files without an epoch in their names are numbered in their order.
     """
@@ -228,7 +219,7 @@ class _ModelFiles:
         self._last = -math.inf
 
     def state(self) -> FolderState:
-        """Look at the folder; see `_Saved`."""
+        """Look at the folder."""
         changed_files = []
         for path in self._folder.glob("*"):
             match = self._name.fullmatch(path.name)
@@ -281,7 +272,7 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
         pause: waits for a number of seconds.
     """
     folder = Path(evaluator.checkpoint_dir).absolute()
-    saved: _Saved = _Checkpoints(folder, since, clock)
+    saved: _Checkpoints | _ModelFiles = _Checkpoints(folder, since, clock)
     if folder.suffix in (".keras", ".h5"):
         saved = _ModelFiles(os.fspath(folder), clock)
     watch = CheckpointWatch(folder, clock.now(), unit=saved.unit)

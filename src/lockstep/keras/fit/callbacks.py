@@ -171,53 +171,31 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
         """Begin."""
         self._do()
 
-    def on_train_end(self, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_train_end", logs)
+    def _do(self, method: str | None = None, *args: Any, **kwargs: Any) -> None:
+        job.current().as_chief(lambda: self._call(method, args, kwargs))
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_epoch_begin", epoch, logs)
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_epoch_end", epoch, logs)
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_train_batch_begin", batch, logs)
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_train_batch_end", batch, logs)
-
-    def on_test_begin(self, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_test_begin", logs)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_test_end", logs)
-
-    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_test_batch_begin", batch, logs)
-
-    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Call it on the inner callback."""
-        self._do("on_test_batch_end", batch, logs)
-
-    def _do(self, method: str | None = None, *arguments: Any) -> None:
-        job.current().as_chief(lambda: self._call(method, *arguments))
-
-    def _call(self, method: str | None, *arguments: Any) -> None:
+    def _call(self, method: str | None, args: Any, kwargs: Any) -> None:
         if not self.begun:
             self.begun = True
             self._inner.set_params(self.params)
             self._inner.set_model(self.model)
             self._inner.on_train_begin()
         if method is not None:
-            getattr(self._inner, method)(*arguments)
+            getattr(self._inner, method)(*args, **kwargs)
+
+
+def _on_chief(method: str) -> Callable[..., None]:
+    def call(self: OnChief, *args: Any, **kwargs: Any) -> None:
+        self._do(method, *args, **kwargs)
+
+    return call
+
+
+for _method in (
+    *("on_train_end", "on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end"),
+    *("on_test_begin", "on_test_end", "on_test_batch_begin", "on_test_batch_end"),
+):
+    setattr(OnChief, _method, _on_chief(_method))
 
 
 _PATHS = ("filepath", "filename", "log_dir", "backup_dir", "directory")
