@@ -19,9 +19,13 @@ Entered = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Compilation:
-    """The last compilation of a model, and what its calls have shown since then.
+    """The last compilation of an adopted model, and what its calls have shown since then.
 
     Attributes:
+        subject: the name of the model in the keys of calls of threads, equal on all workers.
+        entered: returns a context in which the strategy that has adopted the model, its value, is the current
+            one.
+        options: how that strategy trains; None if it has no options.
         compared: the kinds of steps for which workers have compared the model, in calls for single batches.
         witnessed: the kinds of steps that were compared with plain Keras.
         batches: where the job only checks the script: the results of the calls for single batches that have
@@ -29,6 +33,9 @@ class Compilation:
         trained: the variables that its training function updates; None before the function is made.
     """
 
+    subject: str
+    entered: Entered
+    options: Any
     compared: set[StepKind] = field(default_factory=set)
     witnessed: set[StepKind] = field(default_factory=set)
     batches: dict[tuple[str, bool], list[Any]] = field(default_factory=dict)
@@ -45,9 +52,6 @@ class AdoptedModels:
     def __init__(self) -> None:
         self.adopts_all = False
         self._compilations: weakref.WeakKeyDictionary[Any, Compilation] = weakref.WeakKeyDictionary()
-        self._subjects: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-        self._entered: weakref.WeakKeyDictionary[Any, Entered] = weakref.WeakKeyDictionary()
-        self._options: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: list[tuple[Entered, Any]] = []
         self._numbered = 0
 
@@ -73,18 +77,16 @@ class AdoptedModels:
 
     def compiled(self, model: Any) -> bool:
         """Note that a model was just compiled, and return whether it is adopted now."""
-        if model in self._compilations:
-            self._compilations[model] = Compilation()
-        if not self._scopes and not self.adopts_all:
-            return False
-        self._compilations[model] = Compilation()
-        self._note_subject(model)
-        seed_traces(model, self._subjects[model])
-        self._entered[model], options = self._scopes[-1] if self._scopes else (nullcontext, None)
-        self._options.pop(model, None)
-        if options is not None:
-            self._options[model] = options
-        return True
+        earlier = self._compilations.get(model)
+        if self._scopes or self.adopts_all:
+            subject = self._new_subject(model) if earlier is None else earlier.subject
+            entered, options = self._scopes[-1] if self._scopes else (nullcontext, None)
+            self._compilations[model] = Compilation(subject, entered, options)
+            seed_traces(model, subject)
+            return True
+        if earlier is not None:
+            self._compilations[model] = Compilation(earlier.subject, earlier.entered, earlier.options)
+        return False
 
     def compilation(self, model: Any) -> Compilation:
         """Return the last compilation of an adopted model."""
@@ -92,16 +94,18 @@ class AdoptedModels:
 
     def subject(self, model: Any) -> str:
         """Return the name of an adopted model in the keys of calls of threads, equal on all workers."""
-        return self._subjects[model]
+        return self._compilations[model].subject
 
     def options(self, model: Any) -> Any:
         """Return the options of the strategy in whose scope a model was compiled, or None if it has none."""
-        return self._options.get(model)
+        return self._compilations[model].options if model in self._compilations else None
 
     def strategy(self, model: Any) -> Any:
         """Return the strategy in whose scope a model was compiled, or is now, or None if there is none."""
-        active: Entered = self._scopes[-1][0] if self._scopes else nullcontext
-        with self._entered.get(model, active)() as strategy:
+        entered: Entered = self._scopes[-1][0] if self._scopes else nullcontext
+        if model in self._compilations:
+            entered = self._compilations[model].entered
+        with entered() as strategy:
             return strategy
 
     def step_context(self, model: Any) -> Entered:
@@ -109,18 +113,15 @@ class AdoptedModels:
 
         Keras's own step must not see a strategy, because it would divide losses by the number of replicas.
         """
-        return self._entered[model] if has_own(model, "train_step") else nullcontext
+        return self._compilations[model].entered if has_own(model, "train_step") else nullcontext
 
-    def _note_subject(self, model: Any) -> None:
-        if model in self._subjects:
-            return
+    def _new_subject(self, model: Any) -> str:
         if threading.current_thread() is threading.main_thread():
             self._numbered += 1
-            self._subjects[model] = f"model {self._numbered} ({model.name})"
-        else:
-            # Threads on other workers may compile, and so number and name, their models in another order.
-            digest = hashlib.sha256(settings_text(model).encode()).hexdigest()
-            self._subjects[model] = f"a {type(model).__name__} #{digest[:8]}"
+            return f"model {self._numbered} ({model.name})"
+        # Threads on other workers may compile, and so number and name, their models in another order.
+        digest = hashlib.sha256(settings_text(model).encode()).hexdigest()
+        return f"a {type(model).__name__} #{digest[:8]}"
 
 
 def settings_text(model: Any) -> str:

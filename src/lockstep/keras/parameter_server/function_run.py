@@ -59,6 +59,7 @@ from lockstep.keras.parameter_server.served_variables import (
     place_weights,
     refuse_optimizer,
     slots_of,
+    transfers_of,
 )
 from lockstep.keras.parameter_server.server_tables import (
     NO_ROWS_ON_JAX,
@@ -69,7 +70,6 @@ from lockstep.keras.parameter_server.server_tables import (
     server_table,
 )
 from lockstep.keras.parameter_server.table_rows import positions_of, summed_by_row
-from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.private.common import (
     KERAS_SEED,
     global_generator,

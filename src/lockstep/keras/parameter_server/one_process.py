@@ -19,10 +19,9 @@ from lockstep.keras.parameter_server.followed_orders import (
     followed_orders,
 )
 from lockstep.keras.parameter_server.process import ServedCall
-from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.served_variables import ServedVariables, transfers_of
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
-from lockstep.keras.parameter_server.transfers import transfers_of
 from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.parameter_server.worker_step import WorkerStep
 from lockstep.keras.randomness import random_states, set_random_states

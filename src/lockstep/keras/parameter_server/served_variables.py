@@ -45,10 +45,11 @@ import numpy.typing as npt
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import refuse_other_weights
 from lockstep.keras.backends.contract import Backend, TrainingState
+from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.table_rows import NO_ROWS, TableRows
-from lockstep.keras.parameter_server.transfers import transfers_of
+from lockstep.keras.parameter_server.transfers import Transfers
 from lockstep.keras.private.common import (
     RATE,
     SET_BY_BUILD,
@@ -68,6 +69,15 @@ optimizer if it belongs to none, and its number among those of the same position
 
 _BY_ELEMENT = ("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
 """Keras's optimizers that update each element of a variable on its own: they can update shards."""
+
+
+def transfers_of(backend: Backend | EagerBackend) -> Transfers:
+    """Return the `Transfers` of a backend."""
+    if keras.backend.backend() != "tensorflow":
+        return Transfers(backend)
+    from lockstep.keras.parameter_server.tf_functions import VariableTransfers
+
+    return VariableTransfers(backend)
 
 
 def place_weights(

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import numpy.typing as npt
 
@@ -29,12 +28,3 @@ class Transfers:
         with observed_by(None):
             for variable, array in zip(variables, arrays, strict=True):
                 variable.assign(array)
-
-
-def transfers_of(backend: Backend | EagerBackend) -> Transfers:
-    """Return the `Transfers` of a backend."""
-    if keras.backend.backend() != "tensorflow":
-        return Transfers(backend)
-    from lockstep.keras.parameter_server.tf_functions import VariableTransfers
-
-    return VariableTransfers(backend)
