@@ -53,7 +53,7 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import sign_claim
-from lockstep.transport.addresses import is_here, is_loopback, join_address, resolve_host
+from lockstep.transport.addresses import is_here, is_loopback, join_address, resolve_host, split_address
 from lockstep.transport.keys import JobKey
 
 _PATIENCE = 120.0
@@ -183,6 +183,11 @@ class JobOnHosts:
         remote = self._begin_on_others(spec, facts)
         for line in self._describe(spec):
             self.console.say(line)
+        if spec.standby and not self._has_standby(spec.standby, facts):
+            self.console.say(
+                f"no host of the job has the address of --standby {spec.standby}: until one joins, none "
+                "takes the job over if this host is lost"
+            )
         newcomers = Newcomers(
             spec=spec,
             prepare=self.prepare,
@@ -293,6 +298,13 @@ class JobOnHosts:
         """Return the first two lines of the job; `where` names the host of its folder on other hosts."""
         first, second = spec.describe("events" if self.by_hand else "logs")
         return f"{first}{where}", second
+
+    def _has_standby(self, standby: str, facts: Mapping[int, HostFacts]) -> bool:
+        try:
+            _, address = resolve_host(*split_address(standby), _RESOLVE)
+        except NetworkError:
+            return False
+        return any(facts[host].address == address[0] for host in self.others)
 
     def _first_state(self, spec: JobSpec, facts: Mapping[int, HostFacts]) -> State:
         cores = tuple(host_facts.cores for host_facts in _in_order(spec, facts))
