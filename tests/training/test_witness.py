@@ -222,6 +222,18 @@ def test_a_name_does_not_explain_what_no_replica_computes(
     assert all(part.deviation.endswith("for the rows of each replica") for part in unnamed)
 
 
+def test_a_name_does_not_explain_a_sum(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.keras.fit.trials.measured_growth", lambda *args, **options: None)
+    fit(eager(hidden(), loss=summed, optimizer="sgd"))
+    (step,) = compared()
+    unnamed = [part for part in step.differences if not part.named]
+    assert len(unnamed) == 4
+    assert all(part.part.startswith("gradient ") for part in unnamed)
+    assert all(part.deviation.endswith(", although it is the sum over the replicas") for part in unnamed)
+
+
 class Twice(keras.layers.Layer):
     """Repeats a column; in batches of odd numbers of rows, the second one differs in the last bits."""
 

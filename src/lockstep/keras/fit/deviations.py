@@ -38,15 +38,15 @@ class Deviation:
         size: the largest difference of two elements, divided by the largest element; infinite if shapes
             differ, or only one of two elements is a number.
         direction: the direction of the difference, such as "half", for a message; empty if it has none.
-        is_of_no_replicas: whether the value is not that of plain Keras for the rows of each replica, either.
+        unexplained: why the name of a part of the program does not explain it; empty if it may.
     """
 
     size: float
     direction: str = ""
-    is_of_no_replicas: bool = False
+    unexplained: str = ""
 
     def __str__(self) -> str:
-        also = ", and from the values for the rows of each replica" if self.is_of_no_replicas else ""
+        also = f", {self.unexplained}" if self.unexplained else ""
         if not np.isfinite(self.size):
             return f"{self.direction or 'not a number on one side'}{also}"
         percent = 100 * self.size

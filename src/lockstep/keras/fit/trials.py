@@ -192,7 +192,7 @@ class Trial:
                 self._refused = {name: f"{why}; {large}" for name, why in self._refused.items()}
                 break
             self.names, self.growths, self._refused = trial.names, trial.growths, trial._refused
-            self.exact += [name.removesuffix(_UNTRIED) for name in exact]
+            self.exact += [name.removesuffix(UNTRIED) for name in exact]
         if self._refused:
             raise ModelError(next(iter(self._refused.values())))
         if self._loss_can_wait():
@@ -824,7 +824,7 @@ class Trial:
         return measured_growth(whole, parts, weights or self._weights, tolerance)
 
     def _name(self, name: str, tried: bool = True) -> None:
-        name = name if tried else f"{name}{_UNTRIED}"
+        name = name if tried else f"{name}{UNTRIED}"
         if name not in self.names:
             self.names.append(name)
 
@@ -862,7 +862,7 @@ class Trial:
 _HALVES = (0.5, 0.5)
 """The weights of the parts in the trial of a step: programs may divide by the number of equal replicas."""
 
-_UNTRIED = " (possibly: it could not be tested)"
+UNTRIED = " (possibly: it could not be tested)"
 """The end of the name of a part that a trial did not show."""
 
 _NOTHING = object()

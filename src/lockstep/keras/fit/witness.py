@@ -55,7 +55,7 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import Backend, StepKind, Total
-from lockstep.keras.backends.growth import MEAN, growths_of
+from lockstep.keras.backends.growth import MEAN, SUM, growths_of
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
 from lockstep.keras.backends.whole_batch import is_gather
@@ -63,7 +63,7 @@ from lockstep.keras.fit.deviations import Deviation, deviation
 from lockstep.keras.fit.exactness import OCCURRENCES
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.kept_steps import KeptStep, LayerRows, StepOutcome
-from lockstep.keras.fit.trials import DRAWS, LIBRARIES, LayerCalls, neutral, rows_are_equal
+from lockstep.keras.fit.trials import DRAWS, LIBRARIES, UNTRIED, LayerCalls, neutral, rows_are_equal
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.python_state import unchanged
@@ -207,7 +207,7 @@ class Witness:
                 part,
                 str(difference),
                 begins,
-                "" if difference.is_of_no_replicas else ", ".join(explaining(part, names)),
+                "" if difference.unexplained else ", ".join(explaining(part, names)),
             )
             for part, difference in deviations.items()
             if difference is not None
@@ -370,19 +370,25 @@ class _Comparison:
             named = {part: names(part) for part, difference in deviations.items() if difference is not None}
             # Where the rows of a replica cannot be computed alone, names explain everything.
             with contextlib.suppress(Exception):
-                for part in self._of_no_replicas({part for part in named if named[part]}, replicas, rounded):
-                    difference = deviations[part]
-                    if difference is not None and not any(name.startswith(DRAWS) for name in named[part]):
-                        deviations[part] = replace(difference, is_of_no_replicas=True)
+                explained = {
+                    part
+                    for part in named
+                    if named[part] and not any(name.startswith(DRAWS) for name in named[part])
+                }
+                untried = any(name.endswith(UNTRIED) for part in explained for name in named[part])
+                for part, why in self._unexplained(explained, replicas, rounded, untried=untried).items():
+                    if (difference := deviations[part]) is not None:
+                        deviations[part] = replace(difference, unexplained=why)
         return deviations
 
-    def _of_no_replicas(
-        self, parts: set[str], replicas: StepOutcome, rounded: Sequence[StepOutcome]
-    ) -> set[str]:
-        """Return those parts that do not have the values of plain Keras for the rows of each replica.
+    def _unexplained(
+        self, parts: set[str], replicas: StepOutcome, rounded: Sequence[StepOutcome], *, untried: bool
+    ) -> dict[str, str]:
+        """Return those parts of which a name does not explain that they differ, and why.
 
-        A name explains only such values. Nothing is returned if replicas combine them by other means than
-        those over the examples.
+        They do not have the values of plain Keras for the rows of each replica. Or these values add up to
+        those of the whole batch, so that replicas could have combined them. If replicas do not combine means
+        over the examples, nothing is returned.
         """
         growths = growths_of(self._model)
         measured = (growths.losses, growths.layers, growths.steps.get(self._kind, {}))
@@ -393,7 +399,7 @@ class _Comparison:
             or growths.divisor != 1
             or any(growth != MEAN for values in measured for growth in values.values())
         ):
-            return set()
+            return {}
 
         def deviating(
             expected: StepOutcome, others: Sequence[StepOutcome], base: StepOutcome | None
@@ -403,15 +409,27 @@ class _Comparison:
             found |= {name: figures[name] for name in expected.figures}
             return {part for part in parts if found.get(part) is not None}
 
-        expected = self._of_shares()
+        expected, summed = (self._of_shares(growth=growth) for growth in (MEAN, SUM))
+        gradients = {part for part in parts if part.startswith("gradient ")}
+        if gradients and not untried:
+            deviations = self._gradients(self._reference, summed, rounded)
+            if all(difference is None for difference in deviations.values()):
+                return dict.fromkeys(gradients, "although it is the sum over the replicas")
         suspects = deviating(expected, rounded, self._reference)
         if suspects:
             others = [self._of_shares(_moved(number, self._epsilon)) for number in range(_ROUNDINGS)]
             suspects &= deviating(expected, others, None)
-        return suspects
+        return dict.fromkeys(suspects, "and from the values for the rows of each replica")
 
-    def _of_shares(self, change: Callable[[Any], Any] = lambda array: array) -> StepOutcome:
-        """Return the mean loss and gradients of plain Keras for the rows of each replica, and the outputs."""
+    def _of_shares(
+        self, change: Callable[[Any], Any] = lambda array: array, growth: int = MEAN
+    ) -> StepOutcome:
+        """Return the loss and gradients of plain Keras for the rows of each replica, and the outputs.
+
+        Args:
+            change: changes the weights and the inputs.
+            growth: of the gradients, which are combined by it.
+        """
         # Independent of how the training divides a batch.
         examples = self._global.examples
         shares = np.array_split(np.arange(examples), min(self._job.view.replicas, examples))
@@ -423,9 +441,9 @@ class _Comparison:
 
         outcomes = [self._plain(change, batch=rows_of(share)) for share in shares]
 
-        def mean(values: Sequence[Array]) -> Array:
+        def combined(values: Sequence[Array], growth: int) -> Array:
             parts = [
-                len(share) / examples * value.astype("float64")
+                (len(share) / examples) ** (1 - growth) * value.astype("float64")
                 for share, value in zip(shares, values, strict=True)
             ]
             total: Array = np.sum(parts, axis=0)
@@ -437,10 +455,10 @@ class _Comparison:
             if self._kind == "predict":
                 figures[name] = np.concatenate(values)
             elif name == "loss" and not has_own(self._model, f"{self._kind}_step"):
-                figures[name] = mean(values)
+                figures[name] = combined(values, MEAN)
         # A second update follows from the first one, and so from the rows of all replicas.
         gradients = {
-            key: mean([outcome.gradients[key] for outcome in outcomes])
+            key: combined([outcome.gradients[key] for outcome in outcomes], growth)
             for key in first.gradients
             if all(update == 0 for update, _ in first.gradients)
         }
