@@ -6,6 +6,7 @@ HOW selects what happens, at the place WHERE:
 
     lost0, lost1    that worker is lost; with --min-workers the others wait there
     overtaken       worker 1 is lost; the others have finished the first `fit` when its replacement is ready
+    killed          all workers are lost, as in `resuming`
     scaled          the chief asks for four workers, and later, in the second `fit`, for one
 """
 
@@ -22,6 +23,7 @@ from lockstep.worker import job
 from lockstep.worker.membership import AgentMembership
 
 HOW, WHERE = sys.argv[1], " ".join(sys.argv[2:])
+kill_at = resuming.kill_at
 ENTERED = job.current()
 
 
@@ -46,6 +48,8 @@ def scale(workers: int) -> None:
 
 def at(where: str) -> None:
     """Cause what HOW selects, at this place."""
+    if HOW == "killed":
+        kill_at(where)
     if where == WHERE and ENTERED.worker == {"lost0": 0, "lost1": 1, "overtaken": 1}.get(HOW):
         os.kill(os.getpid(), signal.SIGKILL)
     if ENTERED.is_chief and HOW == "overtaken":

@@ -144,6 +144,43 @@ def test_a_worker_joins_after_the_program_has_changed_what_decides(
         assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("how", "place", "backend"),
+    [
+        ("lost1", "fit 1 step 5", "torch"),
+        ("killed", "fit 2 step 5", "jax"),
+        *(pytest.param("lost0", "fit 2 step 3", name, marks=pytest.mark.slow) for name in ("jax", "torch")),
+        pytest.param("lost1", "fit 1 step 5", "jax", marks=pytest.mark.slow),
+        *(
+            pytest.param("killed", place, name, marks=pytest.mark.slow)
+            for place, name in [
+                ("fit 1 step 3", "jax"),
+                ("fit 1 step 3", "torch"),
+                ("fit 2 step 5", "tensorflow"),
+            ]
+        ),
+    ],
+    indirect=["backend"],
+)
+def test_a_process_takes_over_variables_of_python(
+    launch: Launch, backend: str, tmp_path: Path, how: str, place: str
+) -> None:
+    """They have changed before and after the steps were compiled, and before and after `compile`."""
+    program = ("changing.py", str(tmp_path))
+    undisturbed = launch("-n 1 --replicas 3", *program, "undisturbed", backend=backend)
+    options = (
+        f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 1" if how == "killed" else "--min-workers 2"
+    )
+    run = launch(f"-n 2 --replicas 3 {options}", *program, how, *place.split(), backend=backend)
+    if how == "killed":
+        assert run.status == 137, run.stderr
+        run = launch(f"-n 3 {options}", *program, how, *place.split(), backend=backend)
+    assert run.status == 0, run.stderr
+    for worker in {"lost0": (1, 2), "lost1": (0, 2), "killed": (0, 2)}[how]:
+        assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")
+
+
 @pytest.mark.slow("torch")
 @pytest.mark.ci
 def test_a_joining_worker_takes_over_what_later_trials_have_shown(

@@ -1,6 +1,7 @@
 """What tracing a step changes in Python happens once, and does not depend on what a worker traces."""
 
 import random
+import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ import keras
 import numpy as np
 import pytest
 
+from lockstep.checkpoint.values import pack, unpack
 from lockstep.data.batch import Share
 from lockstep.keras.backends.jax import JaxBackend
-from lockstep.keras.backends.traces import seed_traces
+from lockstep.keras.backends.traces import Traces, seed_traces
 
 GENERATOR = np.random.default_rng(11)
 HELD = SimpleNamespace(calls=0)
@@ -121,3 +123,38 @@ def test_any_number_of_workers_traces_alike(launch: Callable[..., Any]) -> None:
     )
     assert len(one) == 2
     assert one == two
+
+
+LEVELS = [1.0]
+FACTOR = 1.0
+
+
+def levelled(layer: Any) -> float:
+    return FACTOR * LEVELS[0]
+
+
+def test_another_process_traces_with_the_values_of_the_first_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It joins after the values have changed, and changes them once more before its trace."""
+
+    def computed(model: Any, traces: Traces, replica: int) -> bytes:
+        program = JaxBackend().program(model, "train", traces.trace)
+        x = X[ROWS[replica]]
+        share = Share(replica, len(x), len(x) / 10, 5, lambda: (x, x[:, :1], None))
+        partial = program.compute(program.present(), share, ())
+        return b"".join(np.asarray(partial[name]).tobytes() for name in sorted(partial))
+
+    def change(factor: float, level: float) -> None:
+        monkeypatch.setattr(sys.modules[__name__], "FACTOR", factor)
+        LEVELS[0] = level
+
+    change(2.0, 3.0)
+    member, joins = (Traces(new_model(levelled), "train") for _ in range(2))
+    models = [traces._model for traces in (member, joins)]
+    before = [computed(models[0], member, replica) for replica in (0, 1)]
+    change(5.0, 7.0)
+    joins.begin_with(unpack(*pack(member.saved(()), "")))
+    joins.begin()
+    change(11.0, 13.0)
+    assert [computed(models[1], joins, replica) for replica in (0, 1)] == before
+    assert [computed(models[0], member, 0)] == before[:1]
+    assert (FACTOR, LEVELS) == (11.0, [13.0])

@@ -24,6 +24,7 @@ class NumberedCall:
         settings: how the call trains, as recorded in its checkpoints.
         callback_hashes: the hashes of the callbacks' attributes, before and after `on_train_begin`,
             to detect changes.
+        values: the `lockstep.keras.changed_values.ChangedValues` of a `fit`; None if they are not kept.
         model: the model that a call of `fit` trains.
         by_batch: whether decisions of callbacks take effect after each batch, not only after each epoch.
         at_end: whether its state can be taken only at its end.
@@ -47,6 +48,7 @@ class NumberedCall:
     extent: tuple[int | None, int | None, int | None] = (None, None, None)
     settings: Mapping[str, str] = field(default_factory=dict)
     callback_hashes: list[Any] = field(default_factory=list)
+    values: Any = None
     model: Any = None
     by_batch: bool = False
     at_end: bool = False

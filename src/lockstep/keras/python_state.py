@@ -34,6 +34,7 @@ import keras
 import numpy as np
 import xxhash
 
+from lockstep.checkpoint.values import pack
 from lockstep.keras.private.common import (
     KERAS_HOLDERS,
     MODEL_ATTRIBUTES,
@@ -171,6 +172,38 @@ class _Holder(_Changeable):
     def children(self) -> Iterator[tuple[str, Any]]:
         for name, value in self.baseline.items():
             yield f"{self.path}.{name}", value
+
+
+class _Variables(_Holder):
+    """Variables that functions name: global ones of a module, those of enclosing functions, or of a class.
+
+    Args:
+        path: as for every node.
+        value: where each of them is, by its name.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, path: str, value: "dict[str, _Place]") -> None:
+        self.grown = False
+        _Changeable.__init__(self, path, value)
+
+    def read(self) -> dict[str, Any]:
+        values = ((name, _value_of(place, name)) for name, place in self.value.items())
+        return {name: value for name, value in values if value is not ABSENT}
+
+    def write(self, contents: Mapping[str, Any]) -> None:
+        for name, place in self.value.items():
+            if (new := contents.get(name, ABSENT)) is not _value_of(place, name):
+                _set_value(place, name, new)
+
+    def differs(self) -> bool:
+        now, baseline = self.read(), self.baseline
+        return now.keys() != baseline.keys() or not all(map(_same, now.values(), baseline.values()))
+
+    def children(self) -> Iterator[tuple[str, Any]]:
+        # Constants, such as the examples, are often global variables.
+        return ((path, value) for path, value in super().children() if not _is_large(value))
 
 
 class _List(_Changeable):
@@ -386,6 +419,7 @@ class ObjectGraph:
 
     Args:
         roots: the objects, with their names for messages.
+        without: objects that do not count, with those to which only they refer.
 
     Attributes:
         nodes: the nodes by their positions, in the order in which they were found.
@@ -393,11 +427,13 @@ class ObjectGraph:
             backend combines what replicas assign to them, as for variables of Keras.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]], without: Sequence[Any] = ()) -> None:
         self.nodes: dict[int, _Changeable] = {}
         self.variables: dict[str, Any] = {}
         self._roots = list(roots)
-        self._seen: set[int] = set()
+        self._without = list(without)
+        self._nodes_of: dict[int, _Changeable] = {}
+        self._seen: set[int] = set(map(id, without))
         self._ignored: set[str] = set()
         self._positions = itertools.count()
         self._walk(list(self._roots))
@@ -435,6 +471,20 @@ class ObjectGraph:
         """Make changes again that were undone; the baseline stays."""
         for position, contents in changes.contents.items():
             self.nodes[position].write(contents)
+
+    def make_where_unchanged(self, changes: Changes) -> None:
+        """Make changes again that were undone, where the present values are those of the baseline."""
+        for position, contents in changes.contents.items():
+            node, before = self.nodes[position], changes.before[position]
+            present = node.read()
+            if isinstance(node, _Holder):
+                for name in {**before, **contents}:
+                    if _same(present.get(name, ABSENT), before.get(name, ABSENT)):
+                        present[name] = contents.get(name, ABSENT)
+                contents = {name: value for name, value in present.items() if value is not ABSENT}
+            elif node.differs():
+                continue
+            node.write(contents)
 
     def adopt(self, changes: Changes) -> None:
         """Make changes again that were undone, and make the contents the baseline."""
@@ -488,27 +538,78 @@ class ObjectGraph:
         contents = self.nodes[key[0]].baseline
         return contents.get(key[1]) if key[1] else contents
 
+    def begin_with(self, saved: Iterable["SavedValue"]) -> None:
+        """Make saved values the baseline at their places. The present values stay."""
+        present: dict[int, tuple[_Changeable, Contents]] = {}
+        for path, name, value in saved:
+            if (node := self._node_at(path)) is not None:
+                present.setdefault(id(node), (node, node.read()))
+                self.set_saved(path, name, value)
+        for node, contents in present.values():
+            node.write(contents)
+
     def values_at(self, places: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-        """Return the baselines at some of `Changes.places`, without places that no longer exist."""
+        """Return the baselines at some of `Changes.places`, without those of objects that no longer exist.
+
+        An attribute that does not exist is `ABSENT`.
+        """
         nodes = {node.path: node for node in self.nodes.values()}
+        self._nodes_of = {id(node.value): node for node in nodes.values()}
         values = {}
         for path, name in places:
-            if path in nodes and (not name or name in nodes[path].baseline):
-                values[path, name] = nodes[path].baseline[name] if name else nodes[path].baseline
+            node = nodes.get(path)
+            if node is not None and not (isinstance(node, _Variables) and name not in node.value):
+                is_generator = isinstance(node, _Generator)
+                own = node.baseline if is_generator else node.value
+                value = node.baseline.get(name, ABSENT) if name else own
+                values[path, name] = self._with_baselines(value)
         return values
+
+    def _with_baselines(self, value: Any, depth: int = 0) -> Any:
+        """Return a value with the baselines of the containers and arrays in it."""
+        node = self._nodes_of.get(id(value))
+        if depth > _DEEP or not (isinstance(node, _List | _Dict | _Set | _Array | _Tensor)):
+            return value
+        if isinstance(node, _Dict):
+            return {key: self._with_baselines(item, depth + 1) for key, item in node.baseline.items()}
+        if isinstance(node, _List):
+            items = [self._with_baselines(item, depth + 1) for item in node.baseline]
+            return deque(items) if isinstance(value, deque) else items
+        return node.baseline
 
     def set_at(self, path: str, name: str, value: Any) -> bool:
         """Set a value of `values_at`, and return whether its node exists."""
-        node = next((node for node in self.nodes.values() if node.path == path), None)
+        node = self._node_at(path)
         if node is None:
             return False
-        node.write({**node.baseline, name: value} if name else value)
+        if name:
+            contents = {**node.baseline, name: value}
+            value = {each: content for each, content in contents.items() if content is not ABSENT}
+        node.write(value)
         self.refresh()
         return True
 
+    def set_saved(self, path: str, name: str, value: Any) -> bool:
+        """Work like `set_at`, with an `encoded` value. Containers that are equal already stay the same."""
+        node, new = self._node_at(path), decoded(value)
+        if node is None:
+            return False
+        own = node.baseline.get(name) if name else node.baseline
+        return self.set_at(path, name, _with_own(own, new) if name else _with_own_items(own, new))
+
+    def is_variable(self, path: str, name: str) -> bool:
+        """Whether a place of `Changes.places` is a variable that functions name, or a container in one."""
+        node = self._node_at(path)
+        owners = [root.path for _, root in self._roots if isinstance(root, _Variables)]
+        within = path.startswith(tuple(f"{owner}." for owner in owners)) and not isinstance(node, _Holder)
+        return isinstance(node, _Variables) or within
+
+    def _node_at(self, path: str) -> _Changeable | None:
+        return next((node for node in self.nodes.values() if node.path == path), None)
+
     def _forget_unreached(self) -> None:
         """Remove the nodes that cannot be reached any more, such as lists that steps have replaced."""
-        reached = {id(node.value) for node in ObjectGraph(self._roots).nodes.values()}
+        reached = {id(node.value) for node in ObjectGraph(self._roots, self._without).nodes.values()}
         for position, node in list(self.nodes.items()):
             if id(node.value) not in reached:
                 self._forget(position)
@@ -535,20 +636,24 @@ class ObjectGraph:
             if _is_variable(value):
                 self._seen.add(id(value))
                 self.variables[path] = value
-            elif (node_class := _node_class(value)) is not None:
+                continue
+            node: _Changeable | None = value if isinstance(value, _Variables) else None
+            if node is None and (node_class := _node_class(value)) is not None:
                 node = node_class(path, value)
+            if node is not None:
                 # The node keeps the object, so that its id remains unique.
-                self._seen.add(id(value))
+                self._seen.update((id(value), id(node.value)))
                 self.nodes[next(self._positions)] = node
                 waiting.extend(reversed(list(node.children())))
 
 
-def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
+def graph_of(model: Any, *, named: bool = False, callbacks: Sequence[Any] = ()) -> ObjectGraph:
     """Return the objects of a model whose attributes its steps may change.
 
     Args:
         model: the model, built.
-        named: whether to include the objects that its methods and functions name; see `named_objects`.
+        named: whether to include the variables that its functions name, and the objects in them.
+        callbacks: callbacks whose functions also count. Their own attributes do not.
     """
     optimizers = optimizers_of(model)
     inner = [getattr(optimizer, "inner_optimizer", None) for optimizer in optimizers]
@@ -568,8 +673,8 @@ def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
     roots += [] if isinstance(loss, str) else [("the loss", loss)]
     if named:
         parts = [part for _, part in roots if part is not None]
-        roots += named_objects([*parts, *_callables_in(parts), *keras.tree.flatten(loss)])
-    return ObjectGraph(roots)
+        roots += _variables_of([*parts, *keras.tree.flatten(loss), *callbacks])
+    return ObjectGraph(roots, callbacks)
 
 
 def graph_of_function(function: Any) -> ObjectGraph:
@@ -645,6 +750,80 @@ def _reached_functions(parts: Iterable[Any]) -> Iterator[types.FunctionType]:
                 waiting += _functions_of(value)
 
 
+class _Reached(NamedTuple):
+    """What parts of a program reach.
+
+    Attributes:
+        objects: the objects of the program with attributes.
+        functions: the functions of the program.
+        named: what the functions name, with the functions.
+        spaces: the modules and classes of the program that the functions name.
+        names: the words in the functions that may be names of attributes.
+        texts: the texts in them.
+    """
+
+    objects: list[Any]
+    functions: list[types.FunctionType]
+    named: list[tuple[types.FunctionType, _Named]]
+    spaces: list[Any]
+    names: set[str]
+    texts: set[str]
+
+
+def _reached(parts: Sequence[Any]) -> _Reached:
+    """Return what functions, and objects whose methods count, reach."""
+    objects, members = _objects_in(parts), list[Any]()
+    while True:
+        reached = _reached_functions([*objects, *parts, *_callables_in(parts), *members])
+        functions = [function for function in reached if is_in_program(function.__module__)]
+        named = [(function, each) for function in functions for each in _named_by(function)]
+        spaces = _spaces_in(each.value for _, each in named)
+        names, texts = _words_of(functions)
+        found = _objects_in([*parts, *(each.value for _, each in named)])
+        inner = [vars(space)[name] for space in spaces for name in sorted(names & vars(space).keys())]
+        inner = [member for member in inner if isinstance(member, types.FunctionType)]
+        if len(found) == len(objects) and len(inner) == len(members):
+            return _Reached(objects, functions, named, spaces, names, texts)
+        objects, members = found, inner
+
+
+_Place = types.CellType | dict[str, Any] | type | types.ModuleType
+"""Where a variable is: one of an enclosing function, global variables, or a class or module."""
+
+
+def _variables_of(parts: Sequence[Any]) -> list[tuple[str, _Variables]]:
+    """Return the variables that functions name, as roots of an `ObjectGraph`; see `_reached`.
+
+    Their paths are equal in all processes of a job.
+    """
+    reached = _reached(parts)
+    places: dict[str, dict[str, _Place]] = {}
+    cells: dict[int, str] = {}
+    for function, (name, value, place) in reached.named:
+        if isinstance(value, types.ModuleType | type):
+            continue
+        if isinstance(place, dict):
+            places.setdefault(function.__module__, {})[name] = place
+        elif id(place) not in cells:
+            owner = base = f"{function.__module__}.{function.__qualname__}"
+            numbers = itertools.count(2)
+            # Several functions may come from one definition.
+            while name in places.get(owner, {}):
+                owner = f"{base}#{next(numbers)}"
+            cells[id(place)] = owner
+            places.setdefault(owner, {})[name] = place
+    classes = [each for part in (*parts, *reached.objects) for each in _spaces_in([type(part)])]
+    for space in [*reached.spaces, *classes]:
+        owner = f"{space.__module__}.{space.__qualname__}" if isinstance(space, type) else space.__name__
+        for name in sorted(reached.names & vars(space).keys()):
+            value = vars(space)[name]
+            if not (name.startswith("__") or isinstance(value, types.ModuleType | type)):
+                if isinstance(space, type) and hasattr(type(value), "__get__"):
+                    continue  # Such as a method.
+                places.setdefault(owner, {}).setdefault(name, space)
+    return [(owner, _Variables(owner, names)) for owner, names in places.items()]
+
+
 class Number(NamedTuple):
     """A place with a number.
 
@@ -699,7 +878,7 @@ def _parts_of(model: Any) -> list[Any]:
     return [*layers, *keras.tree.flatten(getattr(model, "loss", None)), *modules]
 
 
-class _Place:
+class _Watched:
     """A place of `Choices`.
 
     Attributes:
@@ -758,16 +937,14 @@ class Choices:
         self._first = {**self._first, **moved}
         self._set_key()
 
-    def differences(self, model: Any, kind: str, key: str) -> list[tuple[str, str, str]]:
+    def differences(self, kind: str, key: str) -> list[tuple[str, str, str]]:
         """Compare the values with which this process compiles a step with those of a `key` of another one.
 
         Returns:
             The places of truth values, texts, functions and the like, not of numbers or tensors, each with
             its value in this process and in the other one. Callbacks often set numbers that no step reads.
         """
-        own = self.traced.get(kind)
-        if own is None:
-            own = self.traced[kind] = self.look(model)
+        own = self.traced[kind]
         if own == key:
             return []
         mine, others = _lines(own), _lines(key)
@@ -812,23 +989,13 @@ class Choices:
 
     def _find(self, model: Any) -> None:
         """Find the places in the program as it is now."""
-        parts = _parts_of(model)
-        objects = _objects_in(parts)
-        while True:
-            reached = _reached_functions([*objects, *parts, *_callables_in(parts)])
-            functions = [function for function in reached if is_in_program(function.__module__)]
-            named = [(function, each) for function in functions for each in _named_by(function)]
-            found = _objects_in([*parts, *(each.value for _, each in named)])
-            if len(found) == len(objects):
-                break
-            objects = found
-        names, self._strings = _words_of(functions)
-        self._places: list[_Place] = []
+        objects, _, named, spaces, names, self._strings = _reached(_parts_of(model))
+        self._places: list[_Watched] = []
         labels: Counter[str] = Counter()
 
         def add(label: str, read: Callable[[], Any]) -> None:
             labels[label] += 1
-            self._places.append(_Place(f"{label}#{labels[label]}", read, self._text))
+            self._places.append(_Watched(f"{label}#{labels[label]}", read, self._text))
 
         seen: set[tuple[int, str]] = set()
         for function, (name, value, place) in named:
@@ -840,7 +1007,7 @@ class Choices:
         for holder in objects:
             for name in sorted(names & _attribute_names(holder)):
                 add(f"{type(holder).__name__}.{name}", functools.partial(_attribute, holder, name))
-        for space in _spaces_in(each.value for _, each in named):
+        for space in spaces:
             for name in sorted(names & vars(space).keys()):
                 if not (name.startswith("__") or isinstance(vars(space)[name], types.ModuleType | type)):
                     add(f"{name} in {space.__name__}", functools.partial(_attribute, space, name))
@@ -965,14 +1132,32 @@ def _attribute(holder: Any, name: str) -> Any:
     return next((vars(each)[name] for each in type(holder).__mro__ if name in vars(each)), ABSENT)
 
 
-def _value_of(place: types.CellType | dict[str, Any], name: str) -> Any:
-    """Return the present value of what a function names; see `_Named`."""
-    if isinstance(place, dict):
-        return place.get(name, ABSENT)
-    try:
-        return place.cell_contents
-    except ValueError:
-        return ABSENT
+def _value_of(place: _Place, name: str) -> Any:
+    """Return the present value of a variable; `ABSENT` without one."""
+    if isinstance(place, types.CellType):
+        try:
+            return place.cell_contents
+        except ValueError:
+            return ABSENT
+    return (place if isinstance(place, dict) else vars(place)).get(name, ABSENT)
+
+
+def _set_value(place: _Place, name: str, value: Any) -> None:
+    """Set a variable, or remove it if the value is `ABSENT`."""
+    if isinstance(place, types.CellType):
+        if value is ABSENT:
+            del place.cell_contents
+        else:
+            place.cell_contents = value
+    elif isinstance(place, dict):
+        if value is ABSENT:
+            place.pop(name, None)
+        else:
+            place[name] = value
+    elif value is ABSENT:
+        delattr(place, name)
+    else:
+        setattr(place, name, value)
 
 
 def _words_of(functions: Iterable[types.FunctionType]) -> tuple[set[str], set[str]]:
@@ -1117,6 +1302,48 @@ class Kept:
                 variable.assign(value)
 
 
+SavedValue = Sequence[Any]
+"""A value that a checkpoint holds: the path of a node, an attribute of it or "", and the `encoded` value."""
+
+_MOST_SAVED = 1 << 20
+"""The most bytes of the arrays in a value that a checkpoint holds."""
+
+
+def saved_values(values: Mapping[tuple[str, str], Any]) -> tuple[list[SavedValue], list[tuple[str, str]]]:
+    """Return those of `ObjectGraph.values_at` that a checkpoint can hold, and the places of the others.
+
+    Inner ones come first.
+    """
+    saved: list[SavedValue] = []
+    others = []
+    for (path, name), value in sorted(values.items(), key=lambda item: -len(item[0][0])):
+        try:
+            plain = encoded(value)
+            _, arrays = pack(plain, path)
+        except (TypeError, RecursionError):
+            others.append((path, name))
+            continue
+        if sum(array.nbytes for array in arrays.values()) > _MOST_SAVED:
+            others.append((path, name))
+        else:
+            saved.append([path, name, plain])
+    return saved, others
+
+
+def _with_own(own: Any, new: Any) -> Any:
+    """Return the object that a place has already, if it is an equal container; otherwise the new value."""
+    is_equal = isinstance(own, _CONTAINERS) and _text(own) == _text(new)
+    return own if is_equal else _with_own_items(own, new)
+
+
+def _with_own_items(own: Any, new: Any) -> Any:
+    if isinstance(own, dict) and isinstance(new, dict):
+        return {key: _with_own(own.get(key), item) for key, item in new.items()}
+    if isinstance(own, list) and type(new) is list:
+        return [_with_own(mine, item) for mine, item in itertools.zip_longest(own[: len(new)], new)]
+    return new
+
+
 def encoded(value: Any) -> Any:
     """Return a value in a form that a checkpoint can hold, for `decoded`.
 
@@ -1125,6 +1352,8 @@ def encoded(value: Any) -> Any:
     """
     if value is None or type(value) in (*_LEAVES, np.ndarray) or isinstance(value, np.generic):
         return value
+    if value is ABSENT:
+        return {"kind": "absent", "items": ()}
     if _is_tensor(value):
         return {"kind": "tensor", "items": keras.ops.convert_to_numpy(value)}
     if isinstance(value, dict):
@@ -1141,6 +1370,8 @@ def decoded(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     kind, items = value["kind"], value["items"]
+    if kind == "absent":
+        return ABSENT
     if kind == "tensor":
         return keras.ops.convert_to_tensor(items)
     if kind == "dict":
@@ -1246,6 +1477,11 @@ def is_in_program(name: str | None) -> bool:
         except (ImportError, ValueError):
             return True
     return not file.startswith(_LIBRARIES)
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value is an array or tensor of so many bytes that it is not copied to be compared."""
+    return _node_class(value) in (_Array, _Tensor) and value.nbytes > _LARGE
 
 
 def _is_variable(value: Any) -> bool:

@@ -24,6 +24,9 @@ Partial = Mapping[str, Any]
 Total = Mapping[str, npt.NDArray[Any]]
 """The sum of all replicas' partials, by the same names."""
 
+Trace = Callable[[Callable[[], bool]], AbstractContextManager[None]]
+"""Returns the context of a trace; see `lockstep.keras.backends.traces.Traces.trace`."""
+
 
 EQUAL = "equal/"
 """The prefix of names of arrays that are equal on all replicas and not summed. A number and a path follow."""
@@ -251,8 +254,14 @@ class Backend(Protocol):
                 if variables are missing.
         """
 
-    def program(self, model: Any, kind: StepKind) -> Program:
-        """Prepare a step of `model`, whose variables exist."""
+    def program(self, model: Any, kind: StepKind, trace: Trace | None = None) -> Program:
+        """Prepare a step of `model`, whose variables exist.
+
+        Args:
+            model: the model.
+            kind: the kind of the step.
+            trace: that of all programs of the step, if there are several.
+        """
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return a function that Keras's loop can call instead of its own.

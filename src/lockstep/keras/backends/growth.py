@@ -7,9 +7,9 @@ growth -1. Each of them, multiplied by `weight ** -growth`, where the weight is 
 weighted mean that is the value of the whole batch. `lockstep.keras.fit.trials` measures the growth.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -176,6 +176,14 @@ def forget_growths(model: Any) -> None:
     vars(model)[CHOICES] = Choices(model, vars(model).get(CHOICES))
 
 
+def forget_trace(model: Any, kind: StepKind) -> None:
+    """Forget the choices with which a kind of step was compiled: it is compiled anew."""
+    made_choices(model).traced.pop(kind, None)
+    if kind in (growths := growths_of(model)).traced:
+        others = {each: key for each, key in growths.traced.items() if each != kind}
+        set_growths(model, replace(growths, traced=others))
+
+
 def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
     """Return a text that shows the values of Python that a step of a compiled model follows.
 
@@ -187,11 +195,18 @@ def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
     return made_choices(model).look(model)
 
 
-def refuse_other_trace(model: Any, kind: StepKind) -> None:
+def refuse_other_trace(
+    model: Any, kind: StepKind, beginning: Callable[[], AbstractContextManager[object]]
+) -> None:
     """Refuse to compile a step with other values of Python than the job has compiled it with.
 
-    This process joins the job, or resumes it, and has skipped what has set these values. It is called before
-    each step, and compares the values with which this process has compiled the step first.
+    This process joins the job, or resumes it, has skipped what has set these values, and cannot take them
+    over. It is called before each step, and compares the values with which this process compiles the step.
+
+    Args:
+        model: the model.
+        kind: the kind of the step.
+        beginning: see `lockstep.keras.backends.traces.Traces.beginning`.
 
     Raises:
         ModelError: the values differ.
@@ -199,7 +214,11 @@ def refuse_other_trace(model: Any, kind: StepKind) -> None:
     traced = growths_of(model).traced.get(kind)
     if runs_python(model) or traced is None:
         return
-    for place, own, others in made_choices(model).differences(model, kind, traced):
+    choices = made_choices(model)
+    if kind not in choices.traced:
+        with beginning():
+            choices.traced[kind] = choices.look(model)
+    for place, own, others in choices.differences(kind, traced):
         raise ModelError(
             f"model {model.name!r}: the job has compiled its {kind} step with {place} = {others}, and this "
             f"process, which joins or resumes, has {place} = {own}. A callback, or an earlier call, has set "

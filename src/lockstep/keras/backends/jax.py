@@ -31,6 +31,7 @@ from lockstep.keras.backends.contract import (
     Partial,
     StepKind,
     Total,
+    Trace,
     TrainFunctionCall,
 )
 from lockstep.keras.backends.eager_contract import Tensors
@@ -83,13 +84,13 @@ class JaxBackend:
         """Create a model's variables by calling it with symbolic inputs of JAX's dtypes."""
         build_by_call(model, kind, lambda: keras.tree.map_structure(_in_jax, batch()))
 
-    def program(self, model: Any, kind: StepKind) -> "JaxProgram":
+    def program(self, model: Any, kind: StepKind, trace: Trace | None = None) -> "JaxProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
         if hasattr(jax.config, _CHECK_INDICES):
             # Otherwise JAX would replace an index outside of a replica's rows by the nearest one.
             jax.config.update(_CHECK_INDICES, True)
-        return JaxProgram(model, kind, self._pending)
+        return JaxProgram(model, kind, self._pending, trace)
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return `f(state, iterator) -> (logs or outputs, state)`, as `JAXTrainer` calls it."""
@@ -271,7 +272,9 @@ class JaxState:
 class JaxProgram(JaxState):
     """The `lockstep.keras.backends.contract.Program` of one kind of step of one model."""
 
-    def __init__(self, model: Any, kind: StepKind, pending: list[jax.Array]) -> None:
+    def __init__(
+        self, model: Any, kind: StepKind, pending: list[jax.Array], trace: Trace | None = None
+    ) -> None:
         super().__init__(model, kind)
         compiled = model.jit_compile and not model.run_eagerly
         self._compiled = compiled
@@ -282,7 +285,7 @@ class JaxProgram(JaxState):
         self._apply_rest = jax.jit(self._traced_rest, donate_argnums=(0, 1))
         self._blocks: dict[tuple[int, frozenset[str]], JaxBlocks | str] = {}
         self._form = StepForm()
-        self._traces = Traces(model, kind)
+        self._trace = trace or Traces(model, kind).trace
         self.varies = not compiled
         self._packings = Packings()
         self._log_template: LogTemplate | None = None
@@ -429,7 +432,7 @@ class JaxProgram(JaxState):
         self, state: Any, data: Any, portion: tuple[Any, Any, Any], earlier: Sequence[Any]
     ) -> tuple[Any, Any]:
         self.traced += 1
-        with self._traces.trace(lambda: self._form.is_last(len(earlier))):
+        with self._trace(lambda: self._form.is_last(len(earlier))):
             partial, outputs = self._traced_compute(state, data, portion, earlier)
         fixed = {n: (a.shape, a.dtype) for n, a in partial.items() if is_packable(n, a)}
         packing = self._packings.learn(len(earlier), fixed)

@@ -58,6 +58,7 @@ from lockstep.keras.backends.contract import (
     Partial,
     StepKind,
     Total,
+    Trace,
     TrainFunctionCall,
 )
 from lockstep.keras.backends.eager_contract import Tensors
@@ -150,10 +151,10 @@ class TensorFlowBackend:
                 # The failed call has built some layers, and the step fails because they are incomplete.
                 raise _error_of_program(hindrance) from error
 
-    def program(self, model: Any, kind: StepKind) -> "TensorFlowProgram":
+    def program(self, model: Any, kind: StepKind, trace: Trace | None = None) -> "TensorFlowProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
-        return TensorFlowProgram(model, kind)
+        return TensorFlowProgram(model, kind, trace)
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
         """Return `f(iterator) -> logs` or `f(batches) -> outputs`, as `TensorFlowTrainer` calls them."""
@@ -339,7 +340,7 @@ class TensorFlowProgram(VariableState):
     The state lives in the model's variables: `state` is None.
     """
 
-    def __init__(self, model: Any, kind: StepKind) -> None:
+    def __init__(self, model: Any, kind: StepKind, trace: Trace | None = None) -> None:
         super().__init__(model)
         self._kind = kind
         self._eager = model.run_eagerly
@@ -353,7 +354,7 @@ class TensorFlowProgram(VariableState):
         # Of graphs, which are traced again where they turn out to use the new weights.
         self._rounds = RoundCount()
         self._form = StepForm()
-        self._traces = Traces(model, kind)
+        self._tracing = trace or Traces(model, kind).trace
         self._global_updates: dict[int, GlobalUpdate] = {}
         self._trace = RoundTrace()
         self._summarizes = tf.Variable(False, trainable=False)
@@ -575,7 +576,7 @@ class TensorFlowProgram(VariableState):
         stateless = tf_random_ops.stateless(step)
 
         def trace() -> Any:
-            with self._traces.trace(lambda: self.is_last(number)):
+            with self._tracing(lambda: self.is_last(number)):
                 return traced(stateless, self._jit, portion, total_specs, *specs)
 
         inner = trace()

@@ -53,6 +53,7 @@ from lockstep.keras.backends.contract import (
     Partial,
     StepKind,
     Total,
+    Trace,
     TrainFunctionCall,
 )
 from lockstep.keras.backends.eager_contract import Tensors
@@ -122,7 +123,7 @@ class TorchBackend:
         """Create a model's variables by calling it with symbolic inputs."""
         build_by_call(model, kind, batch)
 
-    def program(self, model: Any, kind: StepKind) -> "TorchProgram":
+    def program(self, model: Any, kind: StepKind, trace: Trace | None = None) -> "TorchProgram":
         """Prepare a step of a built model."""
         self._prepare()
         refuse_unsupported(model, kind)

@@ -20,7 +20,8 @@ from lockstep.data.batch import Batch, LocalBatches, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
-from lockstep.keras.backends.growth import growths_of, refuse_other_trace
+from lockstep.keras.backends.growth import growths_of, refuse_other_trace, runs_python
+from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import is_gather, updating
 from lockstep.keras.fit.divided_update import DividedUpdate
 from lockstep.keras.fit.local_steps import LocalProgram
@@ -81,7 +82,8 @@ class GlobalStep:
         layouts: the layouts of the partials, by the number of the round and the names of the arrays.
         gathering: the numbers of the rounds that have ended at a call of `gather`.
 
-    The argument `follow` tries the model again if a step follows other values of Python: see
+    The argument `traces` has the traces of all programs of the step. The argument `follow` tries the model
+    again if a step follows other values of Python; see
     `lockstep.keras.fit.introductions.Introductions.follow`.
     """
 
@@ -94,6 +96,7 @@ class GlobalStep:
         calls: NumberedCalls,
         snapshots: Snapshots,
         context: Callable[[], AbstractContextManager[None]],
+        traces: Traces,
         follow: Callable[
             [NumberedCall, Any, StepKind, Batch, Callable[[], AbstractContextManager[None]]], None
         ],
@@ -103,6 +106,7 @@ class GlobalStep:
         self.backend = backend
         self.context = context
         self._follow = follow
+        self._traces = traces
         # A check compares a step with one process, so it takes no local steps.
         self._local = job.local_steps if kind == "train" and not job.settings.checks else None
         self._make_program(model)
@@ -122,7 +126,7 @@ class GlobalStep:
     def _make_program(self, model: Any) -> None:
         """Make a program that knows the growths of the model, as of its first step."""
         self._growths = b""
-        self.program: Program = self.backend.program(model, self.kind)
+        self.program: Program = self.backend.program(model, self.kind, self._traces.trace)
         if self._local is not None:
             self.program = LocalProgram(self.program, self.backend, model, self._local)
         self._programs: dict[str, Program] = {}
@@ -178,7 +182,7 @@ class GlobalStep:
         batch = self._read(state, element)
         self.timer.lap("input")
         self._follow(call, self.model, self.kind, batch, partial(self.program.published, state))
-        refuse_other_trace(self.model, self.kind)
+        refuse_other_trace(self.model, self.kind, self._traces.beginning)
         traced = self._traced
         (logs, state), record = self._verified_step(state, batch, call, number)
         self._digests.after_update(record, self.program, state, self._describe)
@@ -211,7 +215,7 @@ class GlobalStep:
             CallFinishedElsewhere: the members have finished the call.
         """
         batch = self._read(state, element)
-        refuse_other_trace(self.model, self.kind)
+        refuse_other_trace(self.model, self.kind, self._traces.beginning)
         _, state = self._step(state, batch)
         self.backend.settle()
         if self._snapshots.resumable.join():
@@ -389,7 +393,8 @@ class GlobalStep:
         structure = structure_of(data)
         if structure not in self._programs:
             first = not self._programs
-            self._programs[structure] = self.program if first else self.backend.program(self.model, self.kind)
+            new = self.program if first else self.backend.program(self.model, self.kind, self._traces.trace)
+            self._programs[structure] = new
         self.program = self._programs[structure]
         return self.program
 
@@ -598,8 +603,10 @@ class TrackedTrainFunction:
         model: Any,
         calls: NumberedCalls,
         snapshots: Snapshots,
+        traces: Traces,
     ) -> None:
         self._model = model
+        self._traces = traces
         self._calls = calls
         self._snapshots = snapshots
         self._held = backend.training_state(model)
@@ -616,7 +623,8 @@ class TrackedTrainFunction:
             execution.skip()
             self._snapshots.resumable.skip(steps)
             return self._skipped(execution.state)
-        logs, state = execution.run()
+        run = execution.run
+        logs, state = run() if runs_python(model) else self._traces.call(run)
         call.steps += steps
         call.logs = logs
         self._calls.taken += steps

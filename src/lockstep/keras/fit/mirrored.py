@@ -16,6 +16,8 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import growths_of
+from lockstep.keras.backends.traces import Traces, new_traces
+from lockstep.keras.changed_values import ChangedValues, set_values
 from lockstep.keras.fit.call_inputs import refuse_empty
 from lockstep.keras.fit.call_record import extent_of_fit, fit_facts, model_facts
 from lockstep.keras.fit.callbacks import (
@@ -35,7 +37,7 @@ from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.nests import has_weights
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.private.common import CACHED_VALIDATION, sample_weights
-from lockstep.keras.state.callback_states import attribute_hashes, listeners, set_callback_states
+from lockstep.keras.state.callback_states import attribute_hashes, listed, listeners, set_callback_states
 from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
@@ -90,7 +92,7 @@ class Mirrored:
                 parts.checkpoints.begin(checkpoint)
             parts.inputs.note_held(call, model, arguments["x"], arguments["validation_data"])
             if finished := self._resumable.resume():
-                return replay_fit(model, callbacks, finished)
+                return replay_fit(model, callbacks, finished, is_edited=parts.snapshots.is_edited)
             training, validation = self._inputs_of_fit(arguments)
             self._group(training, arguments)
             inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
@@ -121,12 +123,15 @@ class Mirrored:
                 self._job.events.publish(ChiefWrites(files))
             parts.snapshots.note_settings(model)
             call.callback_hashes = [attribute_hashes(call.callbacks)]
+            if self.keeps_state and len(parts.calls.stack) == 2:
+                call.values = ChangedValues(model, listed(call.callbacks))
             call.model, call.by_batch = model, has_batch_methods(call.callbacks)
             arguments.update(callbacks=call.callbacks)
             try:
                 result = original(*bound.args, **bound.kwargs)
             except CallFinishedElsewhere:
-                return replay_fit(model, callbacks, self._resumable.replay())
+                finished = self._resumable.replay()
+                return replay_fit(model, callbacks, finished, is_edited=parts.snapshots.is_edited)
             parts.record.state(f"the end of {call.name}", model)
             parts.record.compare_states(f"the end of {call.name}", model)
             parts.record.finish(result)
@@ -229,7 +234,7 @@ class Mirrored:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             compilation.trained = model.trainable_variables
-            step = self._new_step(model, kind)
+            step = self._new_step(model, kind, new_traces(model, kind))
             setattr(model, attribute, self._parts.backend.function(model, step.take, kind))
         return getattr(model, attribute)
 
@@ -356,7 +361,7 @@ class Mirrored:
         """Try a model on its first batch."""
         self._introductions.introduce(call, model, kind, read, weighs)
 
-    def _new_step(self, model: Any, kind: StepKind) -> GlobalStep:
+    def _new_step(self, model: Any, kind: StepKind, traces: Traces | None = None) -> GlobalStep:
         parts = self._parts
         context = parts.models.step_context(model) if kind == "train" else nullcontext
         return GlobalStep(
@@ -367,6 +372,7 @@ class Mirrored:
             calls=parts.calls,
             snapshots=parts.snapshots,
             context=context,
+            traces=traces or Traces(model, kind),
             follow=self._introductions.follow,
         )
 
@@ -383,15 +389,25 @@ class Mirrored:
         return nullcontext()
 
 
-def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
-    """Return the result of a `fit` that finished before this process began; restore its callbacks.
+def replay_fit(model: Any, callbacks: Any, finished: FinishedCall, *, is_edited: bool = False) -> Any:
+    """Return the result of a `fit` that finished before this process began; restore what it changed.
 
     If it raised an error, raise it again. `finished.kept` is None if its callbacks had not begun.
+
+    Args:
+        model: the model.
+        callbacks: the callbacks that the script passes.
+        finished: the call.
+        is_edited: whether files of the script have changed since then.
     """
-    if finished.kept is not None:
+    if (kept := finished.kept) is not None:
+        # One of an earlier version has only the states of callbacks.
+        kept = kept if isinstance(kept, dict) else {"callbacks": kept, "values": {}}
         model.history = keras.callbacks.History()
         model.history.set_model(model)
-        set_callback_states(listeners(writing_once(callbacks, 0, resumes=True), model), finished.kept)
+        listening = writing_once(callbacks, 0, resumes=True)
+        set_callback_states(listeners(listening, model), kept["callbacks"])
+        set_values(model, listed(listening), kept["values"], is_edited=is_edited)
     finished.raise_error()
     return model.history
 

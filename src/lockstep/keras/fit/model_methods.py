@@ -205,9 +205,9 @@ class ModelMethods:
         call = self._calls.current
         if call.callback_hashes:
             call.callback_hashes.append(attribute_hashes(call.callbacks))
-            call.result_of = lambda call: callback_states(
-                listeners(call.callbacks, call.model), call.callback_hashes
-            )
+            if call.values is not None:
+                call.values.note_beginning()
+            call.result_of = _changed_by
 
     def steps_ended(self) -> None:
         """Record and hold the state at the end of the last step of an epoch."""
@@ -250,3 +250,8 @@ def _reported(model: Any, epoch: int) -> dict[str, Any]:
         return {}
     whole = len(history.epoch)
     return {name: values[-1] for name, values in history.history.items() if len(values) == whole}
+
+
+def _changed_by(call: NumberedCall) -> Any:
+    callbacks = callback_states(listeners(call.callbacks, call.model), call.callback_hashes)
+    return {"callbacks": callbacks, "values": {} if call.values is None else call.values.packed()}

@@ -165,10 +165,14 @@ CHOICES = "_lockstep_choices"
 TRACE_SEED = "_lockstep_trace_seed"
 """The attribute of models with the seed of their traces, set in the same way."""
 
+TRACES = "_lockstep_traces"
+"""The attribute of compiled models with the `lockstep.keras.backends.traces.Traces` of their steps."""
+
 OWN_ATTRIBUTES: frozenset[str] = frozenset(
     {
         CHANGED_PLACES,
         CHOICES,
+        TRACES,
         TRACE_SEED,
         # Of layers, models, metrics, losses and optimizers: variables, parts, settings, and what calls cache.
         "_allow_non_tensor_positional_args",

@@ -1,11 +1,12 @@
 """The models that a script has compiled: their variables, and values to load from a checkpoint."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lockstep.keras.backends.contract import Backend, StepKind
 from lockstep.keras.backends.growth import Growths, growths_of, made_choices, parts_digest
+from lockstep.keras.backends.traces import Traces, traces_of
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.variables import all_variables, assign, named_arrays
 
@@ -77,6 +78,36 @@ class CompiledModels:
             for index, model in models
             if model is not None and (growths := growths_of(model)).tried
         }
+
+    def traces(self, places: Sequence[tuple[str, str]]) -> dict[int, tuple[int, dict[str, Any]]]:
+        """The values with which the models' steps were traced, by number, with that of the compilation.
+
+        Args:
+            places: further places whose values count; see `Traces.saved`.
+        """
+        models = ((index, reference()) for index, reference in enumerate(self._models))
+        return {
+            index: (self._compilations[model], {kind: each.saved(places) for kind, each in traces.items()})
+            for index, model in models
+            if model is not None and (traces := traces_of(model))
+        }
+
+    def begin_traces(self, packed: Mapping[int, Any], model: Any) -> None:
+        """Begin the traces of a model, which has none yet, with another process's value of `traces`."""
+        for index, reference in enumerate(self._models):
+            if reference() is not model or index not in packed:
+                continue
+            compilation, saved = packed[index]
+            for kind in saved if compilation == self._compilations[model] else ():
+                traces_of(model).setdefault(kind, Traces(model, kind)).begin_with(saved[kind])
+
+    def arrive_at_traces(self, packed: Mapping[int, Any]) -> None:
+        """Begin the traces of all models, when this process has the other values of the state."""
+        for model in (reference() for reference in self._models):
+            if model is not None and self.is_built(model):
+                self.begin_traces(packed, model)
+                for traces in traces_of(model).values():
+                    traces.begin()
 
     def taken_growths(self, packed: dict[int, Any], model: Any) -> Growths | None:
         """Take the growths of a model out of another process's value of `growths`.

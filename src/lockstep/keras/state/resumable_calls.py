@@ -163,8 +163,9 @@ class ResumableCalls:
     Attributes:
         skipping: publishes how much of a call was skipped.
         turns: the turns of the script's threads, whose calls follow each other.
-        begun_with: what trials have shown of models (`growths`), and the hashes of the program's files
-            (`sources`), in the state with which this process has begun; empty without one.
+        begun_with: what trials have shown of models (`growths`), the values with which their steps were
+            compiled (`traces`), and the hashes of the program's files (`sources`), in the state with which
+            this process has begun; empty without one.
     """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
@@ -435,7 +436,8 @@ class ResumableCalls:
         self._note_beginning(training)
 
     def _note_beginning(self, training: Mapping[str, Any]) -> None:
-        self.begun_with = {name: training[name] for name in ("growths", "sources") if name in training}
+        kept = ("growths", "sources", "traces")
+        self.begun_with = {name: training[name] for name in kept if name in training}
 
     def _fail(self, call: NumberedCall, error: BaseException) -> None:
         """Record the error that ends the call in progress: the script may catch it."""

@@ -18,6 +18,7 @@ from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.growth import Growths, set_growths
 from lockstep.keras.backends.logs import mapped
+from lockstep.keras.changed_values import set_values
 from lockstep.keras.host_report import libraries, report_for_joiners
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.python_replicas import saved_python, set_python
@@ -46,7 +47,7 @@ from lockstep.system.notes import note
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
 
-_POSITION = ("journal", "steps", "looks", "passes", "states", "turn", "growths")
+_POSITION = ("journal", "steps", "looks", "passes", "states", "turn", "growths", "traces")
 """The parts of the state that a process needs before it arrives."""
 
 
@@ -192,7 +193,15 @@ class Snapshots:
             ),
             "heard": Part(lambda: heard, lambda was: setattr(call, "processed", call.steps if was else None)),
             "stops": Part(lambda: heard and bool(model.stop_training), partial(_stop_if, model)),
+            "values": Part(
+                lambda: {} if call.values is None else call.values.packed(),
+                lambda packed: set_values(model, listed(call.callbacks), packed, is_edited=self.is_edited),
+            ),
             "python": Part(partial(saved_python, model), partial(set_python, model)),
+            "traces": Part(
+                lambda: models.traces(() if call.values is None else call.values.places()),
+                models.arrive_at_traces,
+            ),
             "random": Part(
                 lambda: resumable.journal.states if program is None else random_states(held),
                 lambda states: set_random_states(states, held),
@@ -306,6 +315,11 @@ class Snapshots:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         return resumption.entries["logs"], state
 
+    @property
+    def is_edited(self) -> bool:
+        """Whether files of the script have changed since the state with which this process has begun."""
+        return bool(_changed_sources(self.resumable.begun_with))
+
     def _set_growths(self) -> None:
         for tried in self.models.tried:
             # Since this process took over what trials have shown, members may have tried the model again.
@@ -322,6 +336,7 @@ class Snapshots:
             CheckpointError: the state with which this process has begun cannot be read.
         """
         training = self.resumable.begun_with
+        self.models.begin_traces(training.get("traces", {}), model)
         if self._job.checkpoints.accepts_changes or _changed_sources(training):
             return None
         try:
