@@ -132,7 +132,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
         ),
     },
     {"backends"},
-    {"python_replicas", "kept_saves", "rounds", "shared_saves"},
+    {"python_replicas", "changed_values", "kept_saves", "rounds", "shared_saves"},
     {"state_verification", "step_digests", "verification"},
     {"state"},
     {"replica_run"},
