@@ -25,7 +25,7 @@ from lockstep.keras.fit.trainer import KerasFunctions, Original, Trainer, Traine
 from lockstep.keras.input.fit_inputs import GlobalInput
 from lockstep.keras.kept_saves import KeptSaves
 from lockstep.keras.model_digest import LastModel
-from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.parameter_server.server_embedding import only_chief_reads
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.shared_saves import SharedSaves
