@@ -24,6 +24,7 @@ from lockstep.errors import ModelError
 from lockstep.keras import randomness
 from lockstep.keras.backends.growth import Growths, set_growths
 from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.nests import structure_of
 from lockstep.keras.variables import assign, step_state
 from lockstep.worker import job
 from metered import ListsTwice, Metered
@@ -747,3 +748,23 @@ def test_weights_that_a_masked_loss_scales_in_place_are_those_of_plain_keras(who
     # What was gathered has served its purpose.
     steps.apply(None, [*({} for _ in earlier), as_total(total)])
     np.testing.assert_allclose([float(variable) for variable in model.metrics_variables], plain, rtol=1e-6)
+
+
+@here
+def test_a_step_gets_the_batches_of_a_loader_in_their_own_form() -> None:
+    batches = []
+
+    class Own(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            batches.append(data)
+            return {}
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = Own([keras.layers.Input((6,)), keras.layers.Dense(1)])
+        model.compile("sgd")
+    rows = [*torch.tensor(X)]
+    for items in (rows, [{"y": row[0], "x": row} for row in rows], [[row, row[0]] for row in rows]):
+        batches.clear()
+        loader = torch.utils.data.DataLoader(items, batch_size=4)
+        model.fit(loader, verbose=0)
+        assert {structure_of(batch) for batch in batches} == {structure_of(next(iter(loader)))}

@@ -27,7 +27,7 @@ from lockstep.errors import DataError
 from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.grain_batches import grain_batches
-from lockstep.keras.input.loader_reading import is_loader, loader_reading
+from lockstep.keras.input.loader_reading import is_loader, keras_batch, loader_reading
 from lockstep.keras.input.pipelines import Pipelines, PipelinesBatch
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
@@ -855,7 +855,7 @@ def _begin(stream: DataAdapter) -> Iterator[Any]:
     """Begin a pass, and draw random numbers as Keras does, which begins a backend's own inputs at once."""
     backend = keras.backend.backend()
     if isinstance(stream, TorchDataLoaderAdapter) and backend == "torch":
-        return map(_on_host, iter(stream.get_torch_dataloader()))
+        return map(keras_batch, iter(stream.get_torch_dataloader()))
     draw_as_a_loader()
     if isinstance(stream, TFDatasetAdapter) and backend == "tensorflow":
         return _elements(stream)
@@ -894,11 +894,6 @@ def _read_ahead(dataset: Any) -> Any:
     """
     freed = easily_freed(dataset)
     return freed if freed is dataset or "Prefetch" in type(dataset).__name__ else freed.prefetch(1)
-
-
-def _on_host(batch: Any) -> Any:
-    """Return a batch of a `DataLoader` in the form that Keras accepts."""
-    return tuple(keras.tree.map_structure(on_host, batch))
 
 
 def _own_batch(data: Any) -> Any:

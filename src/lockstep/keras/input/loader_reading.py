@@ -624,7 +624,8 @@ def keras_batch(batch: Any) -> Any:
     """Return a batch of a loader in the form in which Keras gives it to a step, on the host."""
     leaves, pack = parts_of(batch)
     if keras.backend.backend() == "torch":
-        return tuple(pack([None if leaf is None else on_host(leaf) for leaf in leaves]))
+        # Keras takes a tensor, a dict or a list as the loader yields it.
+        return pack([None if leaf is None else on_host(leaf) for leaf in leaves])
     return tuple(pack([None if leaf is None else np.asarray(leaf.cpu()) for leaf in leaves]))
 
 
