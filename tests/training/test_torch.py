@@ -752,6 +752,7 @@ def test_weights_that_a_masked_loss_scales_in_place_are_those_of_plain_keras(who
 
 @here
 def test_a_step_gets_the_batches_of_a_loader_in_their_own_form() -> None:
+    torch.use_deterministic_algorithms(True)
     batches = []
 
     class Own(keras.Sequential):

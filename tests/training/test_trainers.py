@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
@@ -70,3 +71,12 @@ def test_a_process_of_a_job_with_servers_has_one_replica_while_it_is_apart(made:
         with pytest.raises(ModelError, match="train_on_batch is not supported with parameter servers"):
             within.call("train_on_batch", lambda *_: None, model)
     assert type(methods._trainer(model)) is Served
+
+
+def test_a_model_that_is_compiled_again_computes_with_its_new_loss(
+    launch: Callable[..., Any], plain: Callable[..., str], tmp_path: Path
+) -> None:
+    done = launch(f"-n 1 --replicas 1 --checkpoint {tmp_path}", "compiled_twice.py")
+    assert done.status == 0, done.stderr
+    figures = [line for line in done.log(0) if line.startswith("figures ")]
+    assert figures == plain("compiled_twice.py").splitlines()

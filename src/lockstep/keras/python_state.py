@@ -107,14 +107,15 @@ class _Holder(_Changeable):
         grown: whether it has new parts that have not been searched for nodes.
     """
 
-    __slots__ = ("attributes", "built", "grown", "ignored", "keys", "values")
+    __slots__ = ("attributes", "built", "grown", "ignored", "is_model", "keys", "values")
 
     def __init__(self, path: str, value: Any) -> None:
         self.attributes: dict[str, Any] = vars(value)
         self.ignored = (
             OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) or _is_module(value) else frozenset()
         )
-        if isinstance(value, keras.Model):
+        self.is_model = isinstance(value, keras.Model)
+        if self.is_model:
             self.ignored |= MODEL_ATTRIBUTES
         self.keys: list[str] = []
         self.values: list[Any] = []
@@ -135,7 +136,8 @@ class _Holder(_Changeable):
                 self.attributes[name] = value
 
     def differs(self) -> bool:
-        attributes, baseline = self.attributes, self.baseline
+        # JAX compiles nothing anew for the next `compile` while the functions of the last one live.
+        attributes, baseline = self.read() if self.is_model else self.attributes, self.baseline
         if (
             len(attributes) == len(self.values)
             and all(map(is_, attributes.values(), self.values))

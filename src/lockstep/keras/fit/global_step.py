@@ -593,7 +593,9 @@ def _first_rows(share: Share, rows: int) -> Share:
 class TrackedTrainFunction:
     """Wraps Keras's own train function: counts its steps, skips those taken elsewhere, and saves checkpoints.
 
-    A call of the loop counts as `steps_per_execution` steps, even if the data has fewer left.
+    Nothing else refers to Keras's function, so it ends with this object. If one lived on after `compile`, JAX
+    would take the function of the new `compile` for it, because both compile the same method of the model:
+    the model would train with its old loss.
     """
 
     def __init__(
@@ -605,18 +607,31 @@ class TrackedTrainFunction:
         snapshots: Snapshots,
         traces: Traces,
     ) -> None:
-        self._model = model
-        self._traces = traces
-        self._calls = calls
-        self._snapshots = snapshots
-        self._held = backend.training_state(model)
-        self._call = backend.intercepted(model, function, self._execute)
+        steps = _TrackedSteps(backend, model, calls, snapshots, traces)
+        self._call = backend.intercepted(model, function, steps.execute)
 
     def __call__(self, *args: Any) -> Any:
         """Call the train function."""
         return self._call(*args)
 
-    def _execute(self, execution: TrainFunctionCall) -> tuple[Any, Any]:
+
+class _TrackedSteps:
+    """What a train function does beside training.
+
+    A call of the loop counts as `steps_per_execution` steps, even if the data has fewer left.
+    """
+
+    def __init__(
+        self, backend: Backend, model: Any, calls: NumberedCalls, snapshots: Snapshots, traces: Traces
+    ) -> None:
+        self._model = model
+        self._traces = traces
+        self._calls = calls
+        self._snapshots = snapshots
+        self._held = backend.training_state(model)
+
+    def execute(self, execution: TrainFunctionCall) -> tuple[Any, Any]:
+        """Make a call of the function; return (logs, the state after it)."""
         call, model = self._calls.current, self._model
         steps = 1 if call.at_end else model.steps_per_execution
         if call.steps < call.skipped:
