@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
+from lockstep.hosts.facts import check_facts, check_standby, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.channel import PeerGone, Unreadable
@@ -52,6 +52,16 @@ def test_the_host_with_fewest_cores_for_a_replica_decides(
 ) -> None:
     facts = [msgspec.structs.replace(FACTS, cores=own) for own in cores]
     assert threads_for_all(HOSTS, facts, replicas) == threads
+
+
+def test_the_standby_needs_a_port_that_its_host_does_not_use() -> None:
+    facts = [FACTS, msgspec.structs.replace(FACTS, address="10.0.0.2")]
+    for free in ("", "10.0.0.2:4001", "10.0.0.3:4000"):
+        check_standby(free, HOSTS, facts)
+    with pytest.raises(
+        ConfigError, match=re.escape("host node2 already listens at the address of --standby 10.0.0.2:4")
+    ):
+        check_standby("10.0.0.2:4000", HOSTS, facts)
 
 
 def test_a_host_describes_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

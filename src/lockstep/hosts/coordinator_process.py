@@ -180,6 +180,8 @@ class CoordinatorProcess:
     _alive_due: float = 0.0
     _old_stops: int = 0
     _leader: Leader | None = None
+    _contested: bool = False
+    _leads: bool = False
     _patience: float = 0.0
 
     def run(self) -> int:
@@ -194,7 +196,9 @@ class CoordinatorProcess:
         channels = {host.host: _channel(host) for host in hosts}
         first_kept = msgspec.structs.replace(first.kept, record=first.record.content())
         # Other records of the job name the same store.
-        self._leader = leader = self._leader_of(_decoded(first_kept).spec, first.address)
+        spec = _decoded(first_kept).spec
+        self._contested = bool(spec.standby) and first.kept.term > 0
+        self._leader = leader = self._leader_of(spec, first.address)
 
         def show_life() -> None:
             self.keeper.send(KeepAlive())
@@ -223,10 +227,17 @@ class CoordinatorProcess:
             self._persist(partial(leader.take_over, first.term, following), show_life)
         elif leader is not None:
             self._persist(partial(leader.begin, first.term), show_life)
+        self._leads, self._contested = True, leader is not None
         begins = len(record.hosts)
         self._late.extend(zip(hosts[begins:], agents[begins:], strict=True))
         clock = SystemClock(record.at) if has_begun else SystemClock()
         return self._coordinate(first, record, agents[:begins], clock, has_begun)
+
+    def leaves(self, error: Exception) -> bool:
+        """Return whether another coordinator leads the job, or may, after an error of this one."""
+        if not self._contested or (self._leader is not None and self._leader.is_replaced):
+            return False
+        return isinstance(error, CheckpointError) or not self._leads
 
     def _next(self, kind: type[Message]) -> Message:
         while True:
@@ -432,13 +443,12 @@ def main(descriptor: int) -> int:
         socket.socket(fileno=descriptor), CoordinatorCommand
     )
     with EventLoop() as loop:
+        process = CoordinatorProcess(keeper, loop)
         try:
-            ended = JobEnded(CoordinatorProcess(keeper, loop).run())
+            ended = JobEnded(process.run())
         except (LockstepError, OSError) as error:
             note(with_code(error))
-            # Another coordinator leads the job, or may.
-            leaves = isinstance(error, CheckpointError)
-            ended = JobEnded(LEFT_OUT if leaves else 2, with_code(error))
+            ended = JobEnded(LEFT_OUT if process.leaves(error) else 2, with_code(error))
     keeper.send(ended)
     return ended.status
 

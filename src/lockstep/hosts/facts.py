@@ -13,9 +13,11 @@ from lockstep.system.cuda import version_of
 from lockstep.system.environment import usable_cores
 from lockstep.system.process_limits import open_files, processes_of_user_left, shortage
 from lockstep.topology import place_on_hosts
+from lockstep.transport.addresses import look_up, split_address
 from lockstep.worker.program_sources import file_hash
 from lockstep.worker.script import Script
 
+_RESOLVE = 5.0
 _LIBRARIES = ("keras-lockstep", "keras", "numpy", "ml-dtypes")
 _OF_BACKEND = {
     "jax": ("jax", "jaxlib"),
@@ -92,6 +94,26 @@ def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: st
     if len(groups := _groups(names, (host_facts.script for host_facts in facts))) > 1:
         parts = " and ".join(", ".join(there) for there in groups.values())
         raise ConfigError(f"{target} differs between {parts}; copy the same file to all hosts")
+
+
+def check_standby(standby: str, hosts: Sequence[JobHost], facts: Sequence[HostFacts]) -> None:
+    """Check that a coordinator can listen at the address of the standby, if that is one of these hosts.
+
+    Raises:
+        ConfigError: the host itself listens there.
+    """
+    if not standby:
+        return
+    name, port = split_address(standby)
+    for host, host_facts in zip(hosts, facts, strict=True):
+        if host_facts.port != port:
+            continue
+        resolved = look_up(name, port, _RESOLVE)
+        if not isinstance(resolved, str) and resolved[1][0] == host_facts.address:
+            raise ConfigError(
+                f"host {host.name} already listens at the address of --standby {standby}, for workers of "
+                "other hosts; give --standby another port"
+            )
 
 
 def threads_for_all(hosts: Sequence[JobHost], facts: Sequence[HostFacts], replicas: int) -> int:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 
+from lockstep.errors import UnfitError
 from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.gathering import AwaitedHost, turn
 from lockstep.hosts.host_listener import HostListener
@@ -79,9 +80,13 @@ class Gate:
         Raises:
             Stopped: the user has stopped the job.
         """
-        while not running_jobs(self.server.agents) and (missing := self._missing()):
-            self.turn(wait(missing))
-        wait_for_hosts(self.server, self.listener.host_and_port, self.clock, self.turn)
+        while True:
+            while not running_jobs(self.server.agents) and (missing := self._missing()):
+                self.turn(wait(missing))
+            wait_for_hosts(self.server, self.listener.host_and_port, self.clock, self.turn)
+            # The agents that run the job may have left meanwhile.
+            if running_jobs(self.server.agents) or not self._missing():
+                return
 
     def turn(self, seconds: float | None) -> None:
         """Serve the agents; raise Stopped if the user has stopped the job."""
@@ -91,6 +96,7 @@ class Gate:
         self,
         spec: JobSpec,
         *,
+        begins: bool = True,
         by_hand: WorkersByHand | None = None,
         resumed: Resumed | None = None,
         exports: Exports = NO_EXPORTS,
@@ -99,13 +105,14 @@ class Gate:
 
         Args:
             spec: the job, with the number of all workers and without hosts; its threads may be 0.
+            begins: whether the job may begin; otherwise, it can only be continued.
             by_hand: the workers of this host, if a user starts all workers; None if agents start them.
             resumed: see `Resumed`.
             exports: the exports of the process of the coordinator.
 
         Raises:
             ConfigError: the hosts do not fit together, or one cannot run the script.
-            UnfitError: a host was lost.
+            UnfitError: a host was lost, or no agent runs the job, and it may not begin.
             Stopped: the user has stopped the job before all hosts have answered.
         """
         roster, agents = self.roster(), self.server.begin()
@@ -126,6 +133,8 @@ class Gate:
                 by_hand=by_hand,
                 exports=exports,
             ).run(lambda newcomers: self._accept(newcomers, others))
+        if not begins:
+            raise UnfitError("no agent that runs the job is connected, so it cannot be continued here")
         hosts, order = placed(roster, [(agent.peer, _offer(agent)) for agent in agents])
         joined = {
             index: self._host_of(agents[at], hosts[index].name)

@@ -16,7 +16,7 @@ from lockstep.checkpoint.mirror import take_lease
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.coordinator_session import MOST_KEPT, CoordinatorSession
-from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
+from lockstep.hosts.facts import check_facts, check_standby, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
 from lockstep.hosts.keeper import ConnectedHost, Keeper
@@ -234,6 +234,7 @@ class JobOnHosts:
                 when_lost=newcomers.note_loss,
                 exports=self.exports,
                 address=self.address,
+                shows_life=bool(spec.standby),
             )
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
             return keeper.run()
@@ -255,6 +256,7 @@ class JobOnHosts:
         if self.here is not None:
             facts[self.here.host] = self.here.facts
         check_facts(spec.hosts, _in_order(spec, facts), spec.target)
+        check_standby(spec.standby, spec.hosts, _in_order(spec, facts))
         return facts
 
     def _share_checkpoint(self, facts: Mapping[int, HostFacts]) -> JobSpec:

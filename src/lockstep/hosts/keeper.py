@@ -102,6 +102,8 @@ class Keeper:
         when_lost: called with the index of each host that is lost.
         exports: the exports of the coordinators.
         address: HOST:PORT where agents connect; empty if they do not.
+        shows_life: whether the agents of other hosts hear that this process lives. Those of a job with a
+            standby leave a silent host, but not one whose coordinator is replaced.
         is_over: whether the end of the job is decided, so that no host can join.
     """
 
@@ -117,6 +119,7 @@ class Keeper:
     when_lost: Callable[[int], None] = lambda host: None
     exports: Exports = NO_EXPORTS
     address: str = ""
+    shows_life: bool = False
     is_over: bool = field(default=False, init=False)
     _process: "subprocess.Popen[bytes] | None" = None
     _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
@@ -366,7 +369,7 @@ class Keeper:
                 host.agent.send(ShowNote(text))
 
     def _tend(self) -> float:
-        """Let the agent of this host show that it lives, and end a coordinator that is stuck."""
+        """Show that this process and the agent of this host live, and end a coordinator that is stuck."""
         if (now := self.clock.now()) >= self._alive_due:
             if now - self._alive_due > SILENCE / 2:
                 # This process was stopped, and probably the coordinator with it.
@@ -375,6 +378,8 @@ class Keeper:
             for host in self.hosts:
                 if isinstance(host.agent, CoordinatorSession):
                     host.agent.keep_alive()
+                elif host.agent is not None and self.shows_life:
+                    host.agent.send(KeepAlive())
             self.console.flush()
             if now - self._heard > _STUCK and not self.is_over and self._process is not None:
                 self._say(f"the coordinator has been silent for {now - self._heard:.0f} s, and is killed")

@@ -66,11 +66,13 @@ class Leader:
         store: has the object.
         job: identifies the job.
         address: HOST:PORT where agents connect to this coordinator.
+        is_replaced: whether the store was seen to name another job, or none: nobody can continue this one.
     """
 
     store: LeadershipStore
     job: str
     address: str
+    is_replaced: bool = field(default=False, init=False)
     _writer: str = field(default_factory=lambda: secrets.token_hex(8))
     _seen: Leadership | None = None
     _tag: str | None = None
@@ -107,12 +109,16 @@ class Leader:
         """
         seen = self._seen
         if seen is None or seen.job != self.job:
+            self.is_replaced = True
             raise SupersededError(
                 "the store does not name the coordinator of this job any more, so this one ends: another job "
                 "has begun with the same --checkpoint, or the object coordinator.json was removed"
             )
         if not set(seen.hosts).intersection(following):
-            raise self._superseded(seen)
+            raise SupersededError(
+                "no host of the newest view of this job has connected here, so the coordinator at "
+                f"{seen.address} may continue it, and this one ends"
+            )
         self._write(Leadership(self.job, self._writer, self.address, term, seen.view, seen.hosts))
 
     def begin_view(self, term: int, view: int, hosts: Collection[int]) -> None:
@@ -142,6 +148,7 @@ class Leader:
 
     def _superseded(self, by: Leadership | None) -> SupersededError:
         if by is None or by.job != self.job:
+            self.is_replaced = True
             return SupersededError("another job has begun with the same --checkpoint, so this one ends")
         return SupersededError(
             f"the coordinator at {by.address} has continued this job, so this one ends; to take part again, "

@@ -12,7 +12,7 @@ from functools import partial
 from typing import cast
 
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.hosts.facts import check_facts
+from lockstep.hosts.facts import check_facts, check_standby
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost
 from lockstep.hosts.keeper import ConnectedHost
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
@@ -160,6 +160,7 @@ class Newcomers:
             return
         try:
             check_facts((self.spec.hosts[0], newcomer), (self.facts, facts), self.spec.target)
+            check_standby(self.spec.standby, (newcomer,), (facts,))
         except ConfigError as error:
             host.channel.send(Rejected(str(error), again=True))
             self._refuse(candidate, str(error))

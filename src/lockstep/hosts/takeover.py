@@ -228,6 +228,7 @@ class TakenOverJob:
                 when_lost=newcomers.note_loss,
                 exports=self.exports,
                 address=self.listener.listener.address,
+                shows_life=bool(spec.standby),
             )
             accept(newcomers)
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
