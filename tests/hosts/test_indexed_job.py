@@ -304,6 +304,18 @@ def test_refusals_are_one_line(export: Export, arguments: list[str], said: str) 
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("standby", "said"),
+    [
+        ("train-1.train", "'train-1.train' is not an address; expected HOST:PORT"),
+        ("train-1.train:2222", "--standby train-1.train:2222 has the port at which every pod listens"),
+    ],
+)
+def test_a_standby_has_a_port_of_its_own(standby: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        made(standby=standby)
+
+
 def test_the_longest_names_fit() -> None:
     assert made(name=LONG, pods=10).pods == 10
     with pytest.raises(ConfigError, match=r"at most 60 fit: the name of the last pod is a+-10, "):

@@ -6,6 +6,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import chaos_steps
 import pytest
@@ -69,12 +70,17 @@ class StandbyJob:
         standby.wait_until(lambda: "taking over a job of " in standby.err)
         standby.wait_until(lambda: any(self.steps(self.nodes[1], worker) > 2 for worker in range(6)))
 
-    def finish(self) -> None:
-        """Let the job end; check the digest of its end, which is that of an undisturbed run."""
+    def finish(self, folder: Path | None = None) -> None:
+        """Let the job end; check the digest of its end, which is that of an undisturbed run.
+
+        Args:
+            folder: the last run folder; None for that of the standby.
+        """
         for host in self.nodes[:3]:
             (host.work / "fast").touch()
         assert ended(*self.agents) == (0, 0), [agent.err for agent in self.agents]
-        logs = [path.read_text() for path in (self.nodes[1].work / "run").glob("worker-*.log")]
+        folder = folder or self.nodes[1].work / "run"
+        logs = [path.read_text() for path in folder.glob("worker-*.log")]
         digests = [digest(log) for log in logs if "\ndigest " in log]
         assert set(digests) == {chaos_steps.alone(0, 5, STEPS)[-1]}
         self.nodes[4].signal_all(signal.SIGKILL)
@@ -99,6 +105,20 @@ def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) ->
 
 
 @pytest.mark.slow
+def test_a_coordinator_that_stands_still_is_replaced_on_its_host(begin: Begin, nodes: Sequence[Host]) -> None:
+    """That takes longer than agents wait for a silent host, but its other process lives."""
+    job = begin()
+    (coordinator,) = nodes[0].matching("lockstep.hosts.coordinator_process")
+    os.kill(coordinator, signal.SIGSTOP)
+    job.first.wait_until(lambda: "another one takes over, and training continues" in job.first.err)
+    made = job.steps(nodes[0], 2)
+    job.first.wait_until(lambda: job.steps(nodes[0], 2) > made + 5)
+    job.finish(nodes[0].work / "run")
+    assert job.first.end() == 0
+    assert not any("joins it again" in agent.err for agent in job.agents)
+
+
+@pytest.mark.slow
 def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> None:
     """When it wakes up, it changes nothing, and ends by name. The same command joins the job again."""
     job = begin()
@@ -119,7 +139,10 @@ def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> Non
 
 @pytest.mark.slow
 def test_tasks_of_a_cluster_find_the_job_at_either_address(begin: Begin, nodes: Sequence[Host]) -> None:
-    """The commands are those of the pods in Kubernetes, which starts a lost pod again."""
+    """The commands are those of the pods in Kubernetes, which starts a lost pod again.
+
+    The first host comes back, and takes the job over when the standby is lost.
+    """
     job = begin(by_cluster=True)
     nodes[0].cut()
     nodes[0].signal_all(signal.SIGKILL)
@@ -130,7 +153,17 @@ def test_tasks_of_a_cluster_find_the_job_at_either_address(begin: Begin, nodes: 
     nodes[2].signal_all(signal.SIGKILL)
     job.agents[1] = job.start(2)
     first.wait_until(lambda: job.steps(nodes[1], 4) > 2)
-    job.finish()
+    nodes[1].signal_all(signal.SIGKILL)
+    first.wait_until(lambda: "this host takes the job over at node1:7000" in first.err)
+    job.agents[0] = job.start(1)
+
+    def has_joined() -> bool:
+        logs = nodes[0].work.glob("runs/*/worker-5.log")
+        return any(log.read_text().count("made ") > 2 for log in logs)
+
+    first.wait_until(has_joined)
+    (folder,) = nodes[0].work.glob("runs/*")
+    job.finish(folder)
     assert first.end() == 0, first.err
-    for node in (nodes[0], nodes[2]):
+    for node in nodes[:3]:
         node.remove_abandoned()

@@ -111,6 +111,8 @@ Place = Here | Hosts | Listen
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _WITHOUT_GPU = 2
+_STANDBY_LOST = 60.0
+"""Seconds in which the first host joins the job that its standby leads."""
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 _FIRST_RETRIES = 4
 """How often a request to an object store is repeated before a job begins: some 8 seconds in all."""
@@ -869,7 +871,19 @@ def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
     standby, encrypted = options["standby"], not options["plain"]
     if is_led_at(standby, encrypted=encrypted):
         note(f"the job continues at {standby}, and this host joins it")
-        joins = AgentOptions(standby, where.here, encrypted=encrypted, shows=bool(where.task))
+        port, spare = split_address(where.address)[1], split_address(standby)[1]
+        own = where.address if port else ""
+        # Its own port is free, for a coordinator. Firewalls between the tasks of a cluster know both ports.
+        joins = AgentOptions(
+            standby,
+            where.here,
+            port=spare if where.task and spare != port else 0,
+            encrypted=encrypted,
+            patience=_STANDBY_LOST,
+            shows=bool(where.task),
+            others=(own,) if own else (),
+            leads_at=own,
+        )
         sys.exit(join_and_run(joins))
 
 

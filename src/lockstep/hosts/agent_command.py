@@ -112,6 +112,8 @@ class AgentOptions:
         tasks: see `HostOffer`.
         task: see `HostOffer`.
         others: more addresses at which the coordinator may be.
+        leads_at: the one of these at which this host takes the job over if the coordinator is lost; empty if
+            it is at most the standby.
     """
 
     coordinator: str
@@ -128,6 +130,7 @@ class AgentOptions:
     tasks: tuple[Task, ...] = ()
     task: int = 0
     others: tuple[str, ...] = ()
+    leads_at: str = ""
 
 
 def run_for_engine(engine: EngineLink) -> int:
@@ -217,7 +220,7 @@ def _join(
             if (standby := begin.spec.standby) and standby not in others:
                 others.append(standby)
             room = count(begin.here.workers, "worker")
-            say(f"joined {options.coordinator}, with room for {room}: {begin.spec.shape}")
+            say(f"joined {address.tried}, with room for {room}: {begin.spec.shape}")
 
         def listen(prepare: Prepare) -> HostListener:
             return HostListener.open(here, credentials, note, loop=loop, clock=clock)
@@ -234,13 +237,14 @@ def _join(
             joined=True,
             say=say,
             grace=options.grace,
-            waits=lambda awaited: say(f"joined {options.coordinator}; waiting for {awaited}"),
+            waits=lambda awaited: say(f"joined {address.tried}; waiting for {awaited}"),
             begins=begins,
             address=address,
             engine=engine,
             patience=options.patience,
             again=again,
             children=children,
+            leads_at=options.leads_at,
         )
         try:
             return process.run()
@@ -261,7 +265,7 @@ def _connect(
     """Return a connection to the coordinator.
 
     Raises:
-        UnfitError: none was made within the limit.
+        UnfitError: none was made within the limit; LeftOut if this host may lead the job.
         Stopped: this agent was stopped before.
     """
     dialer = address.dial()
@@ -275,7 +279,8 @@ def _connect(
             heed_stop(command)
             waited = (now := clock.now()) - begun
             if waited >= options.patience:
-                raise UnfitError(
+                # A host that can begin to lead does so when its command runs again.
+                raise (LeftOut if options.leads_at else UnfitError)(
                     f"the coordinator at {options.coordinator} did not answer in {options.patience:g} s: "
                     f"{dialer.failure}"
                 )

@@ -254,6 +254,7 @@ class AgentProcess:
         again: whether this host has joined the coordinator before. If nothing arrives from its address, it is
             stopped: another program does not listen there.
         children: process ids of the children of this process that are not workers.
+        leads_at: HOST:PORT of this host at which it takes the job over; empty for that of `--standby`.
         begun: whether the job has begun.
     """
 
@@ -275,6 +276,7 @@ class AgentProcess:
     patience: float = 600.0
     again: bool = False
     children: set[int] = field(default_factory=set)
+    leads_at: str = ""
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -367,7 +369,9 @@ class AgentProcess:
             network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
-        standby = Standby.here(begin, self.children) if self.joined else None
+        standby = Standby.of(begin, self.leads_at, self.children) if self.joined else None
+        if standby is not None and (lacks := standby.lacks()):
+            self.say(lacks)
 
         def say(text: str) -> None:
             if standby is None or not standby.runs:
@@ -438,7 +442,7 @@ class _Contact:
         agent_place: the place of the agent on its host; None if an engine ensures that a host has one agent.
         patience: seconds without a coordinator after which the job ends on this host.
         offer: returns the first message to a coordinator process that is started again.
-        standby: starts another coordinator on this host; None if this host does not do that.
+        standby: starts another coordinator on this host; None if the job has no standby.
     """
 
     process: AgentProcess

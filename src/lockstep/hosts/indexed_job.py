@@ -20,6 +20,7 @@ from lockstep.errors import ConfigError
 from lockstep.protocol.host import LEFT_OUT
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.exit_status import WRONG_STATE
+from lockstep.transport.addresses import split_address
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LONGEST_NAME = 63
@@ -203,6 +204,10 @@ class IndexedJob:
         paths = [volume.path for volume in self.volumes]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
             raise ConfigError(f"two --volume have the path {twice}; give each a path of its own")
+        if self.standby and split_address(self.standby)[1] == _PORT:
+            raise ConfigError(
+                f"--standby {self.standby} has the port at which every pod listens; give another port"
+            )
         if (size := len(self._tf_config)) > _MOST_TF_CONFIG:
             raise ConfigError(
                 f"the addresses of {self.pods} pods have {size} characters, but TF_CONFIG has room for "

@@ -27,19 +27,22 @@ class CoordinatorAddress:
         credentials: the credentials of the job.
         loop: serves the attempts.
         others: more addresses, at which another coordinator of the job may be; they may be added later.
+        tried: the address of the last attempt.
     """
 
     address: str
     credentials: Credentials
     loop: EventLoop
     others: list[str] = field(default_factory=list)
+    tried: str = ""
     _attempts: int = 0
 
     def next(self) -> str:
         """Return the address for the next attempt: each in turn."""
         addresses = list(dict.fromkeys((self.address, *self.others)))
         self._attempts += 1
-        return addresses[(self._attempts - 1) % len(addresses)]
+        self.tried = addresses[(self._attempts - 1) % len(addresses)]
+        return self.tried
 
     def dial(self, news: Callable[[], None] = lambda: None) -> "CoordinatorDialer":
         """Begin to connect; `news` is called when there is a result, or when another attempt has failed."""

@@ -3,8 +3,12 @@
 That coordinator is a process beside the agent, which listens at the address of `--standby`. All agents that
 have lost the first one connect there, also that of its own host. From then on, everything is as after a
 restart of the first command (`takeover.py`). The store decides whether it may lead (`leadership.py`).
+
+When the first host comes back, its command joins the job with an agent, which is the standby of the standby:
+if the coordinator is lost, it starts one at the address of the first host.
 """
 
+import importlib.util
 import socket
 import subprocess
 import sys
@@ -13,6 +17,8 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
+
 from lockstep.errors import LockstepError, NetworkError, UnfitError, with_code
 from lockstep.hosts.gate import Gate
 from lockstep.hosts.gathering import Stopped
@@ -20,8 +26,16 @@ from lockstep.hosts.host_listener import own_credentials
 from lockstep.hosts.job_on_hosts import terminal_of
 from lockstep.hosts.roster import OpenRoster
 from lockstep.protocol.admin import StopChannel, StopRequest
+from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.greeting import ConnectionKind, Greeting
-from lockstep.protocol.host import LEFT_OUT, SILENCE, BeginJob
+from lockstep.protocol.host import (
+    LEFT_OUT,
+    MOST_QUEUED,
+    SILENCE,
+    BeginJob,
+    RemoteInstruction,
+    RemoteReport,
+)
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.child_process import command_of, connected
 from lockstep.system.descendants import kill_family
@@ -32,9 +46,12 @@ from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_f
 from lockstep.transport.addresses import is_here, resolve_host, split_address
 from lockstep.transport.dial import connect
 from lockstep.transport.packet_channel import PacketChannel
+from lockstep.transport.stream_channel import StreamChannel
 
 _RESOLVE = 5.0
 """Seconds to resolve the name of the standby, and to connect to it."""
+_ANSWER = 10.0
+"""Seconds for a coordinator to answer: it shows every second that it lives."""
 _AGAIN = 30.0
 """Seconds from the start of a coordinator that could not lead the job to the next try."""
 _GATHERED = 60.0
@@ -49,26 +66,49 @@ class Standby:
 
     Attributes:
         begin: the job, with the paths of this host.
+        address: HOST:PORT at which it listens, perhaps of another host.
         children: process ids of the children of this process that are not workers.
         runs: whether a coordinator runs.
     """
 
     begin: BeginJob
+    address: str
     children: set[int]
+    _is_here: bool | None = None
     _process: "subprocess.Popen[bytes] | None" = None
     _channel: PacketChannel[BeginJob, StopRequest] | None = None
     _due: float = field(default=0.0)
 
     @classmethod
-    def here(cls, begin: BeginJob, children: set[int]) -> "Standby | None":
-        """Return the standby of a job, if it is on this host; None if it is not, or there is none."""
+    def of(cls, begin: BeginJob, own: str, children: set[int]) -> "Standby | None":
+        """Return the standby of a job, or None if the job has none.
+
+        Args:
+            begin: the job, with the paths of this host.
+            own: HOST:PORT of this host at which agents look for a coordinator too; empty for none.
+            children: process ids of the children of this process that are not workers.
+        """
         if not begin.spec.standby:
             return None
-        try:
-            there = is_here(*resolve_host(*split_address(begin.spec.standby), _RESOLVE))
-        except (NetworkError, OSError):
-            return None
-        return cls(begin, children) if there else None
+        return cls(begin, own or begin.spec.standby, children)
+
+    def is_here(self) -> bool:
+        """Return whether it is on this host; the name of that host may be unknown until later."""
+        if self._is_here is None:
+            try:
+                self._is_here = is_here(*resolve_host(*split_address(self.address), _RESOLVE))
+            except (NetworkError, OSError):
+                return False
+        return self._is_here
+
+    def lacks(self) -> str:
+        """Return what this host lacks to take the job over, or an empty string."""
+        if not self.is_here() or importlib.util.find_spec("obstore") is not None:
+            return ""
+        return (
+            f"this host cannot take the job over at {self.address}, because the package obstore is not "
+            "installed: pip install 'keras-lockstep[store]'"
+        )
 
     @property
     def runs(self) -> bool:
@@ -82,12 +122,15 @@ class Standby:
         if self.runs or now < self._due:
             return
         self._due = now + _AGAIN
+        if not self.is_here():
+            return
         with connected() as (ours, theirs):
             command = command_of(__spec__.name, str(theirs.fileno()))
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         self.children.add(self._process.pid)
         self._channel = PacketChannel(ours, StopRequest)
-        self._channel.send(self.begin)
+        spec = replace(self.begin.spec, standby=self.address)
+        self._channel.send(msgspec.structs.replace(self.begin, spec=spec))
 
     def see_off(self) -> None:
         """Wait until the coordinator has ended the job."""
@@ -114,32 +157,48 @@ class Standby:
 
 
 def is_led_at(address: str, *, encrypted: bool) -> bool:
-    """Return whether a coordinator listens at an address.
+    """Return whether a coordinator answers at an address.
 
     Raises:
         ConfigError: there is no key, or it cannot be used.
         NetworkError: the name of the host cannot be resolved.
     """
     credentials = own_credentials(address, encrypted=encrypted)
+    until = time.monotonic() + _ANSWER
     try:
-        connect(address, Greeting(ConnectionKind.CONTROL), credentials, _RESOLVE).close()
+        connection = connect(address, Greeting(ConnectionKind.CONTROL), credentials, _RESOLVE)
     except NetworkError:
         return False
-    return True
+    channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel.over(
+        connection, RemoteInstruction, credentials, accepted=False, most_queued=MOST_QUEUED
+    )
+    with closing(channel):
+        while True:
+            match channel.receive():
+                case None:
+                    pass
+                case PeerGone() | Unreadable():
+                    # The agent of that host may listen there, for workers only.
+                    return False
+                case _:
+                    return True
+            if (left := until - time.monotonic()) <= 0:
+                return False
+            wait_for([channel.fileno()], left)
 
 
 def lead(begin: BeginJob, command: StopChannel) -> int:
     """Take the job over whose agents connect, and run it to its end; return its exit status.
 
     Args:
-        begin: the job, with the paths of this host.
+        begin: the job, with the paths of this host, and with the address of this coordinator as its standby.
         command: closes when the agent of this host ends.
 
     Raises:
         ConfigError: the address or the key cannot be used.
         UnfitError: no agent has connected, or the job cannot be continued.
     """
-    spec = replace(begin.spec, run_dir=_run_folder(begin.spec))
+    spec = begin.spec
     console = terminal_of(spec)
     with EventLoop() as loop:
         roster = OpenRoster(spec.workers, waits=True)
@@ -157,8 +216,9 @@ def lead(begin: BeginJob, command: StopChannel) -> int:
 
             console.say(f"no coordinator for {SILENCE:g} s: this host takes the job over at {spec.standby}")
             gate.gather(wait)
+            spec = replace(spec, run_dir=_run_folder(spec))
             try:
-                return gate.run(spec)
+                return gate.run(spec, begins=False)
             finally:
                 leave_folder(spec.run_dir)
 

@@ -1,0 +1,211 @@
+"""What the processes of a job with a standby do, one at a time: who may lead, who listens, who only lives."""
+
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from lockstep.checkpoint.object_store import StoreLease
+from lockstep.cli import run
+from lockstep.coordinator.job_record import JobRecord, encode_record
+from lockstep.errors import LockstepError, NetworkError, UnfitError
+from lockstep.hosts import agent_command, coordinator_process, gate, standby
+from lockstep.hosts.agent_command import AgentOptions
+from lockstep.hosts.agent_process import LeftOut
+from lockstep.hosts.agent_server import AgentServer
+from lockstep.hosts.coordinator_process import CoordinatorProcess
+from lockstep.hosts.gate import Gate
+from lockstep.hosts.host_listener import WITHOUT_KEY, HostListener
+from lockstep.hosts.joining import CoordinatorAddress
+from lockstep.hosts.keeper import ConnectedHost, Keeper
+from lockstep.hosts.leadership import Leadership
+from lockstep.hosts.roster import OpenRoster
+from lockstep.hosts.standby import Standby, is_led_at
+from lockstep.hosts.where import Listen
+from lockstep.observability.console import Console
+from lockstep.protocol.admin import StopChannel
+from lockstep.protocol.channel import Attachment, Channel
+from lockstep.protocol.coordinator import Coordinate, CoordinatorCommand, CoordinatorReport
+from lockstep.protocol.host import BeginJob, HostReport, Instruction, KeepAlive, KeepRecord
+from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec
+from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.clock import SystemClock
+from lockstep.system.environment import KEY_FILE
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.output import Sink
+from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
+
+SAVED = Checkpoints(Path("/c"), 1, None, 2, store=StoreLease("s3://bucket/job", "job"))
+SPEC = JobSpec(target="a.py", threads=1, run_dir=Path("run"), standby="10.0.0.2:7001", checkpoints=SAVED)
+
+
+class OtherJob:
+    """A store that names the coordinator of another job."""
+
+    def read(self, name: str) -> tuple[bytes, str]:
+        return msgspec.json.encode(Leadership("another", "w", "10.0.0.9:7000", 1)), "tag"
+
+
+def no_library(lease: StoreLease) -> Any:
+    raise UnfitError("no obstore")
+
+
+@pytest.mark.parametrize(
+    ("term", "opens", "leaves"),
+    [(0, no_library, False), (1, no_library, True), (1, lambda lease: OtherJob(), False)],
+    ids=["a job that has not begun", "a host that cannot lead", "another job"],
+)
+def test_a_coordinator_that_cannot_lead_leaves_a_job_that_another_one_may_continue(
+    monkeypatch: pytest.MonkeyPatch, term: int, opens: Callable[[StoreLease], Any], leaves: bool
+) -> None:
+    """Otherwise, it ends the job on all hosts."""
+    monkeypatch.setattr(coordinator_process, "open_leased", opens)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
+    channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
+    record = JobRecord(SPEC, State.of(SPEC.view, TimeLimits(), JobSize.of(1, 1, 1)), ())
+    content = Attachment.holding(encode_record(record))
+    kept = KeepRecord(term, 1, b"")
+    keeper.send(Coordinate(kept, content, term + 1, 0, "run", False, "here:1", None, None, None, None))
+    with EventLoop() as loop, closing(keeper), closing(channel):
+        process = CoordinatorProcess(channel, loop)
+        with pytest.raises(LockstepError) as caught:
+            process.run()
+        assert process.leaves(caught.value) is leaves
+
+
+@pytest.mark.parametrize("coordinates", [True, False])
+def test_the_agent_of_a_host_does_not_pass_for_a_coordinator(
+    monkeypatch: pytest.MonkeyPatch, coordinates: bool
+) -> None:
+    """It may listen at the address of the standby; then no job is led there."""
+    monkeypatch.delenv(KEY_FILE, raising=False)
+    clock, answers = SystemClock(), list[bool]()
+    with EventLoop() as loop:
+        server = AgentServer(WITHOUT_KEY, lambda agent, offer: "", print, loop=loop, clock=clock)
+        agents = server if coordinates else None
+        opened = HostListener.open("127.0.0.1:0", WITHOUT_KEY, print, loop=loop, clock=clock, agents=agents)
+        with closing(opened) as listener, closing(server):
+            address = listener.listener.address
+            asks = threading.Thread(target=lambda: answers.append(is_led_at(address, encrypted=False)))
+            asks.start()
+            while asks.is_alive():
+                loop.turn(0.01)
+    assert answers == [coordinates]
+
+
+def test_the_name_of_the_standby_may_be_unknown_when_the_job_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    known: list[str] = []
+
+    def resolve(host: str, port: int, patience: float) -> Any:
+        if host not in known:
+            raise NetworkError("unknown")
+        return socket.AF_INET, ("127.0.0.1", port)
+
+    monkeypatch.setattr(standby, "resolve_host", resolve)
+    begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
+    made = Standby.of(begin, "", set())
+    assert made is not None
+    assert not made.is_here()
+    known.append("10.0.0.2")
+    assert made.is_here()
+
+
+def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own port stays free for a coordinator, and the other port of the cluster is that of its agent."""
+    joined: list[AgentOptions] = []
+    monkeypatch.setattr(standby, "is_led_at", lambda address, encrypted: True)
+    monkeypatch.setattr(agent_command, "join_and_run", joined.append)
+    for where in (Listen(3, "node1:7000", task="worker 0"), Listen(3, "node1:7000")):
+        with pytest.raises(SystemExit):
+            run._follow_standby(where, {"standby": "10.0.0.2:7001", "plain": False})
+    of_task, by_command = joined
+    assert (of_task.coordinator, of_task.others, of_task.leads_at) == (
+        "10.0.0.2:7001",
+        ("node1:7000",),
+        "node1:7000",
+    )
+    assert (of_task.port, by_command.port) == (7001, 0)
+    begin = BeginJob(SPEC, 3, JobHost("node1", 1), 1)
+    made = Standby.of(begin, of_task.leads_at, set())
+    assert made is not None
+    assert made.address == "node1:7000"
+
+
+@pytest.mark.parametrize(("leads_at", "error"), [("", UnfitError), ("127.0.0.1:1", LeftOut)])
+def test_a_first_host_that_finds_no_coordinator_may_be_started_again(
+    leads_at: str, error: type[Exception]
+) -> None:
+    """It then leads the job. In Kubernetes, another end of its pod would be the end of the job."""
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    options = AgentOptions("127.0.0.1:2", patience=0.0, leads_at=leads_at)
+    with EventLoop() as loop:
+        address = CoordinatorAddress(options.coordinator, WITHOUT_KEY, loop)
+        with pytest.raises(error, match="did not answer in 0 s"):
+            agent_command._connect(options, address, commands[0], loop, SystemClock())
+    for end in commands:
+        end.close()
+
+
+def test_a_keeper_shows_that_it_lives_while_its_coordinator_does_not() -> None:
+    """With a standby, agents leave a host that says nothing."""
+    heard = {}
+    for shows in (True, False):
+        ends: tuple[Channel[Instruction, HostReport], Channel[HostReport, Instruction]] = LocalChannel.pair()
+        commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+        with EventLoop() as loop:
+            keeper = Keeper(
+                KeepRecord(0, 0, b""),
+                [ConnectedHost("node2", None, 1, 1, ends[0])],
+                commands[0],
+                loop,
+                SystemClock(),
+                Console(Sink(1), Sink(2), "all", 0),
+                "run",
+                set(),
+                shows_life=shows,
+            )
+            keeper._tend()
+        heard[shows] = ends[1].receive()
+        for end in (*ends, *commands):
+            end.close()
+    assert heard == {True: KeepAlive(), False: None}
+
+
+@pytest.fixture
+def standby_gate() -> Any:
+    """The gate of a standby, which waits for agents that run a job."""
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    console = Console(Sink(1), Sink(2), "all", 0)
+    with EventLoop() as loop:
+        made = Gate(lambda: OpenRoster(1, waits=True), WITHOUT_KEY, commands[0], console, loop)
+        with closing(made):
+            made.listen("127.0.0.1:0")
+            yield made
+    for end in commands:
+        end.close()
+
+
+def test_a_standby_begins_no_job(standby_gate: Gate) -> None:
+    with pytest.raises(UnfitError, match="no agent that runs the job is connected"):
+        standby_gate.run(SPEC, begins=False)
+
+
+def test_a_standby_waits_on_if_the_agents_that_run_the_job_leave(
+    standby_gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ["an agent"]
+
+    def wait(missing: str) -> float:
+        raise UnfitError(f"waits for {missing}")
+
+    monkeypatch.setattr(gate, "running_jobs", lambda agents: list(there))
+    monkeypatch.setattr(gate, "wait_for_hosts", lambda *_: there.clear())
+    with pytest.raises(UnfitError, match="waits for "):
+        standby_gate.gather(wait)
