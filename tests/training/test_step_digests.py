@@ -113,6 +113,13 @@ def test_the_first_step_of_a_call_has_the_shapes_of_the_batch(recorded: Recorded
     assert [step.shapes for step in recorded.steps] == [("float32[6, 3, 1]", "int32[6]"), ()]
 
 
+def test_the_first_step_of_a_process_that_resumes_has_the_shapes_of_the_batch(recorded: Recorded) -> None:
+    recorded.taken = 4
+    for _ in range(2):
+        recorded.step(np.zeros((2, 3), "float32"))
+    assert [step.shapes for step in recorded.steps] == [("float32[6, 3]",), ()]
+
+
 def test_a_change_between_steps_is_not_part_of_a_step(recorded: Recorded) -> None:
     recorded.step()
     recorded.state = (recorded.state[0], recorded.state[1] + 1)

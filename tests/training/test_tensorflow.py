@@ -48,6 +48,8 @@ if HERE:
     from lockstep.keras.backends.adapter import adapter
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import assign, borrowed, executable, read
+    from lockstep.keras.backends.traces import Traces
+    from lockstep.keras.changed_values import ChangedValues
     from lockstep.keras.fit.exactness import summed_occurrences
     from lockstep.keras.fit.other_values import changed, other_values
     from lockstep.keras.fit.trials import Trial
@@ -284,6 +286,28 @@ def test_optimizers_for_which_repeated_ids_are_not_their_sum_are_named(
     assert not optimizer.built
     model.layers[0].trainable = False
     assert summed_occurrences(model) == []
+
+
+@here
+def test_a_variable_with_a_tensor_of_a_graph_does_not_travel() -> None:
+    """TensorFlow's tutorials keep the attention scores of the last call in an attribute."""
+    kept: list[Any] = []
+
+    class Keeps(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            self.last = inputs * 2
+            kept.append(inputs)
+            return inputs
+
+    model = layers(Keeps())
+    values = ChangedValues(model, [], compiled=True)
+    traces = Traces(model, "train")
+    traces.begin()
+    tf.function(model)(tf.zeros((2, 6)))
+    packed = values.packed()
+    assert packed["values"] == []
+    assert [name.rpartition(".")[2] for name in packed["others"]] == ["kept"]
+    assert traces.saved(values.places()) == []
 
 
 @here

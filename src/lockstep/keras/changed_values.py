@@ -1,16 +1,50 @@
 """Values of Python outside of models that the callbacks and steps of a `fit` change.
 
 They are in the variables that functions of the model and of its callbacks name: global ones, those of
-enclosing functions, and those of classes; and in containers and objects there. A process that skips steps
-also skips these changes, so it takes over what has changed since the call began. What the script itself sets
-is its own: an edited constant counts.
+enclosing functions, and those of classes; and in attributes of the program's objects there. A process that
+skips steps also skips these changes, so it takes over what has changed since the call began. What the script
+itself sets is its own: an edited constant counts.
+
+Few kinds of values travel, because a value must be the same in the other process, and so must be what else
+refers to it: numbers, texts, and plain containers and small arrays of them, but no object of a class. A
+container that was there at the beginning is changed in place. A new one travels if nothing else refers to it.
+Everything else that has changed is named in a note.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from lockstep.keras.python_state import ObjectGraph, graph_of, is_value, saved_values, text_of
+import keras
+import numpy as np
+import xxhash
+
+from lockstep.checkpoint.values import pack
+from lockstep.keras.python_state import (
+    ABSENT,
+    LARGE,
+    Place,
+    is_array,
+    is_generator,
+    model_objects,
+    object_of_program,
+    own_variable,
+    set_value,
+    value_of,
+    variables_of,
+)
+from lockstep.keras.randomness import generator_state
+from lockstep.keras.variables import all_variables
 from lockstep.system.notes import note
+
+Key = tuple[str, str]
+"""A place: a path, which is the same in all processes, and the name of a variable or attribute there."""
+
+_SCALARS = (bool, int, float, str)
+_KINDS: Mapping[str, type] = {"list": list, "dict": dict, "set": set, "array": np.ndarray}
+_MOST = 10_000
+"""The most items of a value that are looked at."""
 
 
 class ChangedValues:
@@ -19,34 +53,232 @@ class ChangedValues:
     Args:
         model: the model, built.
         callbacks: those of the call.
+        compiled: whether steps are compiled, and follow the values that Python has when they are traced.
+        alone: whether there is one replica, whose traces do not begin with the values of another process.
     """
 
-    def __init__(self, model: Any, callbacks: Sequence[Any]) -> None:
+    def __init__(
+        self, model: Any, callbacks: Sequence[Any], *, compiled: bool = False, alone: bool = False
+    ) -> None:
         self._model, self._callbacks = model, list(callbacks)
-        self._begun: list[ObjectGraph] = []
+        self._fixed = compiled and alone
+        # JAX traces the values of variables that are not the model's own.
+        self._assigns = not (compiled and keras.backend.backend() == "jax")
+        self._places: dict[Key, Place] = {}
+        self._begun: list[_Look] = []
         self.note_beginning()
 
     def note_beginning(self) -> None:
         """Note the present values, before or after `on_train_begin`, as for attributes of callbacks."""
-        self._begun.append(self._graph())
+        self._begun.append(self._look())
 
-    def _graph(self) -> ObjectGraph:
-        return graph_of(self._model, named=True, callbacks=self._callbacks)
+    def _look(self) -> "_Look":
+        places, self._of_model = _places_of(self._model, self._callbacks)
+        self._places = {**places, **self._places}
+        return _Look(self._places, self._of_model, self._model)
 
-    def places(self) -> list[tuple[str, str]]:
-        """Return the places that have changed, as `lockstep.keras.python_state.Changes.places` does."""
-        changed = [place for graph in self._begun for place in graph.changes().places()]
-        return list(dict.fromkeys(changed))
+    def _changed(self) -> "tuple[_Look, list[Key]]":
+        now = self._look()
+        marks = [look.marks for look in self._begun]
+        changed = [
+            key for key, mark in now.marks.items() if all(each.get(key, _NOTHING) != mark for each in marks)
+        ]
+        # Keras adds attributes when it builds a layer.
+        return now, [key for key in changed if key in marks[0] or not _is_models(key)]
+
+    def places(self) -> list[Key]:
+        """Return the places that have changed."""
+        return self._changed()[1]
 
     def packed(self) -> dict[str, Any]:
         """Return the values for `set_values`, with the texts of those before, and the names of others."""
-        places, graph = self.places(), self._graph()
-        before = {place: text_of(value) for place, value in self._begun[0].values_at(places).items()}
-        values, others = saved_values(graph.values_at(places))
-        return {
-            "values": [[*saved, before.get((saved[0], saved[1]), "")] for saved in values],
-            "others": [_name(place) for place in others if graph.is_variable(*place)],
+        now, changed = self._changed()
+        values: list[list[Any]] = []
+        others = []
+        for key in changed:
+            value = value_of(self._places[key], key[1])
+            try:
+                plain = self._encoded(key, value, now)
+                pack(plain, "value")
+            except Exception:
+                if not _is_models(key):
+                    others.append(_name(key))
+                continue
+            if self._fixed and self._of(key) and _kind(plain) != "variable":
+                others.append(_name(key))
+            else:
+                before = self._begun[0].marks.get(key, _NOTHING)
+                values.append([*key, plain, before if type(value) in _SCALARS else ""])
+        return {"values": values, "others": others}
+
+    def _of(self, key: Key) -> bool:
+        return (id(self._places[key]), key[1]) in self._of_model
+
+    def _encoded(self, key: Key, value: Any, now: "_Look") -> Any:
+        begun = [look.at.get((key, ""), 0) for look in self._begun]
+        if (numbers := now.numbers(key, value)) is not None:
+            if not self._assigns or id(value) not in begun:
+                raise TypeError("a variable of a compiled step, or another variable than at the beginning")
+            return {"kind": "variable", "same": True, "items": numbers}
+        return self._plain(key, "", value, now)
+
+    def _plain(self, key: Key, inner: str, value: Any, now: "_Look") -> Any:
+        """Return a value as plain ones, or raise `TypeError` if it cannot travel."""
+        kind = type(value)
+        if value is None or kind in _SCALARS or isinstance(value, np.number | np.bool_):
+            return value
+        items: Any
+        if kind is tuple:
+            items = [self._plain(key, f"{inner}[{i}]", item, now) for i, item in enumerate(value)]
+            return {"kind": "tuple", "same": False, "items": items}
+        same = any(look.at.get((key, inner)) == id(value) for look in self._begun)
+        was_there = any(id(value) in look.references for look in self._begun)
+        if not same and (was_there or now.references[id(value)] != 1):
+            raise TypeError("something else refers to it")
+        if kind is np.ndarray and value.dtype.kind in "biufc" and value.nbytes <= LARGE:
+            if not same and value.base is not None:
+                raise TypeError("a view of another array")
+            return {"kind": "array", "same": same, "items": value.copy()}
+        if kind not in (list, dict, set) or now.counts[key] > 2 * _MOST:
+            raise TypeError(f"a {kind.__name__}")
+        if kind is dict:
+            items = [
+                [self._plain(key, "key", name, now), self._plain(key, f"{inner}[{name!r}]", item, now)]
+                for name, item in value.items()
+            ]
+        else:
+            inner_values = sorted(value, key=repr) if kind is set else value
+            items = [self._plain(key, f"{inner}[{i}]", item, now) for i, item in enumerate(inner_values)]
+        return {"kind": kind.__name__, "same": same, "items": items}
+
+
+_NOTHING = "nothing"
+
+
+class _Look:
+    """The values of places at one time.
+
+    Attributes:
+        marks: a text for each value, which changes if the value does, as far as one can see in little time.
+        at: the ids of containers, arrays and variables, by the place and the path in its value.
+        references: how many of these paths refer to each of them.
+        counts: how many items were looked at, by the place.
+    """
+
+    def __init__(self, places: Mapping[Key, Place], of_model: set[tuple[int, str]], model: Any) -> None:
+        self.marks: dict[Key, str] = {}
+        self.at: dict[tuple[Key, str], int] = {}
+        self.references: Counter[int] = Counter()
+        self.counts: Counter[Key] = Counter()
+        self._own = {id(variable) for variable in all_variables(model)}
+        self._own |= {
+            id(variable.value) for variable in model.variables if keras.backend.backend() == "torch"
         }
+        # Ids stay unique while these exist.
+        self._held: list[Any] = []
+        for key, place in places.items():
+            value = value_of(place, key[1])
+            if is_generator(value):
+                # Each process draws the numbers of a trace itself.
+                drawn = "" if (id(place), key[1]) in of_model else repr(generator_state(value))
+                self.marks[key] = _digest(drawn.encode())
+                continue
+            try:
+                self.marks[key] = self._mark(key, "", value)
+            except Exception:
+                self.marks[key] = _identity(value)
+
+    def numbers(self, key: Key, value: Any) -> Any:
+        """Return a copy of the numbers of a variable that is not the model's; None for other values."""
+        if _is_models(key) or id(value) in self._own or (variable := own_variable(value)) is None:
+            return None
+        return variable.read()
+
+    def _mark(self, key: Key, inner: str, value: Any) -> str:
+        kind = type(value)
+        self.counts[key] += 1
+        if value is ABSENT:
+            return _NOTHING
+        if value is None or kind in _SCALARS:
+            text = repr(value)
+            return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... #{_digest(text.encode())}"
+        if isinstance(value, np.number | np.bool_):
+            return f"{kind.__name__} {value.tobytes().hex()}"
+        if isinstance(value, list | tuple | dict | set | deque):
+            if kind in (list, dict, set):
+                self._refer(key, inner, value)
+            self.counts[key] += len(value)
+            if self.counts[key] > 2 * _MOST:
+                return f"{_identity(value)} {len(value)}"
+            identity = "" if kind is tuple else _identity(value)
+            return f"{identity}({', '.join(self._marks_in(key, inner, value))})"
+        if is_array(value) and value.nbytes <= LARGE:
+            self._refer(key, inner, value)
+            return f"{_identity(value)} {value.dtype}{value.shape} #{_digest(value.tobytes())}"
+        if (numbers := self.numbers(key, value)) is not None:
+            self._refer(key, inner, value)
+            return f"{_identity(value)} #{_digest(numbers.tobytes())}"
+        return _identity(value)
+
+    def _marks_in(self, key: Key, inner: str, value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for name, item in value.items():
+                yield f"{name!r}: {self._mark(key, f'{inner}[{name!r}]', item)}"
+        else:
+            items = sorted(value, key=repr) if isinstance(value, set) else value
+            for i, item in enumerate(items):
+                yield self._mark(key, f"{inner}[{i}]", item)
+
+    def _refer(self, key: Key, inner: str, value: Any) -> None:
+        self.at[key, inner] = id(value)
+        self.references[id(value)] += 1
+        if _is_small(value):
+            self._held.append(value)
+
+
+_LONGEST = 60
+
+
+def _is_small(value: Any) -> bool:
+    """Whether keeping a value takes little memory."""
+    items: Any = value.values() if isinstance(value, dict) else value
+    return not isinstance(value, dict | list | set) or (
+        len(value) <= _MOST and all(item is None or type(item) in _SCALARS for item in items)
+    )
+
+
+def _identity(value: Any) -> str:
+    return f"{type(value).__name__}@{id(value)}"
+
+
+def _digest(data: bytes) -> str:
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+def _places_of(model: Any, callbacks: Sequence[Any]) -> tuple[dict[Key, Place], set[tuple[int, str]]]:
+    """Return the places, and which of them the model's own functions and attributes name, by their ids."""
+    of_model = _walked(model, ())
+    places = of_model if not callbacks else {**_walked(model, callbacks)}
+    return places, {(id(place), name) for (_, name), place in of_model.items()}
+
+
+def _walked(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
+    places: dict[Key, Place] = {
+        (path, name): vars(part) for path, part, names in model_objects(model) for name in names
+    }
+    for owner, variables in variables_of(model, callbacks):
+        places.update({(owner, name): place for name, place in variables.items()})
+    seen = set(map(id, callbacks))
+    waiting = deque(places.items())
+    while waiting:
+        (path, name), place = waiting.popleft()
+        value = value_of(place, name)
+        if object_of_program(value) and id(value) not in seen:
+            seen.add(id(value))
+            found: dict[Key, Place] = {(f"{path}.{name}", inner): vars(value) for inner in vars(value)}
+            places.update(found)
+            waiting.extend(found.items())
+    return places
 
 
 def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any], *, is_edited: bool) -> None:
@@ -61,22 +293,102 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any], 
     """
     if not packed:
         return
-    graph = graph_of(model, named=True, callbacks=list(callbacks))
+    places = _walked(model, list(callbacks))
+    # A callback may have created a global variable or an attribute.
+    spaces = {path: place for (path, _), place in places.items() if isinstance(place, dict)}
+    others = list(packed["others"])
     for path, name, value, before in packed["values"]:
-        if is_edited and graph.is_variable(path, name):
-            own = graph.values_at([(path, name)]).get((path, name))
-            if is_value(own) and text_of(own) != before:
-                note(
-                    f"{_name((path, name))} is {text_of(own)} in the script, and was {before}: the value "
-                    "that it had during training counts, because a callback or a step had changed it"
-                )
-        graph.set_saved(path, name, value)
-    for name in packed["others"]:
+        place = places.get((path, name), spaces.get(path))
+        own = ABSENT if place is None else value_of(place, name)
+        writes: list[Callable[[], object]] = []
+        try:
+            new = _decoded(value, own, writes)
+        except TypeError:
+            place = None
+        if place is None:
+            others.append(_name((path, name)))
+            continue
+        if is_edited and before and type(own) in _SCALARS and repr(own) != before:
+            note(
+                f"{_name((path, name))} is {own!r} in the script, and was {before}: the value that it had "
+                "during training counts, because a callback or a step had changed it"
+            )
+        for write in writes:
+            write()
+        if new is not own:
+            set_value(place, name, new)
+    for name in others:
         note(
-            f"{name} changed during training, but a checkpoint cannot hold its value: it starts with the "
-            "value that the script sets; keep it in numbers, texts, arrays, or lists and dicts of them"
+            f"{name} changed during training and is not handed over: it starts with the value of the script; "
+            "keep it in an attribute of the callback, or in numbers, texts, or lists and dicts of them"
         )
 
 
-def _name(place: tuple[str, str]) -> str:
-    return ".".join(filter(None, place))
+def _decoded(value: Any, own: Any, writes: list[Callable[[], object]]) -> Any:
+    """Return a packed value, or the object that is there already, which `writes` change.
+
+    Raises:
+        TypeError: what is there has another form.
+    """
+    if not isinstance(value, dict):
+        return value
+    kind, same, items = value["kind"], value["same"], value["items"]
+    if kind == "variable":
+        variable = own_variable(own)
+        if variable is None or (there := variable.read()) is None:
+            raise TypeError("no variable")
+        if there.shape != items.shape or there.dtype != items.dtype:
+            raise TypeError("another form")
+        writes.append(partial(variable.assign, items))
+        return own
+    if kind == "tuple":
+        others = own if type(own) is tuple and len(own) == len(items) else [ABSENT] * len(items)
+        return tuple(_decoded(item, other, writes) for item, other in zip(items, others, strict=True))
+    if same and type(own) is not _KINDS[kind]:
+        raise TypeError("no such container")
+    if kind == "array":
+        if not same:
+            return np.array(items)
+        if own.shape != items.shape or own.dtype != items.dtype or not own.flags.writeable:
+            raise TypeError("another form")
+        writes.append(partial(np.copyto, own, items))
+        return own
+    new: Any
+    if kind == "dict":
+        names = [_decoded(name, ABSENT, writes) for name, _ in items]
+        there = own if same else {}
+        new = {
+            name: _decoded(item, there.get(name, ABSENT), writes)
+            for name, (_, item) in zip(names, items, strict=True)
+        }
+    elif kind == "list":
+        there = [*own, *([ABSENT] * len(items))] if same else [ABSENT] * len(items)
+        new = [_decoded(item, other, writes) for item, other in zip(items, there, strict=False)]
+    else:
+        new = {_decoded(item, ABSENT, writes) for item in items}
+    if not same:
+        return new
+    writes.append(partial(_replace, own, new))
+    return own
+
+
+def _replace(container: Any, new: Any) -> None:
+    """Replace the contents of a list, dict or set."""
+    if isinstance(container, list):
+        container[:] = new
+    else:
+        container.clear()
+        container.update(new)
+
+
+def _kind(plain: Any) -> str:
+    return str(plain["kind"]) if isinstance(plain, dict) else ""
+
+
+def _is_models(key: Key) -> bool:
+    """Whether a place is in a part of a model, whose state also travels otherwise."""
+    return key[0].startswith(("the model", "layer '", "the loss", "module "))
+
+
+def _name(place: Key) -> str:
+    return ".".join(place)

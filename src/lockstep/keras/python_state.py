@@ -34,7 +34,6 @@ import keras
 import numpy as np
 import xxhash
 
-from lockstep.checkpoint.values import pack
 from lockstep.keras.private.common import (
     KERAS_HOLDERS,
     MODEL_ATTRIBUTES,
@@ -47,7 +46,7 @@ from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _MANY = 1000
 """The most elements of a container among which nodes are searched."""
-_LARGE = 1 << 20
+LARGE = 1 << 20
 """Bytes of an array above which it is compared only if it has changed in the first steps."""
 _LIBRARIES = tuple(
     {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
@@ -186,26 +185,22 @@ class _Variables(_Holder):
 
     __slots__ = ()
 
-    def __init__(self, path: str, value: "dict[str, _Place]") -> None:
+    def __init__(self, path: str, value: "dict[str, Place]") -> None:
         self.grown = False
         _Changeable.__init__(self, path, value)
 
     def read(self) -> dict[str, Any]:
-        values = ((name, _value_of(place, name)) for name, place in self.value.items())
+        values = ((name, value_of(place, name)) for name, place in self.value.items())
         return {name: value for name, value in values if value is not ABSENT}
 
     def write(self, contents: Mapping[str, Any]) -> None:
         for name, place in self.value.items():
-            if (new := contents.get(name, ABSENT)) is not _value_of(place, name):
-                _set_value(place, name, new)
+            if (new := contents.get(name, ABSENT)) is not value_of(place, name):
+                set_value(place, name, new)
 
     def differs(self) -> bool:
         now, baseline = self.read(), self.baseline
         return now.keys() != baseline.keys() or not all(map(_same, now.values(), baseline.values()))
-
-    def children(self) -> Iterator[tuple[str, Any]]:
-        # Constants, such as the examples, are often global variables.
-        return ((path, value) for path, value in super().children() if not _is_large(value))
 
 
 class _List(_Changeable):
@@ -421,7 +416,6 @@ class ObjectGraph:
 
     Args:
         roots: the objects, with their names for messages.
-        without: objects that do not count, with those to which only they refer.
 
     Attributes:
         nodes: the nodes by their positions, in the order in which they were found.
@@ -429,13 +423,14 @@ class ObjectGraph:
             backend combines what replicas assign to them, as for variables of Keras.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], without: Sequence[Any] = ()) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
         self.nodes: dict[int, _Changeable] = {}
         self.variables: dict[str, Any] = {}
         self._roots = list(roots)
-        self._without = list(without)
         self._nodes_of: dict[int, _Changeable] = {}
-        self._seen: set[int] = set(map(id, without))
+        self._seen: set[int] = set()
+        owners = [root.path for _, root in self._roots if isinstance(root, _Variables)]
+        self._named = tuple(f"{owner}." for owner in owners)
         self._ignored: set[str] = set()
         self._positions = itertools.count()
         self._walk(list(self._roots))
@@ -511,7 +506,7 @@ class ObjectGraph:
     def stop_watching(self) -> None:
         """Stop comparing large arrays that have not changed since they were found."""
         for node in self.nodes.values():
-            if isinstance(node, _Array) and node.value.nbytes > _LARGE:
+            if isinstance(node, _Array) and node.value.nbytes > LARGE:
                 node.watched = node.watched and node.differs()
                 if not node.watched:
                     # Not a copy, which would take the same memory again.
@@ -597,21 +592,17 @@ class ObjectGraph:
         if node is None:
             return False
         own = node.baseline.get(name) if name else node.baseline
-        return self.set_at(path, name, _with_own(own, new) if name else _with_own_items(own, new))
-
-    def is_variable(self, path: str, name: str) -> bool:
-        """Whether a place of `Changes.places` is a variable that functions name, or a container in one."""
-        node = self._node_at(path)
-        owners = [root.path for _, root in self._roots if isinstance(root, _Variables)]
-        within = path.startswith(tuple(f"{owner}." for owner in owners)) and not isinstance(node, _Holder)
-        return isinstance(node, _Variables) or within
+        try:
+            return self.set_at(path, name, _with_own(own, new) if name else _with_own_items(own, new))
+        except ValueError:
+            return False  # An array of another shape, of an edited script.
 
     def _node_at(self, path: str) -> _Changeable | None:
         return next((node for node in self.nodes.values() if node.path == path), None)
 
     def _forget_unreached(self) -> None:
         """Remove the nodes that cannot be reached any more, such as lists that steps have replaced."""
-        reached = {id(node.value) for node in ObjectGraph(self._roots, self._without).nodes.values()}
+        reached = {id(node.value) for node in ObjectGraph(self._roots).nodes.values()}
         for position, node in list(self.nodes.items()):
             if id(node.value) not in reached:
                 self._forget(position)
@@ -640,6 +631,9 @@ class ObjectGraph:
                 self.variables[path] = value
                 continue
             node: _Changeable | None = value if isinstance(value, _Variables) else None
+            if path.startswith(self._named) and _is_large(value):
+                # Constants, such as the examples, are often in variables that functions name.
+                continue
             if node is None and (node_class := _node_class(value)) is not None:
                 node = node_class(path, value)
             if node is not None:
@@ -649,14 +643,18 @@ class ObjectGraph:
                 waiting.extend(reversed(list(node.children())))
 
 
-def graph_of(model: Any, *, named: bool = False, callbacks: Sequence[Any] = ()) -> ObjectGraph:
+def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
     """Return the objects of a model whose attributes its steps may change.
 
     Args:
         model: the model, built.
         named: whether to include the variables that its functions name, and the objects in them.
-        callbacks: callbacks whose functions also count. Their own attributes do not.
     """
+    variables = [(owner, _Variables(owner, each)) for owner, each in variables_of(model)] if named else []
+    return ObjectGraph([*_roots_of(model), *variables])
+
+
+def _roots_of(model: Any) -> list[tuple[str, Any]]:
     optimizers = optimizers_of(model)
     inner = [getattr(optimizer, "inner_optimizer", None) for optimizer in optimizers]
     loss = getattr(model, "loss", None)
@@ -672,11 +670,13 @@ def graph_of(model: Any, *, named: bool = False, callbacks: Sequence[Any] = ()) 
         module for part in [*layers_of(model), *keras.tree.flatten(loss)] for module in modules_of(part)
     ]
     roots += [(f"module {i} ({type(module).__name__})", module) for i, module in enumerate(modules)]
-    roots += [] if isinstance(loss, str) else [("the loss", loss)]
-    if named:
-        parts = [part for _, part in roots if part is not None]
-        roots += _variables_of([*parts, *keras.tree.flatten(loss), *callbacks])
-    return ObjectGraph(roots, callbacks)
+    return roots if isinstance(loss, str) else [*roots, ("the loss", loss)]
+
+
+def model_objects(model: Any) -> list[tuple[str, Any, list[str]]]:
+    """Return a model and its parts, each with its path and the names of its own attributes."""
+    found = [(path, part) for path, part in _roots_of(model) if _node_class(part) is _Holder]
+    return [(path, part, list(_Holder(path, part).baseline)) for path, part in found]
 
 
 def graph_of_function(function: Any) -> ObjectGraph:
@@ -789,17 +789,19 @@ def _reached(parts: Sequence[Any]) -> _Reached:
         objects, members = found, inner
 
 
-_Place = types.CellType | dict[str, Any] | type | types.ModuleType
+Place = types.CellType | dict[str, Any] | type | types.ModuleType
 """Where a variable is: one of an enclosing function, global variables, or a class or module."""
 
 
-def _variables_of(parts: Sequence[Any]) -> list[tuple[str, _Variables]]:
-    """Return the variables that functions name, as roots of an `ObjectGraph`; see `_reached`.
+def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, dict[str, Place]]]:
+    """Return what functions of a model and of callbacks name, and where it is; see `_reached`.
 
-    Their paths are equal in all processes of a job.
+    The paths with them are equal in all processes of a job.
     """
+    parts = [part for _, part in _roots_of(model) if part is not None]
+    parts += [*keras.tree.flatten(getattr(model, "loss", None)), *callbacks]
     reached = _reached(parts)
-    places: dict[str, dict[str, _Place]] = {}
+    places: dict[str, dict[str, Place]] = {}
     cells: dict[int, str] = {}
     for function, (name, value, place) in reached.named:
         if isinstance(value, types.ModuleType | type):
@@ -823,7 +825,7 @@ def _variables_of(parts: Sequence[Any]) -> list[tuple[str, _Variables]]:
                 if isinstance(space, type) and hasattr(type(value), "__get__"):
                     continue  # Such as a method.
                 places.setdefault(owner, {}).setdefault(name, space)
-    return [(owner, _Variables(owner, names)) for owner, names in places.items()]
+    return list(places.items())
 
 
 class Number(NamedTuple):
@@ -1004,7 +1006,7 @@ class Choices:
             owner = function.__module__ if isinstance(place, dict) else function.__qualname__
             if (id(place), name) not in seen and not isinstance(value, types.ModuleType | type):
                 seen.add((id(place), name))
-                add(f"{name} in {owner}", functools.partial(_value_of, place, name))
+                add(f"{name} in {owner}", functools.partial(value_of, place, name))
         self._sizes = [(vars(holder), len(vars(holder))) for holder in objects]
         for holder in objects:
             for name in sorted(names & _attribute_names(holder)):
@@ -1134,7 +1136,7 @@ def _attribute(holder: Any, name: str) -> Any:
     return next((vars(each)[name] for each in type(holder).__mro__ if name in vars(each)), ABSENT)
 
 
-def _value_of(place: _Place, name: str) -> Any:
+def value_of(place: Place, name: str) -> Any:
     """Return the present value of a variable; `ABSENT` without one."""
     if isinstance(place, types.CellType):
         try:
@@ -1144,7 +1146,7 @@ def _value_of(place: _Place, name: str) -> Any:
     return (place if isinstance(place, dict) else vars(place)).get(name, ABSENT)
 
 
-def _set_value(place: _Place, name: str, value: Any) -> None:
+def set_value(place: Place, name: str, value: Any) -> None:
     """Set a variable, or remove it if the value is `ABSENT`."""
     if isinstance(place, types.CellType):
         if value is ABSENT:
@@ -1307,29 +1309,23 @@ class Kept:
 SavedValue = Sequence[Any]
 """A value that a checkpoint holds: the path of a node, an attribute of it or "", and the `encoded` value."""
 
-_MOST_SAVED = 1 << 20
-"""The most bytes of the arrays in a value that a checkpoint holds."""
+
+def saved_values(values: Mapping[tuple[str, str], Any]) -> list[SavedValue]:
+    """Return those of `ObjectGraph.values_at` that are plain and small. Inner ones come first."""
+    found = sorted(values.items(), key=lambda item: -len(item[0][0]))
+    return [[path, name, encoded(value)] for (path, name), value in found if _is_exact(value)]
 
 
-def saved_values(values: Mapping[tuple[str, str], Any]) -> tuple[list[SavedValue], list[tuple[str, str]]]:
-    """Return those of `ObjectGraph.values_at` that a checkpoint can hold, and the places of the others.
-
-    Inner ones come first.
-    """
-    saved: list[SavedValue] = []
-    others = []
-    for (path, name), value in sorted(values.items(), key=lambda item: -len(item[0][0])):
-        try:
-            plain = encoded(value)
-            _, arrays = pack(plain, path)
-        except (TypeError, RecursionError):
-            others.append((path, name))
-            continue
-        if sum(array.nbytes for array in arrays.values()) > _MOST_SAVED:
-            others.append((path, name))
-        else:
-            saved.append([path, name, plain])
-    return saved, others
+def _is_exact(value: Any, depth: int = 0) -> bool:
+    """Whether a value is a number, text or small array, or a plain container of them."""
+    if value is None or value is ABSENT or type(value) in _LEAVES:
+        return True
+    if type(value) is np.ndarray:
+        return value.dtype.kind in "biufc" and value.nbytes <= LARGE
+    if type(value) not in (list, tuple, dict, set) or len(value) > _MANY or depth > _NESTED:
+        return isinstance(value, np.number | np.bool_)
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    return all(_is_exact(item, depth + 1) for item in items)
 
 
 def _with_own(own: Any, new: Any) -> Any:
@@ -1481,9 +1477,54 @@ def is_in_program(name: str | None) -> bool:
     return not file.startswith(_LIBRARIES)
 
 
+def is_array(value: Any) -> bool:
+    """Whether a value is an array with numbers or texts that can change."""
+    return _node_class(value) is _Array
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value is a generator of random numbers of Python, NumPy or PyTorch."""
+    return _node_class(value) is _Generator
+
+
+def object_of_program(value: Any) -> bool:
+    """Whether a value has attributes of the program's own, and is not a part of a model or a callback."""
+    others = (*KERAS_HOLDERS, keras.callbacks.Callback)
+    return not isinstance(value, others) and not _is_module(value) and _may_choose(value)
+
+
+class OwnVariable(NamedTuple):
+    """A variable of Keras or TensorFlow, or a tensor of PyTorch, with few numbers.
+
+    Attributes:
+        read: returns a copy of its numbers.
+        assign: sets other numbers.
+    """
+
+    read: Callable[[], Any]
+    assign: Callable[[Any], object]
+
+
+def own_variable(value: Any) -> OwnVariable | None:
+    """Return what reads and assigns a variable; None if it is none, is large, or has no plain numbers."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        if value.is_meta or value.nbytes > LARGE or value.layout != torch.strided:
+            return None
+
+        def assign(numbers: Any) -> None:
+            with torch.no_grad():
+                value.copy_(torch.as_tensor(numbers))
+
+        return OwnVariable(lambda: value.detach().cpu().numpy().copy(), assign)
+    if not (isinstance(value, keras.Variable) or _is_variable(value)) or math.prod(value.shape) * 8 > LARGE:
+        return None
+    return OwnVariable(lambda: np.array(keras.ops.convert_to_numpy(value)), value.assign)
+
+
 def _is_large(value: Any) -> bool:
     """Whether a value is an array or tensor of so many bytes that it is not copied to be compared."""
-    return _node_class(value) in (_Array, _Tensor) and value.nbytes > _LARGE
+    return _node_class(value) in (_Array, _Tensor) and value.nbytes > LARGE
 
 
 def _is_variable(value: Any) -> bool:

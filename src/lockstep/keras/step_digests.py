@@ -148,6 +148,7 @@ class DigestRecorder:
         self._busy = self._spent = 0.0
         self._recorded = 0
         self._loop: RecordedStep | None = None
+        self._lacks_shapes = True
         self._taken = self._rounds = 0
         self._round_ended = 0.0
 
@@ -403,10 +404,12 @@ class DigestRecorder:
             counts = {len(array) if array.ndim else 0 for array in arrays}
             if len(counts) == 1 and (count := counts.pop()):
                 examples[replica] = count
-                if record.rows and record.fields["number"] == 1:
+                # A job may resume within a call.
+                if record.rows and (self._lacks_shapes or record.fields["number"] == 1):
                     shapes = tuple(f"{array.dtype}{[record.rows, *array.shape[1:]]}" for array in arrays)
                 if record.full or count <= _FEW_ROWS:
                     rows[replica] = digest_rows(arrays, _ROW_PARTS).hex()
+        self._lacks_shapes = self._lacks_shapes and not shapes
         record.fields |= {"shapes": shapes, "examples": examples, "inputs": inputs, "rows": rows}
         record.data.clear()
 

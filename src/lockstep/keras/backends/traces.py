@@ -13,7 +13,7 @@ model and the kind of the step, so that a worker that joins or resumes later tra
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import forget_trace
@@ -22,8 +22,6 @@ from lockstep.keras.python_state import ObjectGraph, SavedValue, graph_of, saved
 from lockstep.keras.randomness import plain_random_numbers, script_seeds
 from lockstep.keras.seeds import seed_of
 from lockstep.worker import job
-
-_Result = TypeVar("_Result")
 
 
 class Traces:
@@ -39,7 +37,6 @@ class Traces:
         self._graph: ObjectGraph | None = None
         self._lasts = False
         self._first: Sequence[SavedValue] = ()
-        self._continues = False
         self.has_begun = False
 
     def saved(self, others: Sequence[tuple[str, str]]) -> list[SavedValue]:
@@ -51,11 +48,11 @@ class Traces:
         if self._graph is None:
             return list(self._first)
         changed = self._graph.changes().places()
-        return saved_values(self._graph.values_at({**dict.fromkeys(changed), **dict.fromkeys(others)}))[0]
+        return saved_values(self._graph.values_at({**dict.fromkeys(changed), **dict.fromkeys(others)}))
 
     def begin_with(self, first: Sequence[SavedValue]) -> None:
         """Begin the first trace with the values of another process."""
-        self._first, self._continues = first, True
+        self._first = first
 
     def begin(self) -> ObjectGraph:
         """Let later changes not affect the traces of this process, as if it had traced the step already."""
@@ -74,20 +71,6 @@ class Traces:
         finally:
             graph.restore()
             graph.make(present)
-
-    def call(self, function: Callable[[], _Result]) -> _Result:
-        """Make a call of a step of Keras, which the backend may trace, and return its result.
-
-        In a process that resumes, that is with the values before the first trace.
-        """
-        self.has_begun, graph = True, self.begin()
-        if not self._continues:
-            return function()
-        with self.beginning():
-            result = function()
-            changes = graph.changes()
-        graph.make_where_unchanged(changes)
-        return result
 
     @contextmanager
     def trace(self, is_whole: Callable[[], bool]) -> Iterator[None]:

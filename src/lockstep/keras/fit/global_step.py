@@ -20,7 +20,7 @@ from lockstep.data.batch import Batch, LocalBatches, Share
 from lockstep.errors import CheckpointError, LockstepError
 from lockstep.keras.backends.common import refuse_misfit
 from lockstep.keras.backends.contract import Backend, Partial, Program, StepKind, Total, TrainFunctionCall
-from lockstep.keras.backends.growth import growths_of, refuse_other_trace, runs_python
+from lockstep.keras.backends.growth import growths_of, refuse_other_trace
 from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import is_gather, updating
 from lockstep.keras.fit.divided_update import DividedUpdate
@@ -605,9 +605,8 @@ class TrackedTrainFunction:
         model: Any,
         calls: NumberedCalls,
         snapshots: Snapshots,
-        traces: Traces,
     ) -> None:
-        steps = _TrackedSteps(backend, model, calls, snapshots, traces)
+        steps = _TrackedSteps(backend, model, calls, snapshots)
         self._call = backend.intercepted(model, function, steps.execute)
 
     def __call__(self, *args: Any) -> Any:
@@ -621,11 +620,8 @@ class _TrackedSteps:
     A call of the loop counts as `steps_per_execution` steps, even if the data has fewer left.
     """
 
-    def __init__(
-        self, backend: Backend, model: Any, calls: NumberedCalls, snapshots: Snapshots, traces: Traces
-    ) -> None:
+    def __init__(self, backend: Backend, model: Any, calls: NumberedCalls, snapshots: Snapshots) -> None:
         self._model = model
-        self._traces = traces
         self._calls = calls
         self._snapshots = snapshots
         self._held = backend.training_state(model)
@@ -638,8 +634,7 @@ class _TrackedSteps:
             execution.skip()
             self._snapshots.resumable.skip(steps)
             return self._skipped(execution.state)
-        run = execution.run
-        logs, state = run() if runs_python(model) else self._traces.call(run)
+        logs, state = execution.run()
         call.steps += steps
         call.logs = logs
         self._calls.taken += steps

@@ -15,7 +15,7 @@ from lockstep.keras.backends.common import (
     refuse_synchronized_normalization,
 )
 from lockstep.keras.backends.contract import StepKind
-from lockstep.keras.backends.growth import growths_of
+from lockstep.keras.backends.growth import growths_of, runs_python
 from lockstep.keras.backends.traces import Traces, new_traces
 from lockstep.keras.changed_values import ChangedValues, set_values
 from lockstep.keras.fit.call_inputs import refuse_empty
@@ -124,7 +124,12 @@ class Mirrored:
             parts.snapshots.note_settings(model)
             call.callback_hashes = [attribute_hashes(call.callbacks)]
             if self.keeps_state and len(parts.calls.stack) == 2:
-                call.values = ChangedValues(model, listed(call.callbacks))
+                call.values = ChangedValues(
+                    model,
+                    listed(call.callbacks),
+                    compiled=not runs_python(model),
+                    alone=self._job.view.replicas == 1,
+                )
             call.model, call.by_batch = model, has_batch_methods(call.callbacks)
             arguments.update(callbacks=call.callbacks)
             try:

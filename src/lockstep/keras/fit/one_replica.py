@@ -8,7 +8,6 @@ from typing import Any
 
 from lockstep.errors import ScopeError
 from lockstep.keras.backends.contract import StepKind
-from lockstep.keras.backends.traces import new_traces
 from lockstep.keras.fit.global_step import TrackedTrainFunction
 from lockstep.keras.fit.mirrored import Mirrored
 from lockstep.keras.fit.trainer import Original, TrainerParts, bind, method_of
@@ -63,12 +62,7 @@ class Checkpointed(Mirrored):
         if kind == "train" and not isinstance(model.train_function, TrackedTrainFunction):
             parts = self._parts
             model.train_function = TrackedTrainFunction(
-                model.train_function,
-                parts.backend,
-                model,
-                parts.calls,
-                parts.snapshots,
-                new_traces(model, kind),
+                model.train_function, parts.backend, model, parts.calls, parts.snapshots
             )
         return getattr(model, f"{kind}_function")
 

@@ -89,6 +89,7 @@ class Journal:
         self._states: dict[int, Mapping[str, Any]] = {}
         self._keys: dict[int, str] = {}
         self._latest: dict[int, tuple[int, str, str]] = {}
+        self._values: dict[tuple[str, str], dict[int, list[Any]]] = {}
         self.logs: dict[int, CallLog] = {}
         self.packed_logs: Mapping[int, Mapping[str, Any]] = {}
         self._last_states: Mapping[str, Any] = {}
@@ -129,12 +130,29 @@ class Journal:
         self._figures.extend(figures)
         if shape in ("", "error"):
             self._others[number] = result if failure is None else (failure, result)
+            self._release_values(number, result)
         self._end.advance(form)
         states = random_states(held)
         changed = not same_states(states, self._last_states)
         if changed:
             self._last_states = self._states[number] = states
         self._release(number if changed else None, held)
+
+    def _release_values(self, number: int, result: Any) -> None:
+        """Release the large values of variables of Python that earlier calls have, and this one, too.
+
+        As in `_release`, small ones stay, since the script may read them between the calls.
+        """
+        for entry in _values_of(result):
+            earlier = self._values.get((entry[0], entry[1]), {})
+            for before, value in list(earlier.items()):
+                if value[2]["same"] or not (isinstance(entry[2], dict) and entry[2]["same"]):
+                    kept = self._others[before]
+                    values = _values_of(kept[1] if type(kept) is tuple else kept)
+                    values[:] = [each for each in values if each is not value]
+                    del earlier[before]
+            if _size(entry[2]) > _LARGE and isinstance(entry[2], dict):
+                self._values.setdefault((entry[0], entry[1]), {})[number] = entry
 
     def _release(self, number: int | None, held: Mapping[str, Any]) -> None:
         """Release the large numbers that earlier calls have of objects of this one, which has newer ones.
@@ -199,6 +217,8 @@ class Journal:
         journal._figures = array("d", packed["figures"].tolist())
         journal._others, journal._states = dict(packed["others"]), dict(packed["states"])
         journal._keys, journal.packed_logs = dict(packed.get("keys", {})), packed.get("logs", {})
+        for number, kept in journal._others.items():
+            journal._release_values(number, kept[1] if type(kept) is tuple else kept)
         forms = list(journal._forms)
         for code in journal._codes:
             journal._end.advance(forms[code])
@@ -237,6 +257,18 @@ class Journal:
         if shape == "dict":
             return dict(zip(names, figures, strict=True)), None
         return (figures if shape == "list" else self._others[number]), None
+
+
+def _values_of(result: Any) -> list[Any]:
+    """Return the values in what is kept of a `fit`; see `lockstep.keras.changed_values`."""
+    values = result.get("values") if type(result) is dict else None
+    return values.get("values", []) if type(values) is dict else []
+
+
+def _size(plain: Any) -> int:
+    """Return how many numbers are in a value of `_values_of`."""
+    items = plain["items"] if isinstance(plain, dict) else plain
+    return sum(map(_size, items)) if isinstance(items, list) else int(np.size(items))
 
 
 def _is_large(value: Any) -> bool:
