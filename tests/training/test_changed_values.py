@@ -23,13 +23,14 @@ CONFIG: dict[str, Any] = {"powers": [1.0, 2.0], "name": "first"}
 STEPS: tuple[int, ...] = ()
 CENTER = np.zeros(2, "float32")
 HELD = SimpleNamespace(level=0)
+EMPTY = SimpleNamespace()
 HOOK: Any = None
 PAIR = namedtuple("PAIR", "a b")(1, 2)
 SHARED: Any = None
 LATER: Any = None
 LOST = 1
 LARGE = (np.zeros(1 << 19), [np.zeros(1 << 19)], SimpleNamespace(x=np.zeros(1 << 19)))
-NAMES = ("WEIGHT", "BATCH", "PHASES", "CURRENT", "CONFIG", "STEPS", "CENTER", "HELD", "HOOK")
+NAMES = ("WEIGHT", "BATCH", "PHASES", "CURRENT", "CONFIG", "STEPS", "CENTER", "HELD", "EMPTY", "HOOK")
 NAMES += ("PAIR", "SHARED", "LATER", "LOST")
 FIRST = copy.deepcopy({name: globals()[name] for name in NAMES})
 
@@ -87,6 +88,7 @@ def changes(self: Any) -> None:
     CONFIG["powers"][1] += 1.0
     CONFIG["name"] = "second"
     HELD.level += 5
+    EMPTY.level = 7
     Options.scale = 2.0
     CENTER[0] += 1
 
@@ -98,7 +100,7 @@ def test_another_process_takes_over_what_callbacks_have_changed(capfd: pytest.Ca
     set_values(other.model, other.callbacks, packed, is_edited=True)
     assert (WEIGHT, BATCH, STEPS, other.level()) == (3.0, 128, (1, 2), 1)
     assert (CONFIG, HELD.level, Options.scale) == ({"powers": [1.0, 3.0], "name": "second"}, 5, 2.0)
-    assert CENTER.tolist() == [1, 0]
+    assert (CENTER.tolist(), vars(EMPTY)) == ([1, 0], {"level": 7})
     # Other references see the changes.
     assert (powers is CONFIG["powers"], center is CENTER) == (True, True)
     notes = capfd.readouterr().err

@@ -13,7 +13,7 @@ Everything else that has changed is named in a note.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -73,9 +73,8 @@ class ChangedValues:
         self._begun.append(self._look())
 
     def _look(self) -> "_Look":
-        places, self._of_model = _places_of(self._model, self._callbacks)
-        self._places = {**places, **self._places}
-        return _Look(self._places, self._of_model, self._model)
+        self._places = {**_places_of(self._model, self._callbacks), **self._places}
+        return _Look(self._places, self._of, self._model)
 
     def _changed(self) -> "tuple[_Look, list[Key]]":
         now = self._look()
@@ -112,7 +111,12 @@ class ChangedValues:
         return {"values": values, "others": others}
 
     def _of(self, key: Key) -> bool:
+        """Whether the model's own functions and attributes name a place."""
         return (id(self._places[key]), key[1]) in self._of_model
+
+    @cached_property
+    def _of_model(self) -> set[tuple[int, str]]:
+        return {(id(place), name) for (_, name), place in _places_of(self._model, ()).items()}
 
     def _encoded(self, key: Key, value: Any, now: "_Look") -> Any:
         begun = [look.at.get((key, ""), 0) for look in self._begun]
@@ -165,12 +169,12 @@ class _Look:
         counts: how many items were looked at, by the place.
     """
 
-    def __init__(self, places: Mapping[Key, Place], of_model: set[tuple[int, str]], model: Any) -> None:
+    def __init__(self, places: Mapping[Key, Place], of_model: Callable[[Key], bool], model: Any) -> None:
         self.marks: dict[Key, str] = {}
         self.at: dict[tuple[Key, str], int] = {}
         self.references: Counter[int] = Counter()
         self.counts: Counter[Key] = Counter()
-        self._own = {id(variable) for variable in all_variables(model)}
+        self._own = {id(variable) for variable in (*all_variables(model), *model.metrics_variables)}
         self._own |= {
             id(variable.value) for variable in model.variables if keras.backend.backend() == "torch"
         }
@@ -180,7 +184,7 @@ class _Look:
             value = value_of(place, key[1])
             if is_generator(value):
                 # Each process draws the numbers of a trace itself.
-                drawn = "" if (id(place), key[1]) in of_model else repr(generator_state(value))
+                drawn = "" if of_model(key) else repr(generator_state(value))
                 self.marks[key] = _digest(drawn.encode())
                 continue
             try:
@@ -200,8 +204,7 @@ class _Look:
         if value is ABSENT:
             return _NOTHING
         if value is None or kind in _SCALARS:
-            text = repr(value)
-            return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... #{_digest(text.encode())}"
+            return _shown(value)
         if isinstance(value, np.number | np.bool_):
             return f"{kind.__name__} {value.tobytes().hex()}"
         if isinstance(value, list | tuple | dict | set | deque):
@@ -237,6 +240,13 @@ class _Look:
 
 
 _LONGEST = 60
+_PARTS = ("the model", "layer '", "metric '", "optimizer ", "module ", "the loss")
+"""The beginnings of the paths of a model's parts."""
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... #{_digest(text.encode())}"
 
 
 def _is_small(value: Any) -> bool:
@@ -255,14 +265,8 @@ def _digest(data: bytes) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _places_of(model: Any, callbacks: Sequence[Any]) -> tuple[dict[Key, Place], set[tuple[int, str]]]:
-    """Return the places, and which of them the model's own functions and attributes name, by their ids."""
-    of_model = _walked(model, ())
-    places = of_model if not callbacks else {**_walked(model, callbacks)}
-    return places, {(id(place), name) for (_, name), place in of_model.items()}
-
-
-def _walked(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
+def _places_of(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
+    """Return where the variables that functions name are, and attributes of parts of a model and objects."""
     places: dict[Key, Place] = {
         (path, name): vars(part) for path, part, names in model_objects(model) for name in names
     }
@@ -275,7 +279,8 @@ def _walked(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
         value = value_of(place, name)
         if object_of_program(value) and id(value) not in seen:
             seen.add(id(value))
-            found: dict[Key, Place] = {(f"{path}.{name}", inner): vars(value) for inner in vars(value)}
+            # An object may have no attribute yet.
+            found: dict[Key, Place] = {(f"{path}.{name}", inner): vars(value) for inner in ("", *vars(value))}
             places.update(found)
             waiting.extend(found.items())
     return places
@@ -293,7 +298,7 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any], 
     """
     if not packed:
         return
-    places = _walked(model, list(callbacks))
+    places = _places_of(model, list(callbacks))
     # A callback may have created a global variable or an attribute.
     spaces = {path: place for (path, _), place in places.items() if isinstance(place, dict)}
     others = list(packed["others"])
@@ -308,10 +313,10 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any], 
         if place is None:
             others.append(_name((path, name)))
             continue
-        if is_edited and before and type(own) in _SCALARS and repr(own) != before:
+        if is_edited and before and type(own) in _SCALARS and _shown(own) != before:
             note(
-                f"{_name((path, name))} is {own!r} in the script, and was {before}: the value that it had "
-                "during training counts, because a callback or a step had changed it"
+                f"{_name((path, name))} is {_shown(own)} in the script, and was {before}: the value that "
+                "it had during training counts, because a callback or a step had changed it"
             )
         for write in writes:
             write()
@@ -387,7 +392,7 @@ def _kind(plain: Any) -> str:
 
 def _is_models(key: Key) -> bool:
     """Whether a place is in a part of a model, whose state also travels otherwise."""
-    return key[0].startswith(("the model", "layer '", "the loss", "module "))
+    return key[0].startswith(_PARTS)
 
 
 def _name(place: Key) -> str:
