@@ -97,14 +97,15 @@ def test_another_process_takes_over_what_callbacks_have_changed(capfd: pytest.Ca
     packed = Program(changes).values()
     other = Program(changes, BATCH=128, WEIGHT=2.0)
     powers, center = CONFIG["powers"], CENTER
-    set_values(other.model, other.callbacks, packed, is_edited=True)
-    assert (WEIGHT, BATCH, STEPS, other.level()) == (3.0, 128, (1, 2), 1)
+    set_values(other.model, other.callbacks, packed)
+    # What the script sets otherwise is its own.
+    assert (WEIGHT, BATCH, STEPS, other.level()) == (2.0, 128, (1, 2), 1)
     assert (CONFIG, HELD.level, Options.scale) == ({"powers": [1.0, 3.0], "name": "second"}, 5, 2.0)
     assert (CENTER.tolist(), vars(EMPTY)) == ([1, 0], {"level": 7})
     # Other references see the changes.
     assert (powers is CONFIG["powers"], center is CENTER) == (True, True)
     notes = capfd.readouterr().err
-    assert f"{__name__}.WEIGHT is 2.0 in the script, and was 1.0: the value that it had during" in notes
+    assert f"{__name__}.WEIGHT is 2.0 in the script, and was 1.0 when it was changed to 3.0 during" in notes
     assert f"{__name__}.HOOK changed during training and is not handed over" in notes
     assert notes.count("lockstep:") == 2
 
@@ -123,7 +124,7 @@ def test_what_could_lose_its_type_or_its_references_does_not_travel() -> None:
     packed = Program(rebinds).values()
     assert names_in(packed) == ({"PHASES"}, {"CURRENT", "PAIR", "SHARED", "LATER", "WEIGHT", "LOST"})
     other = Program(rebinds)
-    set_values(other.model, other.callbacks, packed, is_edited=False)
+    set_values(other.model, other.callbacks, packed)
     assert (PHASES[1], CURRENT is PHASES[0]) == ({"weight": 4.0}, True)
 
 
@@ -144,7 +145,7 @@ def test_only_what_differs_from_both_beginnings_counts() -> None:
 def test_a_script_with_another_shape_keeps_its_array(capfd: pytest.CaptureFixture[str]) -> None:
     packed = Program(changes).values()
     other = Program(changes, CENTER=np.ones(3, "float32"), CONFIG=[1.0])
-    set_values(other.model, other.callbacks, packed, is_edited=True)
+    set_values(other.model, other.callbacks, packed)
     assert (CENTER.tolist(), CONFIG) == ([1, 1, 1], [1.0])
     notes = capfd.readouterr().err
     assert f"{__name__}.CENTER changed during training and is not handed over" in notes
@@ -165,7 +166,7 @@ def test_variables_that_are_not_the_models_travel_where_steps_read_them() -> Non
     packed = Program(anneals).values()
     assert names_in(packed) == ({"BETA"}, {"GENERATOR"})
     other = Program(anneals)
-    set_values(other.model, other.callbacks, packed, is_edited=False)
+    set_values(other.model, other.callbacks, packed)
     assert float(keras.ops.convert_to_numpy(BETA)) == 0.5
     packed = Program(anneals).values(compiled=True)
     is_read = keras.backend.backend() != "jax"

@@ -106,8 +106,8 @@ class ChangedValues:
             if self._fixed and self._of(key) and _kind(plain) != "variable":
                 others.append(_name(key))
             else:
-                before = self._begun[0].marks.get(key, _NOTHING)
-                values.append([*key, plain, before if type(value) in _SCALARS else ""])
+                before = [look.marks.get(key, _NOTHING) for look in self._begun]
+                values.append([*key, plain, before if type(value) in _SCALARS else []])
         return {"values": values, "others": others}
 
     def _of(self, key: Key) -> bool:
@@ -286,15 +286,16 @@ def _places_of(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
     return places
 
 
-def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any], *, is_edited: bool) -> None:
+def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any]) -> None:
     """Take over `ChangedValues.packed` of another process.
+
+    A number or text that the script of this process has set otherwise, for example because it was edited or
+    has other arguments, stays, and a note names it.
 
     Args:
         model: the model of the call.
         callbacks: those of the call.
         packed: the values.
-        is_edited: whether files of the script have changed since then. Then a note names each value that the
-            script sets otherwise now.
     """
     if not packed:
         return
@@ -313,11 +314,12 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any], 
         if place is None:
             others.append(_name((path, name)))
             continue
-        if is_edited and before and type(own) in _SCALARS and _shown(own) != before:
+        if before and type(own) in _SCALARS and _shown(own) not in before:
             note(
-                f"{_name((path, name))} is {_shown(own)} in the script, and was {before}: the value that "
-                "it had during training counts, because a callback or a step had changed it"
+                f"{_name((path, name))} is {_shown(own)} in the script, and was {before[0]} when it was "
+                f"changed to {value!r} during training: the value of the script counts"
             )
+            continue
         for write in writes:
             write()
         if new is not own:

@@ -92,7 +92,7 @@ class Mirrored:
                 parts.checkpoints.begin(checkpoint)
             parts.inputs.note_held(call, model, arguments["x"], arguments["validation_data"])
             if finished := self._resumable.resume():
-                return replay_fit(model, callbacks, finished, is_edited=parts.snapshots.is_edited)
+                return replay_fit(model, callbacks, finished)
             training, validation = self._inputs_of_fit(arguments)
             self._group(training, arguments)
             inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
@@ -136,7 +136,7 @@ class Mirrored:
                 result = original(*bound.args, **bound.kwargs)
             except CallFinishedElsewhere:
                 finished = self._resumable.replay()
-                return replay_fit(model, callbacks, finished, is_edited=parts.snapshots.is_edited)
+                return replay_fit(model, callbacks, finished)
             parts.record.state(f"the end of {call.name}", model)
             parts.record.compare_states(f"the end of {call.name}", model)
             parts.record.finish(result)
@@ -394,7 +394,7 @@ class Mirrored:
         return nullcontext()
 
 
-def replay_fit(model: Any, callbacks: Any, finished: FinishedCall, *, is_edited: bool = False) -> Any:
+def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
     """Return the result of a `fit` that finished before this process began; restore what it changed.
 
     If it raised an error, raise it again. `finished.kept` is None if its callbacks had not begun.
@@ -403,7 +403,6 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall, *, is_edited:
         model: the model.
         callbacks: the callbacks that the script passes.
         finished: the call.
-        is_edited: whether files of the script have changed since then.
     """
     if (kept := finished.kept) is not None:
         # One of an earlier version has only the states of callbacks.
@@ -412,7 +411,7 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall, *, is_edited:
         model.history.set_model(model)
         listening = writing_once(callbacks, 0, resumes=True)
         set_callback_states(listeners(listening, model), kept["callbacks"])
-        set_values(model, listed(listening), kept["values"], is_edited=is_edited)
+        set_values(model, listed(listening), kept["values"])
     finished.raise_error()
     return model.history
 

@@ -195,7 +195,7 @@ class Snapshots:
             "stops": Part(lambda: heard and bool(model.stop_training), partial(_stop_if, model)),
             "values": Part(
                 lambda: {} if call.values is None else call.values.packed(),
-                lambda packed: set_values(model, listed(call.callbacks), packed, is_edited=self.is_edited),
+                lambda packed: set_values(model, listed(call.callbacks), packed),
             ),
             "python": Part(partial(saved_python, model), partial(set_python, model)),
             "traces": Part(
@@ -314,11 +314,6 @@ class Snapshots:
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         return resumption.entries["logs"], state
-
-    @property
-    def is_edited(self) -> bool:
-        """Whether files of the script have changed since the state with which this process has begun."""
-        return bool(_changed_sources(self.resumable.begun_with))
 
     def _set_growths(self) -> None:
         for tried in self.models.tried:
