@@ -66,7 +66,7 @@ class Leader:
         store: has the object.
         job: identifies the job.
         address: HOST:PORT where agents connect to this coordinator.
-        is_replaced: whether the store was seen to name another job, or none: nobody can continue this one.
+        is_replaced: whether the store names another job, or none, so that no host can continue this one.
     """
 
     store: LeadershipStore

@@ -279,10 +279,11 @@ def _places_of(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
         value = value_of(place, name)
         if object_of_program(value) and id(value) not in seen:
             seen.add(id(value))
-            # An object may have no attribute yet.
-            found: dict[Key, Place] = {(f"{path}.{name}", inner): vars(value) for inner in ("", *vars(value))}
-            places.update(found)
-            waiting.extend(found.items())
+            # The empty name stands for an object without attributes, which may get some.
+            names = ("", *vars(value))
+            attributes: dict[Key, Place] = {(f"{path}.{name}", inner): vars(value) for inner in names}
+            places.update(attributes)
+            waiting.extend(attributes.items())
     return places
 
 
@@ -317,7 +318,7 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any]) 
         if before and type(own) in _SCALARS and _shown(own) not in before:
             note(
                 f"{_name((path, name))} is {_shown(own)} in the script, and was {before[0]} when it was "
-                f"changed to {value!r} during training: the value of the script counts"
+                f"changed to {_shown(value)} during training: the value of the script counts"
             )
             continue
         for write in writes:
