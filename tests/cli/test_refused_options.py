@@ -272,6 +272,10 @@ def test_every_pair_of_options() -> None:
         ("--listen= -n 2", "':0' is not an address; expected HOST:PORT"),
         ("--listen 7000 -n 2", "7000 is a port without an address"),
         ("--hosts= -n 2", "--hosts '': '' is not a host"),
+        (
+            "--listen 127.0.0.1:7000 --standby 127.0.0.1:7000 -n 2 --checkpoint s3://bucket/job",
+            "--standby 127.0.0.1:7000 is the address of the first host",
+        ),
         ("--on= -n 2", "--on  is not an engine: give ray, or ray://HOST:PORT"),
         ("--on k8s -n 2", "--on k8s is not an engine: give ray, or ray://HOST:PORT"),
         ("--listen a -n 2 --workers-here 3", "--workers-here 3 is more than the 2 workers of the job"),

@@ -869,6 +869,8 @@ def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
     from lockstep.hosts.standby import is_led_at
 
     standby, encrypted = options["standby"], not options["plain"]
+    if standby == where.address:
+        raise ConfigError(f"--standby {standby} is the address of the first host; give that of another host")
     if is_led_at(standby, encrypted=encrypted):
         note(f"the job continues at {standby}, and this host joins it")
         port, spare = split_address(where.address)[1], split_address(standby)[1]
