@@ -239,7 +239,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("what", [pytest.param("backup", marks=pytest.mark.slow), "import"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["backup", "import"])
 def test_files_that_must_be_equal_on_all_hosts(hosts: Sequence[Host], start: Start, what: str) -> None:
     for host in hosts:
         (host.work / "own.py").write_text(f"NAME = {host.name!r}\n")

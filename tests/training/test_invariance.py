@@ -26,7 +26,7 @@ SMALL = {"jax": ("cnn", "custom"), "torch": ("cnn", "weighted", "eager", "summed
 """What `make test` compares with plain Keras."""
 ALIKE_SMALL = {"jax": ("cnn",), "torch": SMALL["torch"]}
 """Those of them that `make test` trains on three workers."""
-QUICK = {"tensorflow": ("cnn", "dataset", "several")}
+QUICK = {"tensorflow": ("cnn", "dataset")}
 """What `make test-ci` also compares with plain Keras; slow tests compare all."""
 _ON_JAX = ("cnn", "callbacks", "mixed", "several", "custom")
 ALIKE = {

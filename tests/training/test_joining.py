@@ -100,9 +100,11 @@ def test_a_worker_is_replaced_at_any_place(join: Callable[..., str], backend: st
     ("how", "kills", "backend"),
     [
         ("fit", "1", "jax"),
-        ("fit", "0 1", "torch"),
         ("batches", "0 1", "torch"),
-        *(pytest.param("fit", "0 1", name, marks=pytest.mark.slow) for name in ("jax", "tensorflow")),
+        *(
+            pytest.param("fit", "0 1", name, marks=pytest.mark.slow)
+            for name in ("jax", "tensorflow", "torch")
+        ),
         *(
             pytest.param("batches", "1", name, marks=pytest.mark.slow)
             for name in ("jax", "tensorflow", "torch")

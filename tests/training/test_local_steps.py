@@ -187,7 +187,7 @@ def numbers(text: str) -> Any:
 
 @pytest.mark.parametrize(
     "backend",
-    ["jax", pytest.param("torch", marks=pytest.mark.ci), pytest.param("tensorflow", marks=pytest.mark.slow)],
+    ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow"))],
     indirect=True,
 )
 def test_one_local_step_of_sgd_is_a_synchronous_step(launch: Launch, plain: Launch, backend: str) -> None:
