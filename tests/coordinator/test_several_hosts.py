@@ -56,7 +56,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.worker import EventReport, FailureReport, HostMembers, StateGiven, StateSource
 from lockstep.supervisor.actions import JobOutcome
-from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.supervisor.state import JobSize, Phase, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
@@ -257,6 +257,30 @@ def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -
     assert "host node2 was lost: the connection to its agent is closed; lost worker 2" in job.notes()
     views = [one.hosts for one in job.to(0) if isinstance(one, StartView)]
     assert views == [FIRST, FIRST[:1]]
+
+
+@pytest.mark.parametrize("has_standby", [True, False])
+def test_with_a_standby_a_coordinator_without_workers_does_not_end_the_job(
+    make: Callable[[Reaction], Job], has_standby: bool
+) -> None:
+    """The host of all workers may be alive, and continue with the standby."""
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartWorker(2):
+            job.coordinator.state = job.coordinator.state.with_phase(Phase.LOST, 0, 1)
+            job.loop.unwatch(job.ends[1].fileno())
+            job.ends[1].close()
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
+
+    job = make(react)
+    if has_standby:
+        job.coordinator.announce = lambda view, show_life: None
+        with pytest.raises(SupersededError, match="no workers remain within reach"):
+            job.coordinator.run()
+        assert EndHost not in {type(instruction) for instruction in job.to(0)}
+    else:
+        assert job.coordinator.run() == 1
+        assert "lost worker 2; no workers remain\n" in job.notes()
 
 
 def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job]) -> None:

@@ -22,7 +22,7 @@ from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.coordinator.narrator import Narrator
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.requests import Requests
-from lockstep.errors import CheckpointError, LockstepError
+from lockstep.errors import CheckpointError, LockstepError, SupersededError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
@@ -393,6 +393,11 @@ class Coordinator:
                 self._narrator.tell_success()
                 self._tell_all(AbortExchange("the job has finished"))
             case actions.FinishJob(outcome):
+                if outcome.out_of_reach and self.announce is not None:
+                    raise SupersededError(
+                        f"{outcome.message} within reach; another host may continue this job, so this "
+                        "coordinator ends"
+                    )
                 self._outcome = outcome
 
     def _start_view(self, view: StartView) -> None:

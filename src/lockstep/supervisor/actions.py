@@ -52,6 +52,7 @@ class JobOutcome:
         workers: the workers whose evidence the message shows.
         evidence: which evidence.
         stopped: whether the user has stopped the job.
+        out_of_reach: whether the hosts of all workers were lost, where the workers may go on.
     """
 
     status: int
@@ -59,6 +60,7 @@ class JobOutcome:
     workers: tuple[int, ...] = ()
     evidence: Evidence = Evidence.NONE
     stopped: bool = False
+    out_of_reach: bool = False
 
 
 @dataclass(frozen=True)

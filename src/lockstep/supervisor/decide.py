@@ -409,7 +409,8 @@ def _host_lost(state: State, host: int, how: str, now: float) -> Decision:
     if not state.running or (state.active and not state.present):
         succeeded = state.active and bool(state.finished)
         how += "; the others had succeeded" if succeeded else "; no workers remain"
-        outcome = JobOutcome(0) if succeeded else state.shutdown.outcome or JobOutcome(1, how)
+        failed = state.shutdown.outcome or JobOutcome(1, how, out_of_reach=True)
+        outcome = JobOutcome(0) if succeeded else failed
         over = _finish(_with_outcome(state, outcome), how)
         over = over.after(ShowMessage(how)) if succeeded else over
         return _with_saving_outcome(over, saving, how) if state.stage is Stage.SAVING else over
