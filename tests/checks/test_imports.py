@@ -109,6 +109,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     {
         *(
             "assignments",
+            "choices",
             "worker_exchange",
             "devices",
             "host_report",

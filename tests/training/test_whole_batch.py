@@ -21,11 +21,11 @@ from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.growth import growths_of, set_growths
 from lockstep.keras.backends.multi_update import EndOfRound
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
+from lockstep.keras.choices import Choices
 from lockstep.keras.fit import trials
 from lockstep.keras.fit.metric_states import keeps_examples
 from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.private.common import compiled_loss
-from lockstep.keras.python_state import Choices
 from lockstep.worker import job
 from lockstep.worker.job import Job
 
@@ -883,6 +883,42 @@ def test_a_count_that_changes_together_with_a_truth_value_is_seen() -> None:
     model.compares, model.count = True, 4
     choices.look(model)
     assert choices.counts == {"Chooses.count#1"}
+
+
+SEEN = 0
+
+
+class DenseThatCounts(keras.layers.Dense):  # type: ignore[misc]
+    calls = rows = printed = 1
+
+    def call(self, x: Any) -> Any:
+        global SEEN
+        SEEN += 1
+        self.calls += 1
+        self.rows = self.rows + len(x.shape)
+        self.units += 1
+        self.printed += 1
+        if self.printed == 100:
+            print("hundred")
+        return super().call(x)
+
+
+def test_a_counter_that_is_only_increased_decides_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Keras reads `units`; the others are read, or not, in this file. All are named together."""
+    model = keras.Sequential([keras.Input((4,)), DenseThatCounts(2)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    choices = Choices(model)
+    assert choices.look(model) == ""
+    model(X[:2])
+    assert choices.look(model) == ""
+    assert choices.counts == {"DenseThatCounts.printed#1", "DenseThatCounts.units#1"}
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.Input((4,)), DenseThatCounts(2)])
+        model.compile("sgd", "mse", run_eagerly=True)
+    model.fit(X, Y, batch_size=9, verbose=0)
+    notes = [line for line in capfd.readouterr().err.splitlines() if "later values" in line]
+    named = "what depends on later values of DenseThatCounts.{} (possibly: it could not be tested)".format
+    assert [note.partition("per replica: ")[2] for note in notes] == [f"{named('printed')}, {named('units')}"]
 
 
 @pytest.mark.parametrize("kind", [list, collections.deque, dict])

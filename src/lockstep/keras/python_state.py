@@ -10,20 +10,18 @@ Comparing and restoring a graph around each replica takes a third of a milliseco
 """
 
 import argparse
-import enum
 import functools
 import importlib.util
 import inspect
 import itertools
 import math
 import random
-import re
 import site
 import struct
 import sys
 import sysconfig
 import types
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -55,6 +53,9 @@ _PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
 _LEAVES = (bool, int, float, complex, str, bytes)
 _GROWTH = 4
 """When a graph has so many times the nodes that could be reached at first, unreachable ones are removed."""
+CONTAINERS = (dict, list, tuple, deque, set, frozenset)
+NESTED = 3
+"""The depth of containers within containers up to which values are read."""
 _DEEP = 20
 """The depth of containers within containers up to which contents are shown."""
 ABSENT: Any = object()
@@ -772,16 +773,16 @@ class _Reached(NamedTuple):
     texts: set[str]
 
 
-def _reached(parts: Sequence[Any]) -> _Reached:
+def reached_by(parts: Sequence[Any]) -> _Reached:
     """Return what functions, and objects whose methods count, reach."""
-    objects, members = _objects_in(parts), list[Any]()
+    objects, members = objects_in(parts), list[Any]()
     while True:
         reached = _reached_functions([*objects, *parts, *_callables_in(parts), *members])
         functions = [function for function in reached if is_in_program(function.__module__)]
         named = [(function, each) for function in functions for each in _named_by(function)]
         spaces = _spaces_in(each.value for _, each in named)
         names, texts = _words_of(functions)
-        found = _objects_in([*parts, *(each.value for _, each in named)])
+        found = objects_in([*parts, *(each.value for _, each in named)])
         inner = [vars(space)[name] for space in spaces for name in sorted(names & vars(space).keys())]
         inner = [member for member in inner if isinstance(member, types.FunctionType)]
         if len(found) == len(objects) and len(inner) == len(members):
@@ -794,13 +795,13 @@ Place = types.CellType | dict[str, Any] | type | types.ModuleType
 
 
 def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, dict[str, Place]]]:
-    """Return what functions of a model and of callbacks name, and where it is; see `_reached`.
+    """Return what functions of a model and of callbacks name, and where it is; see `reached_by`.
 
     The paths with them are equal in all processes of a job.
     """
     parts = [part for _, part in _roots_of(model) if part is not None]
     parts += [*keras.tree.flatten(getattr(model, "loss", None)), *callbacks]
-    reached = _reached(parts)
+    reached = reached_by(parts)
     places: dict[str, dict[str, Place]] = {}
     cells: dict[int, str] = {}
     for function, (name, value, place) in reached.named:
@@ -849,7 +850,7 @@ def numbers_of(model: Any) -> list[Number]:
     enclosing functions: floats of Python and NumPy, arrays and tensors of floats with one element, and
     variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
     """
-    parts = _parts_of(model)
+    parts = parts_of(model)
     waiting: list[Number] = []
     for name, value, place in _named([*parts, *_callables_in(parts)]):
         if isinstance(place, types.CellType):
@@ -875,204 +876,11 @@ def numbers_of(model: Any) -> list[Number]:
     return numbers
 
 
-def _parts_of(model: Any) -> list[Any]:
+def parts_of(model: Any) -> list[Any]:
     """Return a model, its layers and losses, and the modules of PyTorch in them."""
     layers = layers_of(model)
     modules = [module for layer in layers for module in modules_of(layer)]
     return [*layers, *keras.tree.flatten(getattr(model, "loss", None)), *modules]
-
-
-class _Watched:
-    """A place of `Choices`.
-
-    Attributes:
-        label: the place, equal in all processes of a job.
-        read: returns the present value; `ABSENT` without one.
-        value: the value at the last look.
-        text: shows it.
-    """
-
-    __slots__ = ("label", "read", "text", "value")
-
-    def __init__(self, label: str, read: Callable[[], Any], text_of: Callable[[Any], str]) -> None:
-        self.label, self.read, self.value = label, read, read()
-        self.text = text_of(self.value)
-
-
-class Choices:
-    """The values that may decide which code of a program runs, where its functions name them.
-
-    These are truth values, `None`, whether a number is zero, texts that its functions contain, functions,
-    members of enumerations, and the classes of objects: in attributes of a model, its layers, its losses and
-    the objects to which they refer, in containers there, in global variables, and in variables of enclosing
-    functions. Values that differ between processes from the beginning, such as whether a process writes
-    files, have no effect.
-
-    Args:
-        model: the model, just compiled.
-
-    Attributes:
-        key: "" while all values are as at the beginning; otherwise, a text with a line for each that is not.
-        counts: the whole numbers that have changed, other than from or to zero, by their places.
-        moved: the texts at the beginning of values that had changed since the model was compiled first.
-        traced: the keys with which this process has compiled its steps, by the kind of the step.
-    """
-
-    def __init__(self, model: Any, before: "Choices | None" = None) -> None:
-        self.key = ""
-        self.counts: set[str] = set()
-        self.traced: dict[str, str] = {}
-        self._find(model)
-        self._first = {place.label: place.text for place in self._places}
-        self.moved: dict[str, str] = {}
-        if before is not None:
-            earlier = before._first
-            labels = {
-                label
-                for label in {**earlier, **self._first}
-                if _decide(texts := (earlier.get(label, ""), self._first.get(label, "")))
-                and texts[0] != texts[1]
-            }
-            self.moved = {label: self._first.get(label, "") for label in {*before.moved, *labels}}
-
-    def adopt(self, moved: Mapping[str, str]) -> None:
-        """Take over `moved` of another process: this one has skipped the calls that changed these values."""
-        self.moved = {**self.moved, **moved}
-        self._first = {**self._first, **moved}
-        self._set_key()
-
-    def differences(self, kind: str, key: str) -> list[tuple[str, str, str]]:
-        """Compare the values with which this process compiles a step with those of a `key` of another one.
-
-        Returns:
-            The places of truth values, texts, functions and the like, not of numbers or tensors, each with
-            its value in this process and in the other one. Callbacks often set numbers that no step reads.
-        """
-        own = self.traced[kind]
-        if own == key:
-            return []
-        mine, others = _lines(own), _lines(key)
-        found = []
-        for label in sorted({**mine, **others}):
-            first = self._first.get(label, "")
-            texts = mine.get(label, first), others.get(label, first)
-            if texts[0] != texts[1] and _decide(texts) and not any(map(_NUMBER.search, texts)):
-                found.append((label.partition("#")[0], _shown(texts[0]), _shown(texts[1])))
-        return found
-
-    def look(self, model: Any) -> str:
-        """Read the present values, and return `key`. It takes some microseconds if none has changed."""
-        if self._may_differ():
-            self._find(model)
-            self._set_key()
-        return self.key
-
-    def _set_key(self) -> None:
-        texts = {place.label: place.text for place in self._places}
-        lines = set()
-        for label in {**self._first, **texts}:
-            if (text := texts.get(label, "")) != self._first.get(label, ""):
-                # The number of objects that the program adds does not count.
-                shown = label if label in self._first else label.partition("#")[0]
-                lines.add(f"{shown} = {text}")
-        self.key = "\n".join(sorted(lines))
-
-    def _may_differ(self) -> bool:
-        differs = False
-        for place in self._places:
-            value, before = place.read(), place.value
-            if value is before and not isinstance(value, _CONTAINERS):
-                continue
-            if self._text(value) != place.text or (value is not before and _has_objects(value)):
-                differs = True
-                continue
-            if (type(value) is int or isinstance(value, np.integer)) and value != before:
-                self.counts.add(place.label)
-            place.value = value
-        return differs or any(len(attributes) != size for attributes, size in self._sizes)
-
-    def _find(self, model: Any) -> None:
-        """Find the places in the program as it is now."""
-        objects, _, named, spaces, names, self._strings = _reached(_parts_of(model))
-        self._places: list[_Watched] = []
-        labels: Counter[str] = Counter()
-
-        def add(label: str, read: Callable[[], Any]) -> None:
-            labels[label] += 1
-            self._places.append(_Watched(f"{label}#{labels[label]}", read, self._text))
-
-        seen: set[tuple[int, str]] = set()
-        for function, (name, value, place) in named:
-            owner = function.__module__ if isinstance(place, dict) else function.__qualname__
-            if (id(place), name) not in seen and not isinstance(value, types.ModuleType | type):
-                seen.add((id(place), name))
-                add(f"{name} in {owner}", functools.partial(value_of, place, name))
-        self._sizes = [(vars(holder), len(vars(holder))) for holder in objects]
-        for holder in objects:
-            for name in sorted(names & _attribute_names(holder)):
-                add(f"{type(holder).__name__}.{name}", functools.partial(_attribute, holder, name))
-        for space in spaces:
-            for name in sorted(names & vars(space).keys()):
-                if not (name.startswith("__") or isinstance(vars(space)[name], types.ModuleType | type)):
-                    add(f"{name} in {space.__name__}", functools.partial(_attribute, space, name))
-
-    def _text(self, value: Any, depth: int = 0) -> str:
-        if value is None:
-            return "None"
-        if isinstance(value, str):
-            return value.replace("\n", " ") if value in self._strings else "str"
-        if isinstance(value, enum.Enum):
-            return f"{type(value).__qualname__}.{value.name}"
-        if isinstance(value, bool | np.bool_ | int | np.integer):
-            return f"{type(value).__name__} {bool(value)}"
-        if isinstance(value, types.MethodType | functools.partial):
-            return self._text(getattr(value, "func", None) or value.__func__)  # type: ignore[union-attr]
-        if isinstance(value, types.FunctionType):
-            return f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
-        kind = type(value).__qualname__
-        if value is ABSENT:
-            return ""
-        if not isinstance(value, _CONTAINERS) or depth > _NESTED:
-            return f"{_OBJECT}{kind}"
-        if isinstance(value, set | frozenset) and len(value) > _SHOWN:
-            return f"{_OBJECT}{kind}"  # The order of its items differs between processes.
-        first = list(itertools.islice(value.items() if isinstance(value, dict) else value, _SHOWN))
-        if isinstance(value, dict):
-            items = [f"{self._text(k)}: {self._text(item, depth + 1)}" for k, item in first]
-        else:
-            items = [self._text(item, depth + 1) for item in first]
-        # The length does not count, because a list of losses, say, grows in each step.
-        ordered = isinstance(value, tuple) or all(type(item) is bool for item in first)
-        text = f"{kind}({', '.join(items if ordered else sorted(set(items)))})"
-        return text if len(text) <= _LONGEST else f"{_OBJECT}{_hash(text.encode())}"
-
-
-_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-_NESTED = 3
-"""The depth of containers within containers in which `Choices` reads values."""
-_LONGEST = 200
-"""The length of the longest text of a container that `Choices` keeps as it is."""
-_NUMBER = re.compile(r"int\d* (True|False)\b")
-"""Finds numbers in the texts of `Choices`."""
-_OBJECT = "~"
-"""Marks the class of an object in the texts of `Choices`."""
-
-
-def _decide(texts: Iterable[str]) -> bool:
-    """Whether texts of `Choices` show values that decide by themselves, not the classes of objects."""
-    return not any(_OBJECT in text for text in texts)
-
-
-def _lines(key: str) -> dict[str, str]:
-    """Return the texts in a key of `Choices` by their places."""
-    parts = (line.partition(" = ") for line in key.split("\n") if line)
-    return {label: text for label, _, text in parts}
-
-
-def _shown(text: str) -> str:
-    if text == "str":
-        return "another text"
-    return text.removeprefix("bool ") or "no value"
 
 
 def _spaces_in(values: Iterable[Any]) -> list[Any]:
@@ -1086,12 +894,7 @@ def _spaces_in(values: Iterable[Any]) -> list[Any]:
     return list(spaces.values())
 
 
-def _has_objects(value: Any) -> bool:
-    """Whether a value is an object with attributes, or contains some."""
-    return bool(_objects_in([value]))
-
-
-def _objects_in(values: Iterable[Any]) -> list[Any]:
+def objects_in(values: Iterable[Any]) -> list[Any]:
     """Return the objects of the program with attributes among some values, and those to which they refer."""
     objects: dict[int, Any] = {}
     seen: set[int] = set()
@@ -1100,7 +903,7 @@ def _objects_in(values: Iterable[Any]) -> list[Any]:
         value = waiting.pop()
         if type(value) in _LEAVES or value is None or id(value) in seen:
             continue
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             seen.add(id(value))
             items = value.values() if isinstance(value, dict) else value
             # The order of a set of objects differs between processes.
@@ -1109,7 +912,7 @@ def _objects_in(values: Iterable[Any]) -> list[Any]:
         elif _may_choose(value):
             seen.add(id(value))
             objects[id(value)] = value
-            waiting += [_attribute(value, name) for name in sorted(_attribute_names(value), reverse=True)]
+            waiting += [attribute_of(value, name) for name in sorted(attribute_names(value), reverse=True)]
     return list(objects.values())
 
 
@@ -1120,7 +923,7 @@ def _may_choose(value: Any) -> bool:
     return isinstance(value, (keras.Model, *_PLAIN_HOLDERS)) or any(map(_is_of_program, type(value).__mro__))
 
 
-def _attribute_names(holder: Any) -> set[str]:
+def attribute_names(holder: Any) -> set[str]:
     """Return the names of an object's attributes and of those of its classes that are not functions."""
     names = set(_Holder("", holder).baseline)
     for each in filter(_is_of_program, type(holder).__mro__):
@@ -1130,7 +933,8 @@ def _attribute_names(holder: Any) -> set[str]:
     return {name for name in names if not name.startswith("__")}
 
 
-def _attribute(holder: Any, name: str) -> Any:
+def attribute_of(holder: Any, name: str) -> Any:
+    """Return the present value of an attribute of an object or a class; `ABSENT` without one."""
     if name in vars(holder):
         return vars(holder)[name]
     return next((vars(each)[name] for each in type(holder).__mro__ if name in vars(each)), ABSENT)
@@ -1322,7 +1126,7 @@ def _is_exact(value: Any, depth: int = 0) -> bool:
         return True
     if type(value) is np.ndarray:
         return value.dtype.kind in "biufc" and value.nbytes <= LARGE
-    if type(value) not in (list, tuple, dict, set) or len(value) > _MANY or depth > _NESTED:
+    if type(value) not in (list, tuple, dict, set) or len(value) > _MANY or depth > NESTED:
         return isinstance(value, np.number | np.bool_)
     items = [*value, *value.values()] if isinstance(value, dict) else value
     return all(_is_exact(item, depth + 1) for item in items)
@@ -1330,7 +1134,7 @@ def _is_exact(value: Any, depth: int = 0) -> bool:
 
 def _with_own(own: Any, new: Any) -> Any:
     """Return the object that a place has already, if it is an equal container; otherwise the new value."""
-    is_equal = isinstance(own, _CONTAINERS) and _text(own) == _text(new)
+    is_equal = isinstance(own, CONTAINERS) and _text(own) == _text(new)
     return own if is_equal else _with_own_items(own, new)
 
 

@@ -20,6 +20,7 @@ import xxhash
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import StepKind, WholePart
+from lockstep.keras.choices import Choices
 from lockstep.keras.private.common import (
     CHOICES,
     FLAT_LOSSES,
@@ -28,7 +29,6 @@ from lockstep.keras.private.common import (
     flat_losses,
     layers_of,
 )
-from lockstep.keras.python_state import Choices
 from lockstep.keras.variables import flat_metrics
 from lockstep.worker.patch_registry import replaced
 
@@ -187,7 +187,7 @@ def forget_trace(model: Any, kind: StepKind) -> None:
 def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
     """Return a text that shows the values of Python that a step of a compiled model follows.
 
-    It is equal for equal values; see `lockstep.keras.python_state.Choices`. A compiled step follows those of
+    It is equal for equal values; see `lockstep.keras.choices.Choices`. A compiled step follows those of
     its first call.
     """
     if not runs_python(model) and kind in growths.traced:

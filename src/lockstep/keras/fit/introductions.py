@@ -216,14 +216,15 @@ class Introductions:
 
     def _name_counts(self, call: NumberedCall, model: Any) -> None:
         """Name the whole numbers that the program has changed, whose later values are not tried."""
-        for place in sorted(made_choices(model).counts):
-            self._name_values(call, model, f"later values of the whole number {place.partition('#')[0]}")
+        counts = sorted({place.partition("#")[0] for place in made_choices(model).counts})
+        self._name_values(call, model, *(f"later values of {count}" for count in counts))
 
-    def _name_values(self, call: NumberedCall, model: Any, values: str) -> None:
-        growths, name = growths_of(model), f"what depends on {values} (possibly: it could not be tested)"
-        if name not in growths.names:
-            set_growths(model, replace(growths, names=(*growths.names, name)))
-            self._tell(call, model, (), [name], introduces=False)
+    def _name_values(self, call: NumberedCall, model: Any, *values: str) -> None:
+        growths = growths_of(model)
+        names = [f"what depends on {value} (possibly: it could not be tested)" for value in values]
+        if new := [name for name in names if name not in growths.names]:
+            set_growths(model, replace(growths, names=(*growths.names, *new)))
+            self._tell(call, model, (), new, introduces=False)
 
     def _tried(
         self, call: NumberedCall, model: Any, kind: StepKind, batch: TriedBatch, before: Growths

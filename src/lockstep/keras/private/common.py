@@ -160,7 +160,7 @@ CHANGED_PLACES = "_lockstep_changed_places"
 """An attribute of models of Lockstep's own, set past Keras's tracking of attributes."""
 
 CHOICES = "_lockstep_choices"
-"""The attribute of compiled models with their `lockstep.keras.python_state.Choices`, set in the same way."""
+"""The attribute of compiled models with their `lockstep.keras.choices.Choices`, set in the same way."""
 
 TRACE_SEED = "_lockstep_trace_seed"
 """The attribute of models with the seed of their traces, set in the same way."""
