@@ -1,16 +1,17 @@
 """What local steps cost in quality: the validation loss after equal numbers of steps, for several H.
 
-    lockstep run -n 1 --replicas 4 --backend jax --witness off bench/local_steps.py PROBLEM
+    lockstep run -n 1 --replicas 4 --backend jax --witness off bench/local_steps.py [--seed N] PROBLEM
+        [SETTING...]
 
 PROBLEM is `digits` (scikit-learn's handwritten digits), `characters` (the next character of the source of
-Python's `argparse` module) or `images` (generated: ten textures of 16 x 16 x 3 pixels, shifted, in noise).
-Each line has the training and the validation loss of one setting. `average` and `nesterov` are outer
-optimizers; `int8` rounds the changes of weights, and `reset` does not send the optimizer's slots; the first
-line is of synchronous steps. The number of workers does not change a digit.
+Python's `argparse` module) or `images` (patches of 16 x 16 x 3 pixels of scikit-learn's two photographs: in
+which of ten parts of them are they? The rows of validation patches are in no other patch). Each line has the
+training loss of one setting, and its validation loss after each epoch. `average` and `nesterov` are outer
+optimizers; `int8` rounds the changes of weights, and `reset` does not send the optimizer's slots. SETTINGs,
+such as `synchronous` or `20,int8`, replace all of these. The number of workers does not change a digit.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import keras
@@ -47,18 +48,26 @@ def characters():
 
 
 def images():
-    random = np.random.default_rng(0)
-    textures = random.normal(size=(10, 16, 16, 3))
+    from sklearn.datasets import load_sample_images
 
-    def examples(count):
+    photographs = np.stack(load_sample_images().images)
+    random = np.random.default_rng(0)
+
+    def examples(count, bands):
         y = random.integers(10, size=count)
-        shifts = random.integers(16, size=(count, 2))
-        x = np.stack([np.roll(textures[k], shift, (0, 1)) for k, shift in zip(y, shifts, strict=True)])
-        return (x + 1.5 * random.normal(size=x.shape)).astype("float32"), y
+        rows = 64 * random.integers(6, size=count) + random.choice(bands, count)
+        columns = 128 * (y // 2) + random.integers(112, size=count)
+        places = zip(y % 2, rows, columns, strict=True)
+        x = [photographs[k, row : row + 16, column : column + 16] for k, row, column in places]
+        return np.stack(x).astype("float32") / 127.5 - 1, y
 
     layers = [LAYERS.Conv2D(16, 3), LAYERS.BatchNormalization(), LAYERS.ReLU(), LAYERS.MaxPooling2D()]
     layers += [LAYERS.Conv2D(32, 3), LAYERS.BatchNormalization(), LAYERS.ReLU()]
-    return examples(8000), examples(2000), [*layers, LAYERS.GlobalAveragePooling2D(), LAYERS.Dense(10)]
+    return (
+        examples(8000, range(33)),
+        examples(2000, [48]),
+        [*layers, LAYERS.GlobalAveragePooling2D(), LAYERS.Dense(10)],
+    )
 
 
 def repeated(arrays, rows):
@@ -68,9 +77,20 @@ def repeated(arrays, rows):
     return [array[order] for array in arrays]
 
 
+def parsed(text):
+    """Return the meaning of a SETTING."""
+    return None if text == "synchronous" else lockstep.LocalSteps.parse(text)
+
+
 def main():
-    name = sys.argv[1]
-    problem = {"digits": digits, "characters": characters, "images": images}[name]
+    problems = {"digits": digits, "characters": characters, "images": images}
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("problem", choices=problems)
+    parser.add_argument("settings", nargs="*", type=parsed, metavar="SETTING")
+    parser.add_argument("--seed", type=int, default=1, help="of the weights, and of the examples' order")
+    options = parser.parse_args()
     settings = [
         None,
         *(lockstep.LocalSteps(h) for h in H),
@@ -79,21 +99,30 @@ def main():
         *(lockstep.LocalSteps(h, slots="reset") for h in H[1:]),
         *(lockstep.LocalSteps(h, changes="int8", slots="reset") for h in H[1:]),
     ]
-    for local in settings:
+    for local in options.settings or settings:
         keras.utils.clear_session()
-        keras.utils.set_random_seed(1)
-        training, validation, layers = problem()
+        keras.utils.set_random_seed(options.seed)
+        training, validation, layers = problems[options.problem]()
         x, y = repeated(training, EPOCH * BATCH)
         with lockstep.MultiWorkerMirroredStrategy(local_steps=local).scope():
             model = keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype.name), *layers])
             loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
             model.compile(keras.optimizers.Adam(1e-3), loss)
-        history = model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0).history
-        loss = model.evaluate(*validation, batch_size=500, verbose=0)
+        history = model.fit(
+            x,
+            y,
+            batch_size=BATCH,
+            epochs=EPOCHS,
+            validation_data=validation,
+            validation_batch_size=500,
+            verbose=0,
+        ).history
         label = "synchronous" if local is None else f"local steps {local.text}"
         steps = int(keras.ops.convert_to_numpy(model.optimizer.iterations))
         if lockstep.is_chief():
-            print(f"{name} | {label} | {steps} steps | {history['loss'][-1]:.4f} | {loss:.4f}", flush=True)
+            losses = " ".join(f"{loss:.4f}" for loss in history["val_loss"])
+            name = f"{options.problem} | seed {options.seed} | {label} | {steps} steps"
+            print(f"{name} | {history['loss'][-1]:.4f} | {losses}", flush=True)
 
 
 main()

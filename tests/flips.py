@@ -74,7 +74,10 @@ Arrays = dict[str, Any]
 
 @dataclass
 class Flip:
-    """One wrong bit of one worker, in `step` or later, when it next passes `place`."""
+    """One wrong bit of one worker, in `step` or later, when it next passes `place`.
+
+    Of the two exchanges of a step, that of `SHARED` places is in the first or the second.
+    """
 
     place: str
     worker: int
@@ -82,10 +85,14 @@ class Flip:
     random: random.Random
     now: int = 0
     done: bool = False
+    second: bool = False
 
     def due(self, place: str) -> bool:
         """Whether the bit is due here; it is only once."""
         if self.done or self.place != place or self.now < self.step:
+            return False
+        if self.second and place in SHARED:
+            self.second = False
             return False
         self.done = True
         return True
@@ -180,14 +187,21 @@ class Program:
         if flip is not None and flip.due("input"):
             flip.strike([x])
         gradient = np.tanh(weights * x) + x
-        partial = {"gradient/0": gradient, "metric/0": np.float32(gradient[:9].sum()).reshape(1)}
+        partial = {
+            "gradient/0": gradient,
+            "metric/0": np.float32(gradient[:9].sum()).reshape(1),
+            # Sums of limits come first; see `Round.limits_of`.
+            "scaled/0": np.sin(weights * x),
+            "rare/0": np.float32(replica == 1) * x,
+            "rare/1": np.zeros_like(x),
+        }
         if flip is not None and flip.due("gradient"):
             flip.strike(list(partial.values()))
         return partial
 
     def apply(self, state: Arrays, total: Mapping[str, Any], flip: Flip | None) -> tuple[None, Arrays]:
         """Return the state after an update."""
-        slots = np.float32(0.9) * state["slots"] + total["gradient/0"]
+        slots = np.float32(0.9) * state["slots"] + total["gradient/0"] + total["scaled/0"] + total["rare/0"]
         updated = {"weights": state["weights"] - np.float32(0.01) * slots, "slots": slots}
         if flip is not None and flip.due("update"):
             flip.strike(list(updated.values()))
@@ -351,6 +365,7 @@ def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
     place_ = drawn.choice(PLACES)
     workers = drawn.randint(1, REPLICAS)
     flip = Flip(place_, drawn.randrange(workers), drawn.randint(1, STEPS - 1), drawn)
+    flip.second = drawn.random() < 0.5
     training = Training(workers, drawn.choice(SIZES), Verification(every, every == 1), flip)
     training.run()
     is_right = training.states <= {right[training.size]}

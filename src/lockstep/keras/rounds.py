@@ -86,6 +86,11 @@ class PartialLayout:
         return tuple(name for name in self.names if name.startswith(RARE))
 
     @cached_property
+    def limited(self) -> tuple[str, ...]:
+        """The names of arrays of which all replicas sum something first; see `Round.limits_of`."""
+        return (*self.scaled, *self.rare)
+
+    @cached_property
     def joined(self) -> tuple[str, ...]:
         """The names of arrays that are joined."""
         return tuple(name for name in self.names if name.startswith(GATHERED))
@@ -111,8 +116,9 @@ class Round(ABC):
         verified: whether other workers have computed some of its partials, too, as far as that was due.
         contributed: the arrays of the replicas that this worker has given to a sum, in the order of the
             layout's names, valid until the next round.
-        sums: what the last sum of the round has returned for the arrays of `summed`, in their order, valid
-            until the next call of the exchange.
+        limits: what the last sum of the round has returned for the results of `limits_of`.
+        sums: what it has returned for the arrays of `summed`, in their order, valid until the next call of
+            the exchange.
     """
 
     advice = "every replica has to compute the same things"
@@ -135,10 +141,10 @@ class Round(ABC):
         self.started: dict[int, Partial] = {}
         self.verified = False
         self.contributed: dict[int, Sequence[Array]] = {}
+        self.limits: Sequence[Array] = ()
         self.sums: Sequence[Array] = ()
         self._forms: set[str] = set()
         self._joined: dict[str, Array] = {}
-        self._scales: dict[str, Array] = {}
         self._zeros: frozenset[str] | None = None
         self._differs = False
 
@@ -293,11 +299,13 @@ class Round(ABC):
             # A sum that is repeated may be of other partials.
             self._zeros, self.sums = None, ()
         try:
-            if (layout.scaled or layout.rare) and self._zeros is None:
+            if layout.limited and self._zeros is None:
                 # Complete for all members, too.
-                limits = communicator.reduce(self._limits(partials), check=check, what=self.label)
-                of_names = dict(zip((*layout.scaled, *layout.rare), limits, strict=True))
-                self._scales = {name: scales_of(of_names[name], view.replicas) for name in layout.scaled}
+                limits = {Span(r, r + 1): arrays for r, arrays in self.limits_of(partials).items()}
+                self.limits = [
+                    array.copy() for array in communicator.reduce(limits, check=check, what=self.label)
+                ]
+                of_names = dict(zip(layout.limited, self.limits, strict=True))
                 self._zeros = frozenset(name for name in layout.rare if not of_names[name])
             summands = self.summands(partials, view.replicas)
             self.sums = communicator.reduce(
@@ -310,20 +318,32 @@ class Round(ABC):
             # So do all members.
             self._refuse_other_forms(communicator)
             raise
-        return self.total_of(self.sums)
+        return self.total_of(self.sums, view.replicas)
 
-    def _limits(self, partials: Mapping[int, Sequence[Array]]) -> dict[Span, list[Array]]:
-        """Return, for each replica, the limits of arrays, and whether arrays have others than zeros."""
+    def limits_of(self, partials: Mapping[int, Sequence[Array]]) -> dict[int, list[Array]]:
+        """Return, for each replica, the limits of arrays, and whether arrays have others than zeros.
+
+        Args:
+            partials: see `Round.partials`.
+
+        Returns:
+            Arrays in the order of `PartialLayout.limited`.
+        """
         layout = self.layout
         assert layout is not None
         limits = {}
         for replica, arrays in partials.items():
             named = dict(zip(layout.names, arrays, strict=True))
-            limits[Span(replica, replica + 1)] = [
+            limits[replica] = [
                 *(limits_of(named[name]) for name in layout.scaled),
                 *(np.array([np.any(named[name] != 0)], np.float32) for name in layout.rare),
             ]
         return limits
+
+    def _scales(self, replicas: int) -> dict[str, Array]:
+        assert self.layout is not None
+        pairs = zip(self.layout.scaled, self.limits, strict=False)
+        return {name: scales_of(limits, replicas) for name, limits in pairs}
 
     @property
     def summed(self) -> list[str]:
@@ -342,9 +362,9 @@ class Round(ABC):
         """
         layout = self.layout
         assert layout is not None
-        if not (layout.scalars or layout.joined or layout.equal or layout.scaled or layout.rare):
+        if not (layout.scalars or layout.joined or layout.equal or layout.limited):
             return partials
-        summands, summed = {}, self.summed
+        summands, summed, scales = {}, self.summed, self._scales(replicas)
         for replica, arrays in partials.items():
             named = dict(zip(layout.names, arrays, strict=True))
             for name in layout.scalars:
@@ -352,13 +372,13 @@ class Round(ABC):
             for name in layout.equal:
                 named[name] = evidence(named[name], replica in self.started and self.counts(replica))
             for name in layout.scaled:
-                named[name] = summand_of(named[name], self._scales[name], replicas)
+                named[name] = summand_of(named[name], scales[name], replicas)
             summands[replica] = [named[name] for name in summed]
         return summands
 
-    def total_of(self, sums: Sequence[Array]) -> Total:
-        """Return the total, given the sums in the order of `summed`."""
-        layout = self.layout
+    def total_of(self, sums: Sequence[Array], replicas: int) -> Total:
+        """Return the total, given the sums in the order of `summed`, and R."""
+        layout, scales = self.layout, self._scales(replicas)
         assert layout is not None
         total = dict(zip(self.summed, sums, strict=True))
         total |= {name: np.zeros(*layout.leaves[name]) for name in self._zeros or ()}
@@ -369,7 +389,7 @@ class Round(ABC):
                 refuse_unequal_state(self.label, dtype.name, name.split("/", 2)[2])
             total[name] = value.reshape(shape)
         for name in layout.scaled:
-            total[name] = sum_of(total[name], self._scales[name], layout.leaves[name][1])
+            total[name] = sum_of(total[name], scales[name], layout.leaves[name][1])
         return total | self._joined
 
     def _refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:

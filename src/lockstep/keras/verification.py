@@ -11,10 +11,11 @@ it once, and `judge` decides from these answers. All workers get all answers, so
 
 Then the workers sum. The bytes of a total are divided into R parts, and those with the numbers of the drawn
 replicas are verified: all owners send their summands of such a part to its checker, which adds them up along
-the tree. No sum that can be computed from the total alone would do: floating-point addition rounds, so a
-checksum of a total is not the sum of the checksums of its summands. All workers compare their hashes of the
-total, as each of them has it, with the checker's. If they differ, another worker adds up the part, and
-`judge_sum` decides.
+the tree. If changes are sent as small integers, the total includes the sums of limits, from which their
+scales follow (see `lockstep.keras.scaled_sums`). No sum that can be computed from the total alone would do:
+floating-point addition rounds, so a checksum of a total is not the sum of the checksums of its summands. All
+workers compare their hashes of the total, as each of them has it, with the checker's. If they differ, another
+worker adds up the part, and `judge_sum` decides.
 
 What follows the sum, the update, is verified in `lockstep.keras.state_verification`.
 
@@ -686,14 +687,17 @@ class _Fault(NamedTuple):
 
 
 class _Total:
-    """A copy of the sums of a round, which later calls of the exchange leave as it is.
+    """A copy of the limits and sums of a round, which later calls of the exchange leave as it is.
 
     Attributes:
-        layout: the layout of the sums.
+        layout: the layout of both.
         memory: all of them, with zeros between them.
     """
 
-    def __init__(self, sums: Sequence[Any]) -> None:
+    def __init__(self, limits: Sequence[Any], sums: Sequence[Any]) -> None:
+        self._limits = Layout.of(limits)
+        self._sums = Layout.of(sums)
+        sums = [*limits, *sums]
         self.layout = Layout.of(sums)
         self.memory = allocate(self.layout.size)
         self.memory.fill(0)
@@ -702,9 +706,14 @@ class _Total:
             np.copyto(leaf, array)
 
     @property
-    def leaves(self) -> Sequence[Any]:
+    def sums(self) -> Sequence[Any]:
         """The sums, in their shapes."""
-        return self.layout.shaped(self._leaves)
+        return self.layout.shaped(self._leaves)[len(self._limits.shapes) :]
+
+    def summer_of(self, view: View, byte: int) -> int | None:
+        """Return the worker that has summed a byte; see `lockstep.collectives.network.lane_reduce`."""
+        of_sums = byte - self._limits.size
+        return summer_of(self._limits, view, byte) if of_sums < 0 else summer_of(self._sums, view, of_sums)
 
 
 @dataclass(frozen=True)
@@ -908,13 +917,13 @@ class Verifier:
         """Return the total of a round that was summed, once its `parts` are right."""
         was_wrong = False
         while True:
-            total = _Total(round_.sums)
+            total = _Total(round_.limits, round_.sums)
             fault = self._fault(round_, total, parts)
             if fault is None:
-                return round_.total_of(total.leaves)
+                return round_.total_of(total.sums, self._verifications.plan.replicas)
             verdict, is_single = fault.verdict, len(self._job.view.workers) == 1
             if verdict.kind == "sum":
-                summer = summer_of(total.layout, self._job.view, fault.byte)
+                summer = total.summer_of(self._job.view, fault.byte)
                 workers = () if summer is None else (summer,)
                 if was_wrong and workers and not is_single:
                     verdict = Verdict("worker", workers, "others add up the same summands to another sum")
@@ -1023,10 +1032,9 @@ class Verifier:
         round_.entered()
         owned, replicas = view.replicas_of(self._job.worker), view.replicas
         round_.begin(owned)
-        leaves = {
-            replica: flat(arrays)
-            for replica, arrays in round_.summands(round_.partials(owned), replicas).items()
-        }
+        partials = round_.partials(owned)
+        limits, summands = round_.limits_of(partials), round_.summands(partials, replicas)
+        leaves = {replica: flat([*limits[replica], *summands[replica]]) for replica in owned}
         sent: dict[int, list[Bytes]] = {worker: [] for worker in view.workers}
         sizes = {}
         for number in parts:
@@ -1079,7 +1087,10 @@ def _name_at(round_: Round, layout: Layout, byte: int) -> str:
     """Return the name of the part of the total that has a byte."""
     assert round_.layout is not None
     leaf = max(leaf for leaf, start in enumerate(layout.offsets) if start <= byte)
-    name, dtype = round_.summed[leaf], layout.dtypes[leaf]
+    limited = round_.layout.limited
+    if leaf < len(limited):
+        return limited[leaf]
+    name, dtype = round_.summed[leaf - len(limited)], layout.dtypes[leaf]
     element = (byte - layout.offsets[leaf]) // dtype.itemsize
     if name in round_.layout.equal or name in round_.layout.scalars:
         return name
