@@ -388,7 +388,7 @@ def undisturbed() -> dict[int, str]:
     return states
 
 
-def count(seeds: range, every: int) -> dict[str, Counter[str]]:
+def count(seeds: Sequence[int], every: int) -> dict[str, Counter[str]]:
     """Flip a bit for each seed; return the numbers of outcomes by place."""
     right = undisturbed()
     found: dict[str, Counter[str]] = {name: Counter() for name in PLACES}

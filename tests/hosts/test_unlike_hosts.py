@@ -36,8 +36,10 @@ def test_the_first_step_finds_what_the_small_program_does_not(hosts: Sequence[Ho
 
 
 @pytest.mark.slow
-def test_unlike_hosts_train_if_that_is_allowed(hosts: Sequence[Host], lean: Lean) -> None:
-    job = start(hosts, lean, "unlike", "--allow-unlike")
+@pytest.mark.parametrize("options", ["", "--local-steps 2,int8,reset"])
+def test_unlike_hosts_train_if_that_is_allowed(hosts: Sequence[Host], lean: Lean, options: str) -> None:
+    """With local steps, both also have the same bits after each step: they add the same numbers."""
+    job = start(hosts, lean, "unlike", "--allow-unlike", *options.split())
     assert job.end() == 0, job.err
     assert "compute different bits in a fixed small program with JAX (XLA_FLAGS is " in job.err
     assert "; the result depends on which host computes which replica" in job.err

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -496,7 +496,8 @@ FLIPS = {"found", "harmless", "unseen"}
 
 
 def test_no_wrong_bit_survives() -> None:
-    assert_none_survives(range(15))
+    # Of the last four, the bit is in the limits of small integers.
+    assert_none_survives([*range(12), 5065, 5136, 5201, 5203])
 
 
 @pytest.mark.slow
@@ -504,7 +505,7 @@ def test_no_wrong_bit_of_200_survives() -> None:
     assert_none_survives(range(1000, 1200))
 
 
-def assert_none_survives(seeds: range) -> None:
+def assert_none_survives(seeds: Sequence[int]) -> None:
     for where, became in flips.count(seeds, 1).items():
         assert became.keys() <= FLIPS, (where, became)
 
