@@ -7,7 +7,8 @@ A host is a network namespace (see `hosts_network.py`); this needs root. The com
 with a program in the place of ssh that starts a process there. Other rows are the same job without
 encryption, as many workers on one host, with more than two hosts the job on two, and the peer without an
 exchange: what is left of its step. With local steps, which compute something else, other rows take H steps
-between two exchanges; each value is one of `lockstep run --local-steps`. With a rate, such as 1gbit, a host
+between two exchanges; each value is one of `lockstep run --local-steps`. On PyTorch, DistributedDataParallel
+does so beside it, with post-local SGD. With a rate, such as 1gbit, a host
 sends no faster. All processes are pinned, have one thread, and in their turns real-time priority, so that
 other programs of the machine do not disturb the comparison.
 """
@@ -40,6 +41,7 @@ ONE_HOST = "lockstep, one host"
 TWO_HOSTS = "lockstep, not encrypted, two hosts"
 NO_EXCHANGE = "keras, fused Adam, no exchange"
 LOCAL = "lockstep, not encrypted, local steps "
+LOCAL_DDP = KERAS_DDP_FUSED + ", post-local SGD "
 
 
 def ratios(hosts: int, local: Sequence[str]) -> list[Ratio]:
@@ -61,10 +63,11 @@ def ratios(hosts: int, local: Sequence[str]) -> list[Ratio]:
     ]
 
 
-def ddp(name: str, namespaces: list[str], exchange: int, work: Work) -> Program:
+def ddp(name: str, namespaces: list[str], exchange: int, work: Work, local_steps: int = 0) -> Program:
     arguments = ("keras", "fused", str(exchange))
     peer = PeerProgram(name, "training_ddp.py", arguments, "torch", processes=len(namespaces))
-    program = peer_program(peer, name, work, {"GLOO_SOCKET_IFNAME": "eth0"})
+    variables = {"GLOO_SOCKET_IFNAME": "eth0", "BENCH_LOCAL_STEPS": str(local_steps)}
+    program = peer_program(peer, name, work, variables)
     program.commands = within(namespaces, program.commands)
     return program
 
@@ -91,6 +94,8 @@ def measure(backend: str, hosts: int, rate: str, work: Work, local: Sequence[str
         if backend == "torch":
             programs.append(ddp(KERAS_DDP_FUSED, namespaces, hosts, work))
             programs.append(ddp(NO_EXCHANGE, namespaces[:2], 0, work))
+            numbers = sorted({int(text.split(",")[0]) for text in local})
+            programs += [ddp(f"{LOCAL_DDP}{h}", namespaces, hosts, work, h) for h in numbers]
         for program in programs:
             program.variables[REALTIME] = "1"
         regime = take_turns(folder, programs, work.turns)

@@ -4,7 +4,8 @@
 
 LIBRARY is `torch`, or `keras`: a model of Keras on its PyTorch backend, which is a module of PyTorch. ADAM is
 `adam`, the default, or `fused`, which passes over the memory once. EXCHANGE processes train together in
-DistributedDataParallel over gloo; with 0, two processes train alone.
+DistributedDataParallel over gloo; with 0, two processes train alone. With BENCH_LOCAL_STEPS, each process
+takes so many steps by itself before the weights are averaged (the post-local SGD of PyTorch).
 """
 
 import itertools
@@ -18,10 +19,16 @@ from turns import SOCKET, Turns, pin
 
 NAME, MODEL, LIBRARY, ADAM = sys.argv[1:5]
 EXCHANGE, PROCESS, BATCH, TURNS, STEPS = map(int, sys.argv[5:])
+LOCAL_STEPS = int(os.environ.get("BENCH_LOCAL_STEPS", "0"))
 pin(PROCESS)
 os.environ["KERAS_BACKEND"] = "torch"
 
 import torch  # noqa: E402
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (  # noqa: E402
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # noqa: E402
 
 from models import LEARNING_RATE, MODELS  # noqa: E402
 
@@ -42,6 +49,11 @@ if EXCHANGE:
     rendezvous = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=EXCHANGE)
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+average = None
+if LOCAL_STEPS:
+    state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, post_localSGD_hook)
+    average = PeriodicModelAverager(period=LOCAL_STEPS).average_parameters
 parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=ADAM == "fused" or None)
 BETA, EPSILON = 0.999, 1e-7
@@ -64,6 +76,8 @@ def epoch() -> tuple[float, Any]:
         # Keras adds epsilon before it corrects Adam's second moment, PyTorch after: this makes them equal.
         optimizer.param_groups[0]["eps"] = EPSILON / math.sqrt(1 - BETA ** next(numbers))
         optimizer.step()
+        if average is not None:
+            average(parameters)
         total += loss.detach()
     return time.perf_counter() - begun, total / STEPS
 
