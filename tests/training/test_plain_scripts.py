@@ -205,6 +205,15 @@ def test_parts_that_are_per_replica_are_named(
     assert all(map(np.array_equal, before, model.get_weights()))
 
 
+def test_the_overflow_of_half_precision_is_named() -> None:
+    named = []
+    for dtype in ("mixed_float16", "mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, dtype=dtype)])
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+        named.append(kinds_per_replica(model))
+    assert named == [["the overflow of float16 gradients"], []]
+
+
 class Keeps(keras.layers.Layer):
     """Keeps a number of the batches that it has seen in a variable."""
 

@@ -45,9 +45,15 @@ def whole_batch_note(parts: Sequence[str]) -> str:
 
 
 def kinds_per_replica(model: Any) -> list[str]:
-    """Name the kinds of layers of a model that normalize over the batch, or draw different random numbers."""
+    """Name the kinds of layers of a model that normalize over the batch, or draw different random numbers.
+
+    The sum of float16 gradients over fewer rows may not overflow where that of the whole batch does.
+    """
     counted = Counter(name for layer in layers_of(model) for name in _statistics_and_draws(layer))
-    return [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
+    kinds = [f"{name} ({number} layers)" if number > 1 else name for name, number in counted.items()]
+    scales = any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers_of(model))
+    is_half = any(layer.compute_dtype == "float16" for layer in layers_of(model))
+    return [*kinds, "the overflow of float16 gradients"] if scales and is_half else kinds
 
 
 def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
