@@ -140,7 +140,8 @@ class Choices:
         """Find the places in the program as it is now."""
         objects, functions, named, spaces, names, self._strings = reached_by(parts_of(model))
         counters = _counters(functions) - self._strings
-        counters -= {name for holder in objects for name in _names_in_libraries(type(holder))}
+        kinds: set[Any] = {type(holder) for holder in objects}
+        counters -= {name for kind in kinds for name in _names_in_libraries(kind)}
         names = names - counters
         self._places: list[_Watched] = []
         labels: Counter[str] = Counter()
@@ -235,11 +236,12 @@ _WRITES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"}
 def _reads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names that a code reads to increase them, and those that it reads otherwise."""
     instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    increased, read = set(), set()
+    increased: set[str] = set()
+    read: set[str] = set()
     for i, each in enumerate(instructions):
         if each.opname in _READS:
             (increased if _increases(instructions[i:]) else read).add(each.argval)
-    return frozenset(increased), frozenset(read - {None})
+    return frozenset(increased), frozenset(read)
 
 
 def _increases(instructions: Sequence[dis.Instruction]) -> bool:
