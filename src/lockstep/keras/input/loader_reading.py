@@ -220,18 +220,21 @@ class _ReplicaSource:
         return samples
 
 
-class _SampledBatch(NamedTuple):
+@dataclass(eq=False)
+class _SampledBatch:
     """A batch as the batch sampler gives it.
 
     Attributes:
         step: its index in the pass.
         first: the position of its first item in the pass.
         indices: the indices of its items.
+        next: the batch after it, once that was sampled.
     """
 
     step: int
     first: int
     indices: list[Any]
+    next: "_SampledBatch | None" = None
 
     def items(self, rows: slice) -> _Items:
         """Return the items of some rows."""
@@ -279,6 +282,7 @@ class _LoaderPass:
         self._numbers = numbers
         self._sampled: Iterator[Any] | None = None
         self._following: deque[_SampledBatch] = deque()
+        self._last: _SampledBatch | None = None
         self._steps = 0
         self._items = 0
         self._processes: _ReadAhead | None = None
@@ -308,15 +312,23 @@ class _LoaderPass:
             indices = next(self._sampled, None)
             if indices is None:
                 return None
-            self._following.append(_SampledBatch(self._steps, self._items, list(indices)))
+            batch = _SampledBatch(self._steps, self._items, list(indices))
+            if self._last is not None:
+                self._last.next = batch
+            self._last = batch
+            self._following.append(batch)
             self._steps += 1
-            self._items += len(self._following[-1].indices)
+            self._items += len(batch.indices)
         return self._following[position]
 
     def after(self, batch: _SampledBatch) -> _SampledBatch | None:
-        """Return the batch after one that has been taken or follows, or None after the last."""
-        taken = self._steps - len(self._following)
-        return self.following(batch.step + 1 - taken)
+        """Return the batch after one that has been taken or follows, or None after the last.
+
+        With local steps, several batches are taken before the first one is read.
+        """
+        if batch.next is None:
+            self.following(len(self._following))
+        return batch.next
 
     def _look_ahead(self) -> None:
         """Ask the sampler for the batches for which PyTorch asks it when a batch is taken."""
