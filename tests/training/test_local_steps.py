@@ -180,6 +180,16 @@ def test_a_failed_job_resumes_with_other_workers(
         assert results(run, worker) == results(undisturbed(SMALL, backend), 0)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "tensorflow"], indirect=True)
+def test_a_step_may_have_several_updates(launch: Launch, undisturbed_run: Launch, backend: str) -> None:
+    options = "--replicas 4 --local-steps 3,int8"
+    run = launch(f"-n 2 {options}", "local_two.py", backend=backend)
+    alone = undisturbed_run(f"-n 1 {options}", "local_two.py", backend=backend)
+    assert results(run, 0) == results(run, 1) == results(alone, 0)
+    assert len(results(run, 0)) == 1
+
+
 def numbers(text: str) -> Any:
     (line,) = (line for line in text.splitlines() if line.startswith("numbers "))
     return np.array(line.split()[1:], "float64")
