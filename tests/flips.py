@@ -1,9 +1,11 @@
 """Flips a bit at a seeded random place of a training, without a framework, and says what becomes of it.
 
     flips.py [--flips N] [--first-seed N] [--every K]
+    flips.py --clean N
 
-Workers are threads that take the steps of a small training with the exchange of workers on one host, and
-verify them. One of them has one wrong bit once, at one of `PLACES`. What became of it is one of
+Workers are threads that take the steps of a small training with the exchange of workers on one host or on
+two, and verify them. With `--clean`, they take N steps without a wrong bit, and nothing may be found.
+Otherwise one of them has one wrong bit once, at one of `PLACES`. What became of it is one of
 
 * found: a verification has failed, and whoever is left has the right state, or the job has ended;
 * harmless: none has failed, and the state at the end is that of an undisturbed training;
@@ -22,12 +24,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 from unittest import mock
 
 import numpy as np
 
-from lockstep.collectives.contract import WaitPolicy
+sys.path.insert(0, str(Path(__file__).parent / "collectives"))
+
+from host_threads import ConnectedView, WorkerOfHost
+
+from lockstep.collectives.contract import Communicator, WaitPolicy
+from lockstep.collectives.network.lane import Lane
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
@@ -37,7 +45,7 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.data.digest import digest_array
 from lockstep.errors import DisagreementError, PeerLostError
-from lockstep.keras import state_verification, verification
+from lockstep.keras import rounds, state_verification, verification
 from lockstep.keras.rounds import Round
 from lockstep.keras.state_verification import StateVerifier
 from lockstep.keras.verification import Verifications, Verifier
@@ -53,21 +61,17 @@ STEPS = 5
 SIZES = (50, SMALL // 4 + 1000)
 """Numbers of elements: with a total that is summed at once, and in slices."""
 PLACES = (
-    "input",
-    "gradient",
-    "partial",
-    "published",
-    "summed",
-    "total",
-    "update",
-    "state",
-    "hash",
+    *("input", "gradient", "partial", "published", "summed", "total", "update", "state", "hash"),
+    *("frame", "limits", "scales"),
 )
+"""`frame`: data from another host; `limits` and `scales`: of sums of small integers."""
 KINDS = ("found", "harmless", "unseen", "missed", "wrong")
 OF_MEMORY = ("total", "state")
 """Places whose bits only other workers have, too."""
-SHARED = ("published", "summed")
-"""Places in the memory of the host, where the worker that is named may be another one."""
+SHARED = ("published", "summed", "frame")
+"""Places in the memory of a host, where the worker that is named may be another one."""
+
+_PATIENCE = WaitPolicy(timeout=120.0)
 
 Arrays = dict[str, Any]
 
@@ -121,6 +125,24 @@ def _after(method: Callable[..., Any], place: str, arrays: Callable[[Any], list[
     return wrapped
 
 
+def _made(function: Callable[..., Any], place: str) -> Callable[..., Any]:
+    def wrapped(*given: Any) -> Any:
+        array, flip = function(*given), _flip()
+        if flip is not None and flip.due(place):
+            flip.strike([array])
+        return array
+
+    return wrapped
+
+
+def _receive(lane: Lane, host: int, view: memoryview, wait: Any, original: Any = Lane.receive) -> None:
+    original(lane, host, view, wait)
+    flip = _flip()
+    # Headers and hashes are received as bytes, and arrays into their memory.
+    if flip is not None and not isinstance(view.obj, bytearray) and flip.due("frame"):
+        flip.strike([np.asarray(view)])
+
+
 def _hashed(array: Any) -> bytes:
     digest = digest_array(array)
     flip = _flip()
@@ -147,6 +169,9 @@ def _places() -> Iterator[None]:
         mock.patch.object(SliceReduce, "sum", summed),
         mock.patch.object(PackedReduce, "publish", packed),
         mock.patch.object(PackedReduce, "sum", added),
+        mock.patch.object(Lane, "receive", _receive),
+        mock.patch.object(rounds, "limits_of", _made(rounds.limits_of, "limits")),
+        mock.patch.object(rounds, "scales_of", _made(rounds.scales_of, "scales")),
         mock.patch.object(verification, "digest_array", _hashed),
         mock.patch.object(state_verification, "digest_array", _hashed),
     ):
@@ -186,23 +211,26 @@ class Program:
         x = np.random.default_rng((step, replica)).normal(size=weights.size).astype("f4")
         if flip is not None and flip.due("input"):
             flip.strike([x])
-        gradient = np.tanh(weights * x) + x
-        partial = {
-            "gradient/0": gradient,
-            "metric/0": np.float32(gradient[:9].sum()).reshape(1),
-            # Sums of limits come first; see `Round.limits_of`.
-            "scaled/0": np.sin(weights * x),
-            "rare/0": np.float32(replica == 1) * x,
-            "rare/1": np.zeros_like(x),
-        }
+        with np.errstate(all="ignore"):
+            gradient = np.tanh(weights * x) + x
+            partial = {
+                "gradient/0": gradient,
+                "metric/0": np.float32(gradient[:9].sum()).reshape(1),
+                # Sums of limits come first; see `Round.limits_of`.
+                "scaled/0": np.sin(weights * x),
+                "rare/0": np.float32(replica == 1) * x,
+                "rare/1": np.zeros_like(x),
+            }
         if flip is not None and flip.due("gradient"):
             flip.strike(list(partial.values()))
         return partial
 
     def apply(self, state: Arrays, total: Mapping[str, Any], flip: Flip | None) -> tuple[None, Arrays]:
         """Return the state after an update."""
-        slots = np.float32(0.9) * state["slots"] + total["gradient/0"] + total["scaled/0"] + total["rare/0"]
-        updated = {"weights": state["weights"] - np.float32(0.01) * slots, "slots": slots}
+        with np.errstate(all="ignore"):
+            added = total["gradient/0"] + total["scaled/0"] + total["rare/0"]
+            slots = np.float32(0.9) * state["slots"] + added
+            updated = {"weights": state["weights"] - np.float32(0.01) * slots, "slots": slots}
         if flip is not None and flip.due("update"):
             flip.strike(list(updated.values()))
         return None, updated
@@ -230,14 +258,26 @@ class FlippedRound(Round):
 
 
 class _Next(Alone):
-    """A membership with prepared next views."""
+    """A membership with prepared next views.
+
+    Attributes:
+        leaves: whether this worker ends alone, and not the whole job.
+    """
 
     def __init__(self) -> None:
         self.following: list[EnteredView] = []
+        self.leaves = False
 
     def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
-        """Return the prepared one."""
+        """Return the prepared one, or end with the job."""
+        if not self.following:
+            raise lost
         return self.following.pop(0)
+
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
+        """End this worker."""
+        self.leaves = True
+        raise differs
 
 
 def _opened(view: View, ends: ExitStack) -> list[SharedCommunicator]:
@@ -248,9 +288,7 @@ def _opened(view: View, ends: ExitStack) -> list[SharedCommunicator]:
         control = ControlSegment.attach(os.dup(segment.fd))
         memory = SharedPool.attach(os.dup(pool.fd))
         communicators.append(
-            SharedCommunicator(
-                control, Buffers(memory), position, ReducePlan.of(view), WaitPolicy(timeout=120.0)
-            )
+            SharedCommunicator(control, Buffers(memory), position, ReducePlan.of(view), _PATIENCE)
         )
         ends.callback(control.close)
         ends.callback(memory.close)
@@ -268,38 +306,68 @@ class Training:
         size: number of elements of the weights.
         setting: of the verification.
         flip: the flip.
+        hosts: the number of hosts, between which the workers are divided.
+        steps: how many steps to take.
         failed: the verifications that have failed.
         states: the hash of the last state of each worker that is left.
-        ended: the messages of the errors that have ended workers.
+        ended: the errors that have ended workers.
+        has_stopped: whether one of them has ended the whole job.
     """
 
     workers: int
     size: int
     setting: Verification
     flip: Flip | None = None
+    hosts: int = 1
+    steps: int = STEPS
     failed: list[VerificationFailed] = field(default_factory=list)
     states: set[str] = field(default_factory=set)
     ended: list[DisagreementError] = field(default_factory=list)
+    has_stopped: bool = False
 
     def run(self) -> None:
         """Train."""
-        view = place(REPLICAS, tuple(range(self.workers)))
         settings = JobSettings(workers=self.workers, threads=1, verification=self.setting)
-        self._ends = ExitStack()
-        communicators = _opened(view, self._ends)
-        self._memberships = [_Next() for _ in view.workers]
-        self._jobs = [
-            Job(
-                JobContext(worker, Bus(SystemClock(), worker), settings),
-                (view, communicators[worker]),
-                self._memberships[worker],
-            )
-            for worker in view.workers
-        ]
+        self._ends, self._of_hosts = ExitStack(), list[WorkerOfHost]()
+        with self._ends:
+            pools = [SharedPool.create() for _ in range(self.hosts)]
+            for worker in range(self.workers):
+                pool = SharedPool.attach(os.dup(pools[worker % self.hosts].fd))
+                self._of_hosts.append(WorkerOfHost(pool))
+            for each in (*pools, *self._of_hosts):
+                self._ends.callback(each.close)
+            entered = self._entered(tuple(range(self.workers)), 1)
+            self._memberships = [_Next() for _ in entered]
+            self._jobs = [
+                Job(
+                    JobContext(worker, Bus(SystemClock(), worker), settings), entry, self._memberships[worker]
+                )
+                for worker, entry in enumerate(entered)
+            ]
+            self._take_all()
+
+    def _take_all(self) -> None:
         for job in self._jobs:
             job.events.subscribe(self._note, VerificationFailed)
-        with self._ends, ThreadPoolExecutor(self.workers) as threads:
-            list(threads.map(self._train, view.workers))
+        with ThreadPoolExecutor(self.workers) as threads:
+            list(threads.map(self._train, range(self.workers)))
+
+    def _entered(self, workers: Sequence[int], number: int) -> list[EnteredView]:
+        """Return a view and an end of its exchange for each of `workers`."""
+        if self.hosts == 1:
+            view = place(REPLICAS, tuple(workers), number)
+            self._ends_of_view: Sequence[Communicator] = _opened(view, self._ends)
+        else:
+            of_hosts = [[worker for worker in workers if worker % 2 == host] for host in (0, 1)]
+            connected = ConnectedView(REPLICAS, [ids for ids in of_hosts if ids], number)
+            self._ends.callback(connected.close)
+            view = connected.view
+            self._ends_of_view = [
+                connected.entrances[worker].enter(self._of_hosts[worker], _PATIENCE) for worker in workers
+            ]
+            for communicator in self._ends_of_view:
+                self._ends.callback(communicator.close)
+        return [(view, communicator) for communicator in self._ends_of_view]
 
     def _note(self, published: PublishedEvent) -> None:
         assert isinstance(published.event, VerificationFailed)
@@ -314,7 +382,7 @@ class Training:
         states = StateVerifier(job, program, verifications)  # type: ignore[arg-type]
         state = program.state
         try:
-            for step in range(1, STEPS + 1):
+            for step in range(1, self.steps + 1):
                 if flip is not None:
                     flip.now = step
                     if flip.due("state"):
@@ -325,7 +393,7 @@ class Training:
                 total = verifier.sum(FlippedRound(worker, program, state, step, flip))
                 if flip is not None and flip.due("total"):
                     total = {name: array.copy() for name, array in total.items()}
-                    flip.strike([total["gradient/0"]])
+                    flip.strike([array for name, array in total.items() if name == "gradient/0"])
 
                 def again(state: Arrays, total: Any = total) -> Any:
                     return program.apply(state, total, flip)
@@ -336,8 +404,15 @@ class Training:
                 state = result[1]
         except DisagreementError as error:
             self.ended.append(error)
-            if worker in error.workers:
+            if self._memberships[worker].leaves:
                 self._leave(job, error)
+            else:
+                self.has_stopped = True
+                for communicator in self._ends_of_view:
+                    communicator.abort("the job ends")
+            return
+        except PeerLostError:
+            assert self.has_stopped
             return
         finally:
             _here.flip = None
@@ -347,10 +422,11 @@ class Training:
         """Give the others the next view, and end this one."""
         left = tuple(worker for worker in job.view.workers if worker not in error.workers)
         if left and job.worker == min(error.workers):
-            following = place(REPLICAS, left, job.view.number + 1)
-            for worker, communicator in zip(left, _opened(following, self._ends), strict=True):
-                self._memberships[worker].following.append((following, communicator))
-        job.communicator.abort(f"worker {job.worker} has ended")
+            ended = self._ends_of_view
+            for worker, entered in zip(left, self._entered(left, job.view.number + 1), strict=True):
+                self._memberships[worker].following.append(entered)
+            for communicator in ended:
+                communicator.abort(f"worker {job.worker} has ended")
 
 
 def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
@@ -359,22 +435,25 @@ def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
     Args:
         seed: determines everything.
         every: K; with 1, all replicas are verified.
-        right: the hashes of the states of an undisturbed training, by its size.
+        right: see `undisturbed`.
     """
     drawn = random.Random(seed)
     place_ = drawn.choice(PLACES)
-    workers = drawn.randint(1, REPLICAS)
+    over_hosts = place_ == "frame"
+    if place_ not in ("published", "summed"):
+        over_hosts |= drawn.random() < 0.2
+    workers = drawn.randint(2 if over_hosts else 1, REPLICAS)
     flip = Flip(place_, drawn.randrange(workers), drawn.randint(1, STEPS - 1), drawn)
     flip.second = drawn.random() < 0.5
-    training = Training(workers, drawn.choice(SIZES), Verification(every, every == 1), flip)
+    size, setting = drawn.choice(SIZES), Verification(every, every == 1)
+    training = Training(workers, size, setting, flip, 1 + over_hosts)
     training.run()
-    is_right = training.states <= {right[training.size]}
-    if not training.failed:
-        named = [error for error in training.ended if error.workers]
-        unseen = workers == 1 and place_ in OF_MEMORY
-        missed = "unseen" if unseen else "missed"
-        return place_, "wrong" if named else "harmless" if is_right else missed
+    is_right = training.has_stopped or training.states <= {right[size]}
     accused = {worker for event in training.failed if event.verdict == "worker" for worker in event.workers}
+    if not (training.failed or training.has_stopped):
+        unseen = workers == 1 and place_ in OF_MEMORY
+        became = "harmless" if is_right else "unseen" if unseen else "missed"
+        return place_, "wrong" if training.ended else became
     return place_, "found" if is_right and (place_ in SHARED or accused <= {flip.worker}) else "wrong"
 
 
@@ -401,6 +480,19 @@ def count(seeds: Sequence[int], every: int) -> dict[str, Counter[str]]:
     return found
 
 
+def clean(steps: int) -> int:
+    """Take steps without a wrong bit, divided among eight trainings; return the number of false alarms."""
+    alarms = taken = 0
+    for number in range(8):
+        workers, hosts = 1 + number % REPLICAS, 1 + (number in (2, 5, 7))
+        training = Training(workers, SIZES[0], Verification(1, number < 4), None, hosts, steps // 8)
+        training.run()
+        alarms += len(training.failed) + len(training.ended) + (len(training.states) != 1)
+        taken += training.steps
+    print(f"{taken} clean steps: {alarms} false alarms")
+    return alarms
+
+
 def main() -> int:
     """Flip bits, and print a table; the status is 1 if one was wrong, or missed although all is verified."""
     parser = argparse.ArgumentParser(
@@ -409,7 +501,10 @@ def main() -> int:
     parser.add_argument("--flips", type=int, default=200)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--clean", type=int, default=0)
     options = parser.parse_args()
+    if options.clean:
+        return clean(options.clean)
     seeds = range(options.first_seed, options.first_seed + options.flips)
     counts = count(seeds, options.every)
     print(f"{'':12}" + "".join(f"{kind:>10}" for kind in KINDS))

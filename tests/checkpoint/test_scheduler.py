@@ -291,6 +291,28 @@ def test_a_missing_mark_of_the_end_is_a_warning_and_no_failed_checkpoint(
 # Copies of the state.
 
 
+def test_a_copy_that_has_changed_is_not_written_if_the_job_verifies(tmp_path: Path) -> None:
+    weights, events = np.arange(6, dtype="f4").reshape(2, 3), list[Event]()
+    store = Store(tmp_path)
+    scheduler = open_scheduler(store, Every(steps=1), events.append)
+
+    def flipped(contents: Contents, of: Any = Copies.of) -> Contents:
+        copies: Contents = of(scheduler._copies, contents)
+        copies.arrays["weights"].reshape(-1).view("u4")[1] ^= 1
+        return copies
+
+    for step, manifest in enumerate(({}, {"verified": 0}, {"verified": 0}), 1):
+        arrays = {"weights": weights.T, "count": np.array(step)}
+        scheduler._copies.of = flipped if step < 3 else Copies().of  # type: ignore[method-assign]
+        scheduler.after_step(step, lambda: Contents(step, manifest, arrays))  # noqa: B023
+        assert scheduler._wait_for_disk(60.0, "the test waits")
+    assert scheduler.close()
+    # Without verification, nobody knows.
+    assert [entry.step for entry in store.entries()] == [1, 3]
+    (failed,) = [event for event in events if isinstance(event, CheckpointNotWritten)]
+    assert "the copy of the array 'weights' for the checkpoint of step 2 has changed" in failed.reason
+
+
 def contents(seed: int, length: int = 50) -> Contents:
     random = np.random.default_rng(seed)
     return Contents(

@@ -171,7 +171,8 @@ REFUSALS = [
     ("--devices --min-workers not --workers", "--min-workers 2 is more than the 1 workers to start with"),
     (
         "--devices --verify-every not --workers",
-        "--verify-every needs at least 2 replicas: Keras itself computes the only one",
+        "--verify-every needs at least 2 replicas: Keras itself computes the only one; lockstep rerun "
+        "repeats a whole run in another process, and compares the bits",
     ),
     (
         "--verify-every --allow-unlike",

@@ -3,7 +3,7 @@
 import json
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,11 +41,14 @@ class Contents:
         manifest: JSON data, which may include non-finite floats.
         arrays: by name, in any shape; the dtypes are bool, integers of 8 to 64 bits, float16, float32,
             float64 and bfloat16.
+        checksums: those of the arrays as they were before they were copied, by name; empty if a change of a
+            copy need not be found.
     """
 
     step: int
     manifest: Mapping[str, Any]
     arrays: Mapping[str, Array]
+    checksums: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,16 +95,24 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
     """Write a checkpoint to an empty folder, the manifest last, and flush everything to the disk.
 
     Raises:
+        CheckpointError: an array has changed since it was copied.
         OSError, SafetensorError: the checkpoint cannot be written.
         TypeError, ValueError: the manifest contains values that JSON cannot represent.
     """
     # Copies only non-contiguous arrays.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
+    facts = {name: _facts(array) for name, array in arrays.items()}
+    for name, checksum in contents.checksums.items():
+        if facts[name][2] != checksum:
+            raise CheckpointError(
+                f"the copy of the array {name!r} for the checkpoint of step {contents.step} has changed: the "
+                "processor or the memory of this host is at fault"
+            )
     body: dict[str, Any] = {
         "format": _FORMAT,
         "step": contents.step,
         "time": time,
-        "arrays": {name: _facts(array) for name, array in arrays.items()},
+        "arrays": facts,
         "manifest": dict(contents.manifest),
     }
     json.dumps(body["manifest"])  # Raises an error before the arrays are written.
@@ -173,9 +184,13 @@ def read_outline(path: Path) -> Outline:
     return Outline(body.step, body.time, body.manifest, body.arrays)
 
 
+def checksum_of(array: Array) -> str:
+    """Return the checksum of an array."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
 def _facts(array: Array) -> tuple[str, list[int], str]:
-    checksum = xxhash.xxh3_128_hexdigest(array.reshape(-1).view(np.uint8).data)
-    return array.dtype.name, list(array.shape), checksum
+    return array.dtype.name, list(array.shape), checksum_of(array)
 
 
 def sealed(text: bytes) -> bytes:

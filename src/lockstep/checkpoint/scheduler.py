@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.checkpoint_files import Contents, checksum_of
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.object_store import StoreLease
 from lockstep.checkpoint.store import Store
@@ -241,6 +241,9 @@ class CheckpointScheduler:
         return self._safe if self._writer.requested is None else self._writer.requested
 
     def _copied(self, contents: Contents) -> Contents:
+        if "verified" in contents.manifest:
+            checksums = {name: checksum_of(array) for name, array in contents.arrays.items()}
+            contents = replace(contents, checksums=checksums)
         # The memory of the last copy is free once that copy is written.
         copies = Copies() if self._writer.busy() else self._copies
         return copies.of(contents)

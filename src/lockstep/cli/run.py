@@ -1059,7 +1059,10 @@ def _others(options: Mapping[str, Any]) -> int:
 def _verification(options: Mapping[str, Any], replicas: int) -> Verification:
     every, verifies_all = options["verify_every"], options["verify_replicas"] == "all"
     if every is not None and replicas < 2:
-        raise ConfigError("--verify-every needs at least 2 replicas: Keras itself computes the only one")
+        raise ConfigError(
+            "--verify-every needs at least 2 replicas: Keras itself computes the only one; lockstep rerun "
+            "repeats a whole run in another process, and compares the bits"
+        )
     if every is not None and options["allow_unlike"]:
         raise ConfigError("--verify-every compares the bits of workers, so it excludes --allow-unlike")
     if every is not None and options["update"] == "divided":

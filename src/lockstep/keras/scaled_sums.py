@@ -41,16 +41,17 @@ def summand_of(array: Array, scales: Array, replicas: int) -> Array:
     """Return a replica's array as integers, in its shape."""
     usable = np.isfinite(scales) & (scales >= _SMALLEST)
     factors = np.divide(1, scales, out=np.zeros_like(scales), where=usable)
-    with np.errstate(invalid="ignore"):
+    # Only with wrong scales are numbers too large for the integers.
+    with np.errstate(invalid="ignore", over="ignore"):
         numbers = _times(np.asarray(array, np.float32), factors)
-    np.rint(numbers, out=numbers)
-    # A scale of zero or infinity does not bound its block.
-    return np.where(np.isfinite(numbers), numbers, 0).astype(_integers(replicas))
+        np.rint(numbers, out=numbers)
+        # A scale of zero or infinity does not bound its block.
+        return np.where(np.isfinite(numbers), numbers, 0).astype(_integers(replicas))
 
 
 def sum_of(total: Array, scales: Array, dtype: npt.DTypeLike) -> Array:
     """Return the sum of the replicas' arrays, given that of their summands."""
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         return _times(total.astype(np.float32), scales).astype(dtype)
 
 
