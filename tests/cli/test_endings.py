@@ -268,3 +268,24 @@ def test_no_process_remains_after_a_killed_process_group(lockstep: Any, is_gone:
     processes = [pidfd for pidfds in running.announced(4).values() for pidfd in pidfds]
     os.killpg(running.process.pid, signal.SIGKILL)
     assert is_gone(processes, 300)
+
+
+def test_a_checkpoint_may_take_longer_than_the_end_of_the_workers() -> None:
+    """After Ctrl-C, too. Here, workers have no time to end, and the checkpoint takes a second."""
+    script = """
+import os, signal, sys, time
+from lockstep.local_job import job_process
+from lockstep.system.event_loop import wait_for
+
+job_process._STOP_PATIENCE = 0.0
+
+def serve(command):
+    os.kill(os.getppid(), signal.SIGINT)
+    wait_for([command.fileno()])
+    time.sleep(1)
+    return 7
+
+sys.exit(job_process.run_in_job_process(serve, 600.0, None))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600)
+    assert (done.returncode, done.stderr) == (7, "")
