@@ -259,15 +259,17 @@ def test_the_loss_of_a_host_costs_its_workers(make: Callable[[Reaction], Job]) -
     assert views == [FIRST, FIRST[:1]]
 
 
-@pytest.mark.parametrize("has_standby", [True, False])
+@pytest.mark.parametrize(("has_standby", "is_stopped"), [(True, False), (True, True), (False, False)])
 def test_with_a_standby_a_coordinator_without_workers_does_not_end_the_job(
-    make: Callable[[Reaction], Job], has_standby: bool
+    make: Callable[[Reaction], Job], has_standby: bool, is_stopped: bool
 ) -> None:
-    """The host of all workers may be alive, and continue with the standby."""
+    """The host of all workers may be alive, and continue with the standby, unless a user has stopped it."""
 
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartWorker(2):
             job.coordinator.state = job.coordinator.state.with_phase(Phase.LOST, 0, 1)
+            if is_stopped:
+                return [HostStopped(1, signal.SIGINT)]
             job.loop.unwatch(job.ends[1].fileno())
             job.ends[1].close()
         return [] if isinstance(instruction, StartWorker) else well(host, instruction)
@@ -275,6 +277,7 @@ def test_with_a_standby_a_coordinator_without_workers_does_not_end_the_job(
     job = make(react)
     if has_standby:
         job.coordinator.announce = lambda view, show_life: None
+    if has_standby and not is_stopped:
         with pytest.raises(SupersededError, match="no workers remain within reach"):
             job.coordinator.run()
         assert EndHost not in {type(instruction) for instruction in job.to(0)}

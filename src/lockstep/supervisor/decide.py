@@ -171,7 +171,8 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case HostGone(host, how):
             decision = _host_lost(state, host, how, now)
         case HostStopped(host, number):
-            decision = _host_lost(state, host, f"was stopped there by {signal_name(number)}", now)
+            how = f"was stopped there by {signal_name(number)}"
+            decision = _host_lost(state, host, how, now, stopped=True)
         case HostsHeard():
             decision = _hosts_heard(state, event, now)
         case HostJoined():
@@ -390,8 +391,11 @@ def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
     return _host_lost(state, silent[0], f"has been silent for {limits.silence:g} s", now)
 
 
-def _host_lost(state: State, host: int, how: str, now: float) -> Decision:
-    """Continue without the workers of a host, which are not replaced until a host has room."""
+def _host_lost(state: State, host: int, how: str, now: float, *, stopped: bool = False) -> Decision:
+    """Continue without the workers of a host, which are not replaced until a host has room.
+
+    They have ended if the agent of the host was `stopped`. Otherwise, they may go on there.
+    """
     if state.stage is Stage.FINISHED:
         return Decision(replace(state, lost_hosts=state.lost_hosts | {host}), reason="the job has ended")
     gone = tuple(sorted(worker for worker in state.running if state.workers[worker].host == host))
@@ -409,7 +413,7 @@ def _host_lost(state: State, host: int, how: str, now: float) -> Decision:
     if not state.running or (state.active and not state.present):
         succeeded = state.active and bool(state.finished)
         how += "; the others had succeeded" if succeeded else "; no workers remain"
-        failed = state.shutdown.outcome or JobOutcome(1, how, out_of_reach=True)
+        failed = state.shutdown.outcome or JobOutcome(1, how, out_of_reach=bool(gone) and not stopped)
         outcome = JobOutcome(0) if succeeded else failed
         over = _finish(_with_outcome(state, outcome), how)
         over = over.after(ShowMessage(how)) if succeeded else over
