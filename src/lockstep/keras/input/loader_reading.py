@@ -355,14 +355,16 @@ class _LoaderPass:
     def read_now(self, batch: _SampledBatch, missing: dict[int, _Items]) -> dict[int, Any]:
         """Return at least the rows of replicas that were not read ahead.
 
-        In a new view, the processes read ahead anew from this batch on.
+        In a new view, the processes read ahead anew from the first such batch on.
         """
         request = _ReplicaItems(self.number, batch.step, missing)
         if not self.loader.num_workers:
             return self.source[request]
         if missing.keys() <= set(self.replicas_to_read(batch)):
-            self._processes = _ReadAhead(self, batch)
-            return next(self._processes)
+            at, view = self._processes, self.reader.job.view.number
+            if at is None or (at.step, at.view) != (batch.step, view):
+                self._processes = at = _ReadAhead(self, batch)
+            return next(at)
         rows: dict[int, Any] = next(_in_processes(self.loader, self.source, [request], 1))
         return rows
 
@@ -383,10 +385,11 @@ class _ReadAhead:
 
     Attributes:
         step: the step whose rows they return next.
+        view: the number of the view in which they began.
     """
 
     def __init__(self, current: _LoaderPass, batch: _SampledBatch) -> None:
-        self.step = batch.step
+        self.step, self.view = batch.step, current.reader.job.view.number
         self._read = _in_processes(current.loader, current.source, _requests(current, batch))
 
     def __next__(self) -> dict[int, Any]:
