@@ -7,7 +7,8 @@ Workers are threads that take the steps of a small training with the exchange of
 two, and verify them. With `--clean`, they take N steps without a wrong bit, and nothing may be found.
 Otherwise one of them has one wrong bit once, at one of `PLACES`. What became of it is one of
 
-* found: a verification has failed, and whoever is left has the right state, or the job has ended;
+* found: a verification has failed, and whoever is left has the right state;
+* stopped: the job has ended with an error, and no wrong worker was named;
 * harmless: none has failed, and the state at the end is that of an undisturbed training;
 * missed: none has failed, and the state is wrong: possible only if a step or part was not verified;
 * unseen: likewise, of a single worker, whose memory no other worker has a copy of;
@@ -65,11 +66,15 @@ PLACES = (
     *("frame", "limits", "scales"),
 )
 """`frame`: data from another host; `limits` and `scales`: of sums of small integers."""
-KINDS = ("found", "harmless", "unseen", "missed", "wrong")
-OF_MEMORY = ("total", "state")
-"""Places whose bits only other workers have, too."""
+KINDS = ("found", "stopped", "harmless", "unseen", "missed", "wrong")
+OF_MEMORY = ("total", "state", "scales")
+"""Places whose bits only other workers have, too: `scales` after the verification of the sum."""
 SHARED = ("published", "summed", "frame")
 """Places in the memory of a host, where the worker that is named may be another one."""
+SENT = ("limits", "scales")
+"""Places where a worker may send a wrong summand to a checker, which is then named."""
+PASSES = {**dict.fromkeys(SHARED, 2), "limits": REPLICAS, "scales": 4}
+"""How often a worker passes places in a step: in sums of limits and summands, and when they are verified."""
 
 _PATIENCE = WaitPolicy(timeout=120.0)
 
@@ -78,10 +83,7 @@ Arrays = dict[str, Any]
 
 @dataclass
 class Flip:
-    """One wrong bit of one worker, in `step` or later, when it next passes `place`.
-
-    Of the two exchanges of a step, that of `SHARED` places is in the first or the second.
-    """
+    """One wrong bit of one worker, in `step` or later, after it has passed `place` another `passes` times."""
 
     place: str
     worker: int
@@ -89,14 +91,14 @@ class Flip:
     random: random.Random
     now: int = 0
     done: bool = False
-    second: bool = False
+    passes: int = 0
 
     def due(self, place: str) -> bool:
         """Whether the bit is due here; it is only once."""
         if self.done or self.place != place or self.now < self.step:
             return False
-        if self.second and place in SHARED:
-            self.second = False
+        if self.passes:
+            self.passes -= 1
             return False
         self.done = True
         return True
@@ -444,17 +446,19 @@ def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
         over_hosts |= drawn.random() < 0.2
     workers = drawn.randint(2 if over_hosts else 1, REPLICAS)
     flip = Flip(place_, drawn.randrange(workers), drawn.randint(1, STEPS - 1), drawn)
-    flip.second = drawn.random() < 0.5
+    flip.passes = drawn.randrange(PASSES.get(place_, 1))
     size, setting = drawn.choice(SIZES), Verification(every, every == 1)
     training = Training(workers, size, setting, flip, 1 + over_hosts)
     training.run()
-    is_right = training.has_stopped or training.states <= {right[size]}
+    is_right = training.states <= {right[size]}
     accused = {worker for event in training.failed if event.verdict == "worker" for worker in event.workers}
-    if not (training.failed or training.has_stopped):
+    if training.has_stopped:
+        return place_, "stopped" if accused <= {flip.worker} else "wrong"
+    if not training.failed:
         unseen = workers == 1 and place_ in OF_MEMORY
         became = "harmless" if is_right else "unseen" if unseen else "missed"
         return place_, "wrong" if training.ended else became
-    return place_, "found" if is_right and (place_ in SHARED or accused <= {flip.worker}) else "wrong"
+    return place_, "found" if is_right and (place_ in SHARED + SENT or accused <= {flip.worker}) else "wrong"
 
 
 def undisturbed() -> dict[int, str]:

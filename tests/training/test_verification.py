@@ -492,7 +492,9 @@ def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> Non
     assert ", and there is no checkpoint from before; start over" in run.stderr
 
 
-FLIPS = {"found", "harmless", "unseen"}
+FLIPS = {"found", "stopped", "harmless", "unseen"}
+STOPPING = {"input", "gradient", "partial", "total", "update", "state", "hash", "scales"}
+"""Places where a wrong bit may stop the job: two workers are left, or one, or nothing to go back to."""
 SEEDS = range(156, 171)
 """Of flips at all places."""
 
@@ -508,7 +510,40 @@ def test_no_wrong_bit_of_200_survives() -> None:
 
 def assert_none_survives(seeds: Sequence[int]) -> None:
     for where, became in flips.count(seeds, 1).items():
+        assert became, where
         assert became.keys() <= FLIPS, (where, became)
+        assert not became["stopped"] or where in STOPPING, (where, became)
+
+
+def test_a_total_is_made_of_what_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = flips.undisturbed()[flips.SIZES[0]]
+    original = Verifier._fault
+
+    def fault(self: Verifier, round_: Round, *given: Any) -> Any:
+        found = original(self, round_, *given)
+        round_.limits[0][0] *= 2
+        return found
+
+    monkeypatch.setattr(Verifier, "_fault", fault)
+    training = flips.Training(1, flips.SIZES[0], Verification(1, all=True))
+    training.run()
+    assert (training.states, training.failed) == ({right}, [])
+
+
+def test_workers_that_differ_in_what_is_zero_sum_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = flips.undisturbed()[flips.SIZES[0]]
+    original, done = Round.summands, list[str]()
+
+    def summands(self: Round, *given: Any) -> Any:
+        if self.worker == 1 and not done:
+            done.append(self.label)
+            self._zeros = frozenset()
+        return original(self, *given)
+
+    monkeypatch.setattr(Round, "summands", summands)
+    training = flips.Training(2, flips.SIZES[0], Verification(1, all=True))
+    training.run()
+    assert (training.states, training.ended, len(done)) == ({right}, [], 1)
 
 
 def test_what_is_not_verified_is_not_called_right_or_blamed_on_others() -> None:

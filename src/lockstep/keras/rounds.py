@@ -299,26 +299,45 @@ class Round(ABC):
             # A sum that is repeated may be of other partials.
             self._zeros, self.sums = None, ()
         try:
-            if layout.limited and self._zeros is None:
-                # Complete for all members, too.
-                limits = {Span(r, r + 1): arrays for r, arrays in self.limits_of(partials).items()}
-                self.limits = [
-                    array.copy() for array in communicator.reduce(limits, check=check, what=self.label)
-                ]
-                of_names = dict(zip(layout.limited, self.limits, strict=True))
-                self._zeros = frozenset(name for name in layout.rare if not of_names[name])
-            summands = self.summands(partials, view.replicas)
-            self.sums = communicator.reduce(
-                {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.label
-            )
+            self._reduce(partials, view.replicas, communicator, check)
         except InternalError:
             self._refuse_other_shapes(partials)
             raise
         except DisagreementError:
             # So do all members.
             self._refuse_other_forms(communicator)
-            raise
-        return self.total_of(self.sums, view.replicas)
+            if not self._differ_in_zeros(communicator):
+                raise
+            # One of them has a wrong bit, which would otherwise end the job.
+            self._zeros = None
+            self._reduce(partials, view.replicas, communicator, check)
+        return self.total_of(self.sums, self.limits, view.replicas)
+
+    def _reduce(
+        self,
+        partials: Mapping[int, Sequence[Array]],
+        replicas: int,
+        communicator: Communicator,
+        check: bytes,
+    ) -> None:
+        layout = self.layout
+        assert layout is not None
+        if layout.limited and self._zeros is None:
+            # Complete for all members, too.
+            limits = {Span(r, r + 1): arrays for r, arrays in self.limits_of(partials).items()}
+            self.limits = [
+                array.copy() for array in communicator.reduce(limits, check=check, what=self.label)
+            ]
+            of_names = dict(zip(layout.limited, self.limits, strict=True))
+            self._zeros = frozenset(name for name in layout.rare if not of_names[name])
+        summands = self.summands(partials, replicas)
+        self.sums = communicator.reduce(
+            {Span(r, r + 1): arrays for r, arrays in summands.items()}, check=check, what=self.label
+        )
+
+    def _differ_in_zeros(self, communicator: Communicator) -> bool:
+        """Whether the workers differ in which rare arrays are zeros; all call this after a failed reduce."""
+        return len(set(communicator.gather(msgspec.msgpack.encode(sorted(self._zeros or ()))))) > 1
 
     def limits_of(self, partials: Mapping[int, Sequence[Array]]) -> dict[int, list[Array]]:
         """Return, for each replica, the limits of arrays, and whether arrays have others than zeros.
@@ -340,10 +359,10 @@ class Round(ABC):
             ]
         return limits
 
-    def _scales(self, replicas: int) -> dict[str, Array]:
+    def _scales(self, limits: Sequence[Array], replicas: int) -> dict[str, Array]:
         assert self.layout is not None
-        pairs = zip(self.layout.scaled, self.limits, strict=False)
-        return {name: scales_of(limits, replicas) for name, limits in pairs}
+        pairs = zip(self.layout.scaled, limits, strict=False)
+        return {name: scales_of(of_name, replicas) for name, of_name in pairs}
 
     @property
     def summed(self) -> list[str]:
@@ -364,7 +383,7 @@ class Round(ABC):
         assert layout is not None
         if not (layout.scalars or layout.joined or layout.equal or layout.limited):
             return partials
-        summands, summed, scales = {}, self.summed, self._scales(replicas)
+        summands, summed, scales = {}, self.summed, self._scales(self.limits, replicas)
         for replica, arrays in partials.items():
             named = dict(zip(layout.names, arrays, strict=True))
             for name in layout.scalars:
@@ -376,9 +395,9 @@ class Round(ABC):
             summands[replica] = [named[name] for name in summed]
         return summands
 
-    def total_of(self, sums: Sequence[Array], replicas: int) -> Total:
-        """Return the total, given the sums in the order of `summed`, and R."""
-        layout, scales = self.layout, self._scales(replicas)
+    def total_of(self, sums: Sequence[Array], limits: Sequence[Array], replicas: int) -> Total:
+        """Return the total, given the sums in the order of `summed`, `Round.limits`, and R."""
+        layout, scales = self.layout, self._scales(limits, replicas)
         assert layout is not None
         total = dict(zip(self.summed, sums, strict=True))
         total |= {name: np.zeros(*layout.leaves[name]) for name in self._zeros or ()}

@@ -706,6 +706,11 @@ class _Total:
             np.copyto(leaf, array)
 
     @property
+    def limits(self) -> Sequence[Any]:
+        """The limits, in their shapes."""
+        return self.layout.shaped(self._leaves)[: len(self._limits.shapes)]
+
+    @property
     def sums(self) -> Sequence[Any]:
         """The sums, in their shapes."""
         return self.layout.shaped(self._leaves)[len(self._limits.shapes) :]
@@ -920,7 +925,7 @@ class Verifier:
             total = _Total(round_.limits, round_.sums)
             fault = self._fault(round_, total, parts)
             if fault is None:
-                return round_.total_of(total.sums, self._verifications.plan.replicas)
+                return round_.total_of(total.sums, total.limits, self._verifications.plan.replicas)
             verdict, is_single = fault.verdict, len(self._job.view.workers) == 1
             if verdict.kind == "sum":
                 summer = total.summer_of(self._job.view, fault.byte)
