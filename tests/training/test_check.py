@@ -78,7 +78,6 @@ def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
         assert result["failed"] == ""
 
 
-@pytest.mark.slow(143)
 @pytest.mark.ci
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_the_job_ends_with_the_command(

@@ -46,7 +46,6 @@ def whole(launch: Launch, backend: str, tmp_path_factory: pytest.TempPathFactory
     return results(launch, backend, tmp_path_factory.mktemp("whole"), "-n 1 --replicas 4")
 
 
-@pytest.mark.slow("torch")
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_three_of_four_workers_are_lost_within_updates(

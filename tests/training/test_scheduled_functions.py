@@ -188,7 +188,8 @@ def test_a_call_that_only_the_chief_makes_is_named(launch: Launch) -> None:
     assert "call 2 of the ClusterCoordinator is join in this process and fetch in the chief" in run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.slow("parameter_server")
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["parameter_server", "parameter_server_loop"])
 def test_an_example_learns(launch: Launch, name: str) -> None:
     run = launch("-n 3 --ps 2", str(EXAMPLES / f"{name}.py"), backend="tensorflow")

@@ -1,13 +1,12 @@
 """The values of Python that may decide which code of a program runs, such as `model.use_contrast`."""
 
-import dis
 import enum
 import functools
 import itertools
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from lockstep.keras.python_state import (
     NESTED,
     attribute_names,
     attribute_of,
-    is_in_program,
     objects_in,
     parts_of,
     reached_by,
@@ -51,7 +49,7 @@ class Choices:
     members of enumerations, and the classes of objects: in attributes of a model, its layers, its losses and
     the objects to which they refer, in containers there, in global variables, and in variables of enclosing
     functions. Values that differ between processes from the beginning, such as whether a process writes
-    files, have no effect. Nor has a counter, which is read only to be increased, as in `self.steps += 1`.
+    files, have no effect.
 
     Args:
         model: the model, just compiled.
@@ -138,11 +136,7 @@ class Choices:
 
     def _find(self, model: Any) -> None:
         """Find the places in the program as it is now."""
-        objects, functions, named, spaces, names, self._strings = reached_by(parts_of(model))
-        counters = _counters(functions) - self._strings
-        kinds: set[Any] = {type(holder) for holder in objects}
-        counters -= {name for kind in kinds for name in _names_in_libraries(kind)}
-        names = names - counters
+        objects, _, named, spaces, names, self._strings = reached_by(parts_of(model))
         self._places: list[_Watched] = []
         labels: Counter[str] = Counter()
 
@@ -153,7 +147,7 @@ class Choices:
         seen: set[tuple[int, str]] = set()
         for function, (name, value, place) in named:
             owner = function.__module__ if isinstance(place, dict) else function.__qualname__
-            if name in counters or isinstance(value, types.ModuleType | type):
+            if isinstance(value, types.ModuleType | type):
                 continue
             if (id(place), name) not in seen:
                 seen.add((id(place), name))
@@ -211,66 +205,6 @@ _OBJECT = "~"
 def _decide(texts: Iterable[str]) -> bool:
     """Whether texts of `Choices` show values that decide by themselves, not the classes of objects."""
     return not any(_OBJECT in text for text in texts)
-
-
-def _counters(functions: Iterable[types.FunctionType]) -> set[str]:
-    """Return the names of variables and attributes that some functions read only to increase them."""
-    increased: set[str] = set()
-    read: set[str] = set()
-    codes = [function.__code__ for function in functions]
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        of_code = _reads(code)
-        increased |= of_code[0]
-        read |= of_code[1]
-    return increased - read
-
-
-_READS = {"LOAD_ATTR", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_METHOD", "LOAD_SUPER_ATTR"}
-_OPERANDS = ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_GLOBAL")
-_WRITES = {"STORE_ATTR", "STORE_GLOBAL", "STORE_NAME", "STORE_DEREF"}
-
-
-@functools.cache
-def _reads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names that a code reads to increase them, and those that it reads otherwise."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "EXTENDED_ARG"]
-    increased: set[str] = set()
-    read: set[str] = set()
-    for i, each in enumerate(instructions):
-        if each.opname in _READS:
-            (increased if _increases(instructions[i:]) else read).add(each.argval)
-    return frozenset(increased), frozenset(read)
-
-
-def _increases(instructions: Sequence[dis.Instruction]) -> bool:
-    """Whether the value that the first instruction reads is only the left operand of a sum of the same name.
-
-    The value stays on the stack below those of the right operand.
-    """
-    depth = 1
-    for i, each in enumerate(instructions[1:-2], 1):
-        if depth == 1 and not each.opname.startswith(_OPERANDS):
-            return False
-        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
-            return False
-        depth += dis.stack_effect(each.opcode, each.arg)
-        if depth <= 1:
-            swaps = instructions[i + 1].opname == "SWAP" or instructions[i + 2].opname == "STORE_ATTR"
-            after = instructions[i + 1 + swaps]
-            is_sum = each.opname == "BINARY_OP" and each.argrepr in ("+", "+=")
-            return is_sum and after.opname in _WRITES and after.argval == instructions[0].argval
-    return False
-
-
-@functools.cache
-def _names_in_libraries(kind: type) -> frozenset[str]:
-    """Return the names that a class's base classes of libraries use, such as those of Keras."""
-    classes = [each for each in kind.__mro__ if not is_in_program(each.__module__)]
-    members = [getattr(member, "fget", member) for each in classes for member in vars(each).values()]
-    functions = [member for member in members if isinstance(member, types.FunctionType)]
-    return frozenset(name for function in functions for name in function.__code__.co_names)
 
 
 def _lines(key: str) -> dict[str, str]:
