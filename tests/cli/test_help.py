@@ -41,6 +41,13 @@ def test_programs_that_read_the_commands_of_the_group_get_all() -> None:
     assert group.commands.keys() == _ELSEWHERE.keys() == {*group.list_commands(click.Context(group))}
 
 
+def test_click_knows_all_commands_when_it_suggests_one() -> None:
+    group = LazyGroup(elsewhere={"run": _ELSEWHERE["run"]})
+    context = click.Context(group)
+    assert group.get_command(context, "rnu") is None
+    assert [*group.commands] == ["run"]
+
+
 def test_the_help_of_run_shows_what_people_need_and_names_the_rest() -> None:
     context = click.Context(run, info_name="run")
     groups = run.grouped(context)

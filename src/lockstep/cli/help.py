@@ -22,7 +22,7 @@ class LazyGroup(click.Group):
         self.elsewhere = elsewhere
 
     def load_all(self) -> None:
-        """Import all modules, for programs that read the attribute `commands`."""
+        """Import all modules: the attribute `commands` has all commands then."""
         for name in self.elsewhere:
             self.add_command(self._load(name))
 
@@ -32,7 +32,12 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return a command; import its module if it is elsewhere."""
-        return self._load(cmd_name) if cmd_name in self.elsewhere else super().get_command(ctx, cmd_name)
+        if cmd_name in self.elsewhere:
+            return self._load(cmd_name)
+        if (command := super().get_command(ctx, cmd_name)) is None:
+            # Click suggests similar names, of which it must know all.
+            self.load_all()
+        return command
 
     def _load(self, name: str) -> click.Command:
         module, _ = self.elsewhere[name]
