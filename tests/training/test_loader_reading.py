@@ -1,5 +1,6 @@
 """Map-style DataLoaders are read divided: the batches are those of plain PyTorch on any worker."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from lockstep.collectives.plan import ReducePlan
 from lockstep.data.batch import GlobalBatch
 from lockstep.errors import DataError
+from lockstep.keras.input import loader_reading as loader_readings
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input
 from lockstep.keras.input.loader_reading import LoaderReading, loader_reading
 from lockstep.keras.input.readings import ReadingWorker
@@ -174,6 +176,29 @@ def test_the_batches_are_those_of_pytorch(worker: Make, kind: str, processes: in
     # With local steps, batches are taken before the first of them is read.
     assert equal(whole(iter(list(reading.begin()))), second)
     assert same_states(random_states(), after)
+
+
+@FORKS
+def test_processes_start_once_after_a_loss_between_batches_and_their_reading(
+    worker: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a loss within an outer step, whose batches were all read before."""
+    member, first_steps = worker(0, 2), list[int]()
+    loader = data.DataLoader(Rows(22), batch_size=6, num_workers=2)
+    batches = list(itertools.islice(member.reading(loader).begin(), 3))
+    for batch in batches:
+        member.own(batch)
+    begin = loader_readings._ReadAhead.__init__
+
+    def counted(self: Any, current: Any, batch: Any) -> None:
+        first_steps.append(batch.step)
+        begin(self, current, batch)
+
+    monkeypatch.setattr(loader_readings._ReadAhead, "__init__", counted)
+    member.enter(replace(place(REPLICAS, (0,)), number=2))
+    rows = [member.own(batch)[1] for batch in batches]
+    assert [row.tolist() for row in rows] == [[*range(k, k + 6)] for k in (0, 6, 12)]
+    assert len(first_steps) == 1
 
 
 @pytest.mark.ci("all_draws", "float")
