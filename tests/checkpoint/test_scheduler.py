@@ -229,7 +229,7 @@ def test_removals_and_failures_are_published(
         f"lockstep: a checkpoint was not written: cannot write a checkpoint to {tmp_path}: No space left "
     )
     assert [line.startswith(failure) for line in failures] == [True, True]
-    assert failures[0].endswith("; training continues")
+    assert failures[0].endswith("; the job continues without it")
     assert failures[1] == f"{failures[0]} (10 times so far)"
     assert steps(tmp_path) == [3]
 
@@ -307,7 +307,7 @@ def test_a_copy_that_has_changed_is_not_written_if_the_job_verifies(tmp_path: Pa
         scheduler.after_step(step, lambda: Contents(step, manifest, arrays))  # noqa: B023
         assert scheduler._wait_for_disk(60.0, "the test waits")
     assert scheduler.close()
-    # Without verification, nobody knows.
+    # A job that does not verify has no checksums of the state: the changed copy of step 1 is written.
     assert [entry.step for entry in store.entries()] == [1, 3]
     (failed,) = [event for event in events if isinstance(event, CheckpointNotWritten)]
     assert "the copy of the array 'weights' for the checkpoint of step 2 has changed" in failed.reason

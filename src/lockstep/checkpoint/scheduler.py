@@ -309,7 +309,7 @@ def open_scheduler(
 
     def failed(reason: str) -> None:
         publish(CheckpointNotWritten(reason))
-        say(f"a checkpoint was not written: {reason}; training continues")
+        say(f"a checkpoint was not written: {reason}; the job continues without it")
 
     # By the names that they had as checkpoints, under which other processes know them, too.
     left: set[str] = set()
