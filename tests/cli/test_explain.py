@@ -66,7 +66,7 @@ def test_a_class_is_explained(name: str, form: str) -> None:
             "DataError",
             "check the ids",
         ),
-        ("lockstep: there is no job 'x9'", "ConfigError", "take a name of `lockstep list`"),
+        ("lockstep: there is no job 'x9'", "ConfigError", "use a name from `lockstep list`"),
         ("OneDeviceStrategy trains one replica, but this job has 4", "ConfigError", "MirroredStrategy"),
         (
             "cannot connect to 192.168.7.1:99: Connection refused; tried again for 3 s",
