@@ -112,7 +112,7 @@ def attach(job: str) -> None:
 
     JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.
     Ctrl-C ends only this command: the job continues. The exit status is that of the job, or 130 after Ctrl-C.
-    Of earlier output, the end is shown. output.log in the run folder has all of it.
+    The command first shows the end of the earlier output. output.log in the run folder has all output.
     """
     from lockstep.coordinator.admin_client import accepted, send
     from lockstep.coordinator.run_lookup import find_run, job_in

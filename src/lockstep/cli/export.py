@@ -27,7 +27,7 @@ _AMBIGUOUS = re.compile(r"[-+.]*\d|.$")
 
 @click.group()
 def export() -> None:
-    """Write a job as another system runs it."""
+    """Write the files with which another system runs a job."""
 
 
 @export.command(context_settings={"allow_interspersed_args": False})

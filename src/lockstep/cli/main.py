@@ -31,7 +31,7 @@ _ELSEWHERE = {
     "check": ("lockstep.cli.check", "Compare SCRIPT on several replicas with one process."),
     "diff": ("lockstep.cli.diff", "Find the first step at which two runs differ, and why."),
     "explain": ("lockstep.cli.explain", "Explain an error, and say what to do."),
-    "export": ("lockstep.cli.export", "Write a job as another system runs it."),
+    "export": ("lockstep.cli.export", "Write the files with which another system runs a job."),
     "logs": ("lockstep.cli.logs", "Show the output of the workers of JOB."),
     "report": ("lockstep.cli.page", "Write the page of RUN to one HTML file."),
     "rerun": ("lockstep.cli.rerun", "Repeat RUN, and say whether the bits are equal."),
@@ -191,11 +191,11 @@ def runs(
     lockstep runs --where tags=lr --where state=finished --sort val_loss
     lockstep runs --where "lost>0" --json
 
-    The list also has runs that have ended. FOLDER is the folder of a run, or one that contains such folders.
+    The list includes runs that have ended. FOLDER is the folder of a run, or one that contains such folders.
     A line has the start in local time, the duration, the numbers of workers, replicas, hosts and training
     steps, the effective training time, lost workers, warnings, the metrics of the last epoch, tags, the run
     from which it resumed, the beginning of the digest, how the run ended, and what did not hold. Columns
-    without any value are left out. Of a folder with several runs, the line describes the last one.
+    without values are omitted. If a folder has several runs, the line describes the last one.
     """
     from lockstep.monitoring import past_runs
     from lockstep.monitoring.run_catalog import resolve
@@ -310,8 +310,8 @@ def trace(run: str, steps: str, output: Path | None) -> None:
 
     Open the file with https://ui.perfetto.dev or chrome://tracing. RUN is the name of a running job, or a run
     folder. The file has a slice for each step of each worker and for each part of the step: input, compute,
-    wait, exchange, update, other, nested. Each of the first 1024 steps of a call is recorded. Later, 16 steps
-    are recorded now and then.
+    wait, exchange, update, other, nested. Each of the first 1024 steps of a call is recorded. After that,
+    groups of 16 steps are recorded, at growing distances.
     """
     import msgspec
 
@@ -334,9 +334,9 @@ def trace(run: str, steps: str, output: Path | None) -> None:
 @cli.command()
 @click.argument("job", shell_complete=complete_job)
 def stop(job: str) -> None:
-    """Stop JOB, after a checkpoint if it saves any.
+    """Stop JOB, after a last checkpoint if it saves checkpoints.
 
-    The command does what SIGTERM does. JOB is a name that lockstep list shows, or the beginning of one.
+    The command has the effect of SIGTERM. JOB is a name that lockstep list shows, or the beginning of one.
     """
     from lockstep.coordinator.admin_client import accepted, send, wait_until_gone
     from lockstep.protocol.admin import StopRequest

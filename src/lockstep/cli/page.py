@@ -35,7 +35,7 @@ _RESOLVES_WITHIN = 10.0
     default="127.0.0.1",
     show_default=True,
     metavar="ADDRESS",
-    help="Address of this machine at which browsers connect. Beyond loopback, the page is encrypted and "
+    help="Address of this machine at which browsers connect. Outside of loopback, the page is encrypted and "
     "needs a key: see lockstep key.",
 )
 @click.option("--ends-with", "parent", type=int, hidden=True, help="Process with which this one ends.")
@@ -47,7 +47,7 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
     lockstep ui runs/train-20260102-150405 another/folder
     lockstep ui train                # the running job of this name
 
-    The page shows runs also while they train. Ctrl-C ends it. RUN is the folder of a run, a folder that
+    The page also shows runs that are training. Ctrl-C ends it. RUN is the folder of a run, a folder that
     contains such folders, or the name of a running job. The printed address opens the page in one browser,
     once.
     """
@@ -137,7 +137,7 @@ def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
 def report(run: str, output: Path) -> None:
     """Write the page of RUN to one HTML file.
 
-    The file has what lockstep ui shows, and needs no network. RUN is the folder of a run, or the name of a
+    The file shows the page of lockstep ui without a network. RUN is the folder of a run, or the name of a
     running job.
     """
     from lockstep.monitoring.report import build_report, write_report

@@ -20,8 +20,8 @@ from lockstep.errors import ConfigError
     "--env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Set a variable of the script to another value than in RUN. Of NAME, the value here is used, and "
-    "not recorded. Can be repeated.",
+    help="Set a variable of the script to another value than in RUN. With NAME alone, the value here is "
+    "used, and not recorded. Can be repeated.",
 )
 @click.option(
     "--one-process",

@@ -135,7 +135,7 @@ _GROUPS = {
         *("--tensorboard", "--ui", "-m"),
     ),
     "Several hosts": (
-        *("--listen", "--workers-here", *(f"--{name.replace('_', '-')}" for name in SCHEDULERS)),
+        *("--listen", "--workers-here", "--standby", *(f"--{name.replace('_', '-')}" for name in SCHEDULERS)),
         *("--plain", "--allow-unlike"),
     ),
     "Ray": ("--on", "--cpus-per-worker", "--gpus-per-worker", "--resource-per-worker"),
@@ -149,12 +149,13 @@ _GROUPS = {
             "--ps",
             "--tf-distribute",
             "--no-adopt",
+            "--exact-batch",
         ),
         *("--verify-every", "--verify-replicas", "--avoid-host-after", "--witness"),
     ),
     "Checkpoints": ("--checkpoint-every", "--keep", "--one-writer", "--accept-changes"),
     "Losses and ends": ("--timeout", "--min-workers", "--max-restarts", "--restart-job", "--grace"),
-    "Output": ("--tee", "--tag", "--metrics-port", "--notify"),
+    "Output": ("--detach", "--tee", "--tag", "--metrics-port", "--notify"),
 }
 """The groups of options in the help; the first is what people need. Others belong to the last one."""
 
@@ -293,8 +294,8 @@ _GROUPS = {
     "--env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Set a variable of SCRIPT on all hosts. NAME=VALUE is recorded with the run; of NAME, which must be "
-    "set here, only the name is. Can be repeated.",
+    help="Set a variable of SCRIPT on all hosts. NAME=VALUE is recorded with the run. With NAME alone, the "
+    "variable must be set here, and only its name is recorded. Can be repeated.",
 )
 @click.option(
     "--run-dir",
@@ -307,7 +308,7 @@ _GROUPS = {
     multiple=True,
     metavar="TEXT",
     type=Tag(),
-    help="A word for this run, such as lr=0.1, by which lockstep runs finds it. Can be repeated.",
+    help="A word for this run, such as lr=0.1, which lockstep runs shows. Can be repeated.",
 )
 @click.option(
     "--tee",
@@ -331,9 +332,9 @@ _GROUPS = {
 @click.option(
     "--notify",
     metavar="RECEIVER",
-    help="Tell RECEIVER, in JSON, how the job ended, and when a lost worker is not replaced, a metric is NaN "
-    "or the training stalls. exec:COMMAND reads a message from stdin. env:NAME and file:PATH contain a URL, "
-    "to which it is sent with POST.",
+    help="Send RECEIVER a message, in JSON, when the job ends, a lost worker is not replaced, a metric is "
+    "NaN or the training stalls. exec:COMMAND reads the message from stdin. env:NAME and file:PATH contain a "
+    "URL that receives it by POST.",
 )
 @click.option(
     "--timeout",
@@ -349,7 +350,7 @@ _GROUPS = {
     default=10,
     show_default=True,
     metavar="N",
-    help="Number of lost workers that are replaced. Then training continues with the remaining ones.",
+    help="Number of lost workers that are replaced. After that, training continues with the others.",
 )
 @click.option(
     "--restart-job",
@@ -357,7 +358,7 @@ _GROUPS = {
     default=0,
     metavar="N",
     show_default=True,
-    help="Number of times that a failed job starts again, from --checkpoint or what SCRIPT itself saves.",
+    help="Number of times that a failed job starts again, from --checkpoint or from files that SCRIPT saves.",
 )
 @click.option(
     "--min-workers",
@@ -377,7 +378,7 @@ _GROUPS = {
 @click.option(
     "--one-writer",
     is_flag=True,
-    help="Save checkpoints to a URL whose store cannot keep two jobs apart: no other job uses it.",
+    help="Save checkpoints to a URL whose store cannot keep two jobs apart. No other job may use the URL.",
 )
 @click.option(
     "--checkpoint-every",
@@ -415,14 +416,14 @@ _GROUPS = {
     type=click.Choice(["one", "all"]),
     default="one",
     show_default=True,
-    help="With --verify-every, verify one replica and its part of the sum, each in turn, or all of them.",
+    help="With --verify-every, verify one replica and its part of the sum (each replica in turn), or all.",
 )
 @click.option(
     "--avoid-host-after",
     type=click.IntRange(min=1, max=_TIMES),
     metavar="N",
-    help="With --verify-every, start no more workers on a host whose workers were named N times for wrong "
-    "bits, if there is another host.  [default: never]",
+    help="With --verify-every, start no more workers on a host whose workers had wrong bits N times, if "
+    "there is another host.  [default: never]",
 )
 @click.option(
     "--allow-unlike",
@@ -433,8 +434,8 @@ _GROUPS = {
 @click.option(
     "--exact-batch",
     is_flag=True,
-    help="Compute losses and metrics that compare the examples of a batch as in one process even if replicas "
-    "exchange more than 16 MiB of outputs in a step for that.",
+    help="Compute losses and metrics that compare the examples of a batch as in one process, even if "
+    "replicas have to exchange more than 16 MiB of outputs per step.",
 )
 @click.option(
     "--local-steps",
@@ -443,7 +444,7 @@ _GROUPS = {
     help="For slow links: in fit, each replica takes H steps by itself, and then the replicas are averaged. "
     "With nesterov, the mean change is the gradient of an outer optimizer of learning rate LR (0.7) and "
     "momentum M (0.9). int8 sends changes of weights in a byte each. With reset, the optimizer's slots are "
-    "not sent. Affects the result.  [default: each step is of all replicas]",
+    "not sent. Affects the result.  [default: all replicas take each step together]",
 )
 @click.option(
     "--accept-changes",
@@ -467,8 +468,8 @@ _GROUPS = {
     default="first",
     show_default=True,
     envvar="LOCKSTEP_WITNESS",
-    help="Which calls of SCRIPT to compare with one process beside the training, as lockstep check does: the "
-    "first fit, evaluate and predict of each model, every one, or none.",
+    help="Calls of SCRIPT to compare with one process during training, as lockstep check does: the first "
+    "fit, evaluate and predict of each model, every call, or none.",
 )
 @click.option(
     "--ui",
@@ -500,13 +501,13 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run --listen 10.0.0.1:7000 -n 2 train.py
     srun -N 3 --ntasks-per-node=1 lockstep run --slurm -n 6 train.py
 
-    SCRIPT gets ARGUMENTS. The exit status is 0 if every worker succeeds. Otherwise it is that of the first
+    SCRIPT gets ARGUMENTS. The exit status is 0 if every worker succeeds. Otherwise, it is that of the first
     failure (128 + N for signal N), 130 after Ctrl-C, and 143 after SIGTERM. It is 2 if nothing was started or
     the script's settings differ from its checkpoint's.
 
     After Ctrl-C or SIGTERM, the chief of a job with checkpoints first completes its step and writes a
     checkpoint, within --grace. Workers then have 3 seconds to exit before they are killed. A second signal
-    kills them at once.
+    kills them immediately.
     """
     from lockstep.local_job.job_process import run_in_job_process
 

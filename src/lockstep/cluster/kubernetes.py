@@ -17,7 +17,7 @@ _PATIENCE = 10.0
 class KubernetesExecutableLocation(Enum):
     """Where this process runs. This determines how it finds the API server, and with which identity.
 
-    `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: elsewhere, with kubectl's
+    `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: outside, with kubectl's
     configuration.
 
     Example:

@@ -1,4 +1,4 @@
-"""The resolver of the cluster that a Slurm job step is."""
+"""The resolver of a cluster that consists of the tasks of a Slurm job step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -88,7 +88,7 @@ class SlurmClusterResolver(ClusterResolver):
         return self._cluster
 
     def get_task_info(self) -> tuple[str | None, int | None]:
-        """Return the job of this process and its index there."""
+        """Return the job of this process and its index in the job."""
         return self.task_type, self.task_id
 
     def master(

@@ -12,8 +12,9 @@ from lockstep.system.environment import tf_config_now
 class TFConfigClusterResolver(ClusterResolver):
     """Reads `TF_CONFIG` on each access.
 
-    Values that `TF_CONFIG` lacks are None, or a cluster without jobs. `lockstep.cluster.tf_config.parse` is
-    the strict reader. Each method and property raises `ConfigError` if `TF_CONFIG` is not a JSON object.
+    Values that `TF_CONFIG` does not have are None, or a cluster without jobs. The strict reader is
+    `lockstep.cluster.tf_config.parse`. Each method and property raises `ConfigError` if `TF_CONFIG` is not a
+    JSON object.
 
     Example:
         >>> import os

@@ -1,4 +1,4 @@
-"""All that uses Keras or a backend, and the only room that does; nothing that starts or watches workers."""
+"""All code that uses Keras or a backend. It does not start or watch workers."""
 
 # Keras first: in a worker, its import ends with that of `patches` and most modules of this room, which
 # must not be partly imported at that time.

@@ -1,1 +1,1 @@
-"""Views of a run: they read its folder, and never take part in it."""
+"""Programs that show a run: they read its folder, and never take part in the run."""

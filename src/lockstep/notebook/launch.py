@@ -57,10 +57,10 @@ def launch(
 
     The function, its arguments and its result are pickled with cloudpickle (`keras-lockstep[notebook]`) and
     passed only to processes that this one starts. Arguments and results can be numbers, strings, arrays,
-    lists and dicts, such as `model.fit(...).history` or `model.get_weights()`, but not objects that belong to
-    one process, such as a strategy, a `tf.data.Dataset` or an open file. Keras pickles its own models, which
-    is slow: return the weights or save the model instead. If a model is an argument, compile it again in the
-    strategy's scope.
+    lists and dicts, such as `model.fit(...).history` or `model.get_weights()`. They cannot be objects that
+    belong to one process, such as a strategy, a `tf.data.Dataset` or an open file. Keras pickles its own
+    models, which is slow: return the weights or save the model instead. If a model is an argument, compile it
+    again in the strategy's scope.
 
     Args:
         function: a function, which may be defined in a notebook cell.
@@ -79,13 +79,13 @@ def launch(
         input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
-            even if replicas exchange more than 16 MiB of outputs in a step for that.
+            even if replicas have to exchange more than 16 MiB of outputs per step.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
-            default, each step is of all replicas.
+            default, all replicas take each step together.
         tensorboard: folder in which to write metrics and times for TensorBoard.
         env: variables of the function, which are recorded with the run. If a value is None, the variable must
             be set here, and only its name is recorded: use this for secrets.
-        tags: words for this run, such as "lr=0.1", by which `lockstep runs` finds it.
+        tags: words for this run, such as "lr=0.1". `lockstep runs` shows them and selects runs by them.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.

@@ -25,7 +25,7 @@ _FORM = (
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """Each replica takes `steps` training steps by itself; then the replicas' changes are averaged.
+    """Each replica takes `steps` training steps by itself, then Lockstep averages the replicas' changes.
 
     Attributes:
         steps: H, 1 or more.
@@ -69,7 +69,7 @@ class LocalSteps:
 
     @property
     def text(self) -> str:
-        """The value of `--local-steps` that means the same."""
+        """The equivalent value of `--local-steps`."""
         words = [str(self.steps)]
         if self.outer != "average":
             words += [self.outer, repr(self.learning_rate), repr(self.momentum)]
@@ -81,7 +81,7 @@ class LocalSteps:
 
     @classmethod
     def parse(cls, text: str) -> "LocalSteps":
-        """Return the meaning of a value of `--local-steps`.
+        """Return the local steps that a value of `--local-steps` describes.
 
         Raises:
             ConfigError: it does not have the form of one, or a value is wrong.

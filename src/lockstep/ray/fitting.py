@@ -111,8 +111,8 @@ def fit(
     Args:
         function: a function, which may be defined in a notebook cell.
         config: its argument.
-        workers: number of worker processes. It does not affect the result. The job begins with as many as the
-            cluster has room for, and grows when nodes join.
+        workers: number of worker processes. It does not affect the result. The job begins with as many
+            workers as the cluster has room for, and grows when nodes join.
         scaling: the resources that each worker reserves; a CPU by default.
         min_workers: below this number, training waits for workers to join; 1 by default.
         replicas: number of parts into which each batch is split; by default the number of workers.
@@ -129,13 +129,13 @@ def fit(
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
-            even if replicas exchange more than 16 MiB of outputs in a step for that.
+            even if replicas have to exchange more than 16 MiB of outputs per step.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
-            default, each step is of all replicas.
+            default, all replicas take each step together.
         tf_distribute: whether to replace the strategies in `tf.distribute` with Lockstep's, on every backend.
         env: variables of the function on all nodes, which are recorded with the run. If a value is None, the
             variable must be set here. Only its name is recorded, and Ray does not see its value.
-        tags: words for this run, such as "lr=0.1", by which `lockstep runs` finds it.
+        tags: words for this run, such as "lr=0.1". `lockstep runs` shows them and selects runs by them.
 
     Raises:
         ConfigError: an argument is wrong, there is no cluster, or this process is itself a worker.

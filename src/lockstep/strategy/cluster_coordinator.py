@@ -23,10 +23,11 @@ from lockstep.strategy.parameter_server import ParameterServerStrategy
 class ClusterCoordinator:
     """Schedules functions on the workers of a job with parameter servers.
 
-    All processes of the job make the same calls. A function runs on one worker and reads the weights from the
-    servers. Gradients that it passes to an optimizer of Keras update the weights there. Metrics and the state
-    of layers get the changes of all functions. The script reads variables as they were at the last `join`,
-    `fetch`, or `done` that returned True. In one process without a job, `schedule` runs the function.
+    All processes of the job must make the same calls. A function runs on one worker and reads the weights
+    from the servers. If it passes gradients to an optimizer of Keras, the servers update the weights. Metrics
+    and the state of layers get the changes of all functions. The script sees the values that variables had at
+    the last `join`, `fetch`, or `done` that returned True. In one process without a job, `schedule` runs the
+    function.
 
     A strategy has one coordinator: a second call returns the same object.
 

@@ -52,8 +52,8 @@ class ReplicaContext:
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of `value`.
 
-        All replicas must make the same calls in the same order. The code before such a call may be computed
-        again after it.
+        All replicas must make the same calls in the same order. The code before such a call may run again
+        after it.
 
         Args:
             reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's equivalents, or their names.
@@ -96,14 +96,14 @@ class ReplicaContext:
 
 
 def gather(values: Any) -> Any:
-    """Return the rows of the whole batch, of which each replica has computed its own.
+    """Return the rows of the whole batch; each replica has computed its own rows.
 
-    For a `train_step` or `test_step` of your own with a loss that compares the examples of a batch. The
-    gradient of the loss goes through the rows of the replica, and the update is that of one process. Each
-    call costs one more forward pass: pass several values in one call, as a tuple or a dictionary. Losses and
-    metrics that go through `compile` or `compute_loss` need no call.
+    Use it in your own `train_step` or `test_step` for a loss that compares the examples of a batch. The
+    gradient of the loss flows through the rows of the replica, and the update is that of one process. Each
+    call costs one more forward pass, so pass several values in one call, as a tuple or a dictionary. Losses
+    and metrics that go through `compile` or `compute_loss` do not need it.
 
-    With one replica, outside of a step, and without Lockstep, the values are returned unchanged.
+    With one replica, outside of a step, and without Lockstep, it returns the values unchanged.
 
     Args:
         values: a nest of tensors with the examples along their first axis, on all replicas in the same calls.

@@ -13,7 +13,7 @@ from lockstep.worker import job
 
 
 class DefaultStrategy(Strategy):
-    """The strategy of a program that has created none: it changes nothing."""
+    """The strategy of a program that has not created one: it changes nothing."""
 
     is_default = True
 

@@ -38,15 +38,15 @@ class ParameterServerStrategy(Strategy):
     Workers do not wait for one another. `lockstep run --ps 2 -n 3 train.py` starts a chief, three workers and
     two parameter servers, and all run the script. A step of `fit` is one batch on one worker. The worker
     reads the weights and computes gradients. The servers update the weights with Keras's optimizer as
-    gradients arrive. Outside of `fit`, all processes have the same state, and share the work of `evaluate`
-    and `predict`. `lockstep.ClusterCoordinator` runs custom loops. Without `--ps`, in one process, `fit` is
-    Keras's own.
+    gradients arrive. Outside of `fit`, all processes have the same state, and divide the work of `evaluate`
+    and `predict`. `lockstep.ClusterCoordinator` runs custom loops. Without `--ps`, the job has one process,
+    and `fit` is Keras's own.
 
     Args:
         cluster_resolver: the value of the property of this name. It does not select the workers.
         variable_partitioner: how to divide variables among the servers; None places each on one server.
-        max_staleness: the largest number of updates of the weights between a step's reading and its own
-            update; 0 lets one worker compute at a time. None for any number.
+        max_staleness: the largest number of updates of the weights after a step reads them and before it
+            updates them; with 0, one worker computes at a time; None for no limit.
 
     Raises:
         ConfigError: the job has several workers and no parameter servers, or `TF_CONFIG` has parameter
@@ -239,11 +239,11 @@ class ServerDef(Protocol):
 
 
 class Server:
-    """Represents a task of a cluster in programs of `tf.distribute`. It listens at no address.
+    """Represents a task of a cluster in programs of `tf.distribute`. It does not listen at an address.
 
     The tasks of a job are the processes that `lockstep run` starts. `TF_CONFIG` names each of them the chief,
-    because all run what the chief of `tf.distribute` runs. So a program that calls `join` in the tasks
-    "worker" and "ps" does not get there.
+    because all of them run the code of the chief. So a program that calls `join` in the tasks "worker" and
+    "ps" does not reach this call.
 
     Args:
         server_or_cluster_def: the cluster, as a `ClusterSpec`, a `tf.train.ClusterDef`, or a mapping from

@@ -68,7 +68,7 @@ class Strategy:
 
     @property
     def cluster_resolver(self) -> Any:
-        """None: the strategy has none."""
+        """None: this strategy does not have a resolver."""
         return None
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -244,7 +244,7 @@ class Strategy:
             return self._runner.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return a tuple with the values of this worker's replicas, or with the tensor if it is one.
+        """Return a tuple with the values of this worker's replicas, or with `value` if it is a tensor.
 
         Example:
             In a job of two replicas (`lockstep run -n 1 --replicas 2 example.py`):
@@ -300,7 +300,7 @@ class Strategy:
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give each replica its own dataset, `dataset_fn(context)`, where `context` is an `InputContext`.
 
-        There is one pipeline per replica, and the worker that computes the replica reads it. Random
+        There is one pipeline per replica. The worker that computes the replica reads the pipeline. Random
         operations in the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
 
         Args:

@@ -635,8 +635,8 @@ def is_worker() -> bool:
 def is_chief() -> bool:
     """Whether this process is the chief of its job, the worker that should write files and print.
 
-    Call this function each time, because the chief can change. It returns True in a program that runs on its
-    own, and False in an evaluator that has created its first strategy.
+    Call this function each time, because the chief can change. It returns True in a program that runs without
+    a job, and False in an evaluator that has created its first strategy.
 
     Example:
         >>> import lockstep

@@ -1,4 +1,4 @@
-"""A table of which replica reads which examples in `fit`, without calling `fit`."""
+"""A table of the examples that each replica reads in `fit`, without calling `fit`."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,9 +40,9 @@ def show_input(
     call: int = 1,
     new: bool = True,
 ) -> InputTable:
-    """Return which replica reads which examples in `fit`, as a table to print or iterate over.
+    """Return a table of the examples that each replica reads in `fit`, to print or iterate over.
 
-    The table's `way`, its first line, says how the workers read the input, and why.
+    The attribute `way`, which is also the first line, says how the workers read the input, and why.
 
     Args:
         x: the `x` of `fit`: arrays, or a dataset that can be read more than once.
@@ -54,8 +54,8 @@ def show_input(
         workers: the number of workers that compute them; by default that of the job.
         epoch: the epoch of the call, from 1.
         call: the number of the call among the script's calls of `fit`, `evaluate`, `predict` and of
-            single-batch methods, from 1. It has no effect after `keras.utils.set_random_seed`, where the
-            order follows from the random states: the table then shows a `fit` that is called next.
+            single-batch methods, from 1. It has no effect after `keras.utils.set_random_seed`, because the
+            order then follows from the random states: the table shows the next `fit`.
         new: whether the model has been compiled since its last `fit` or `evaluate`. If so, Keras first reads
             a batch, which on JAX and PyTorch draws from the random states.
 

@@ -45,11 +45,11 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
     In a job with parameter servers, each server creates and keeps a range of the rows. No process has the
     whole table. `fit` trains it like any embedding, and so do scheduled functions on TensorFlow and PyTorch.
     `evaluate` and `predict` read the rows that a batch looks up. Models are saved and weights are loaded in
-    blocks of rows. In other jobs, and in a process on its own, it is an `Embedding` with the same initial
-    values.
+    blocks of rows. In other jobs, and in a process outside of a job, it is an `Embedding` with the same
+    initial values.
 
-    The model has a variable of one row in place of the table. So its number of parameters leaves out the
-    table, and `get_weights` raises an error.
+    The model has a variable of one row in place of the table. So its number of parameters does not include
+    the table, and `get_weights` raises an error.
 
     Args:
         input_dim: number of rows.
