@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.batch import GlobalBatch, LocalBatches
+from lockstep.data.batch import GlobalBatch, LocalBatches, LocalGrouping
 from lockstep.errors import ConfigError, ModelError
-from lockstep.keras.fit.local_steps import changed, grouped, outer_count, outer_update, weighted_change
+from lockstep.keras.fit.local_steps import changed, outer_update, weighted_change
 from lockstep.protocol.local_steps import LocalSteps
 
 Launch = Callable[..., Any]
@@ -31,9 +31,10 @@ ROWS = "162"
 def test_outer_steps_have_all_batches_and_end_with_epochs(
     batches: int, steps: int, epoch: int | None
 ) -> None:
-    groups = list(grouped(iter(range(batches)), steps, epoch))
+    grouping = LocalGrouping(steps, epoch, 4)
+    groups = list(grouping.groups(iter(range(batches))))
     assert [batch for group in groups for batch in group] == list(range(batches))
-    assert len(groups) == outer_count(batches, steps, epoch)
+    assert len(groups) == grouping.count(batches)
     for group in groups:
         ends = group[-1] + 1 == batches or (epoch is not None and (group[-1] + 1) % epoch == 0)
         assert len(group) == steps or (ends and len(group) < steps)

@@ -6,7 +6,8 @@
     GlobalBatch     a range of the rows of the batch   a reading of one dataset: keras/input/readings.py
     PipelinesBatch  the next batch of its own dataset  the replicas' pipelines: keras/input/pipelines.py
 
-With local steps, `fit` trains on `LocalBatches`: several global batches in each outer step.
+With local steps, `fit` trains on `LocalBatches`: several global batches in each outer step
+(`LocalGrouping`).
 
 `fit` gives shares to the program of the backend. The iterator of a distributed dataset shows them as values
 of a `PerReplica` (`BatchValues` in keras/input/sources.py), which `strategy.run` gives to the function of a
@@ -22,12 +23,15 @@ over datasets whose lengths are known exchanges nothing while it reads.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from lockstep.data.digest import digest_arrays
+
+Element = TypeVar("Element")
 
 
 class Share(NamedTuple):
@@ -180,6 +184,52 @@ class PendingBatch:
     """
 
     read: Callable[[Callable[[], AbstractContextManager[None]]], Batch]
+
+
+@dataclass(frozen=True)
+class LocalGrouping:
+    """Makes one batch of those of the inner steps of each outer step.
+
+    Attributes:
+        steps: H.
+        epoch: the number of inner steps of an epoch, whose last outer step may be smaller; None if an epoch
+            is a pass.
+        replicas: R.
+    """
+
+    steps: int
+    epoch: int | None
+    replicas: int
+
+    def batches(self, elements: Iterator[Batch | PendingBatch]) -> Iterator[PendingBatch]:
+        """Yield the batches of the outer steps of a pass, given those of the inner steps."""
+        return map(self._pending, self.groups(elements))
+
+    def count(self, batches: int) -> int:
+        """Return the number of outer steps of a pass over so many batches."""
+        epochs, rest = divmod(batches, self.epoch) if self.epoch else (0, batches)
+        return epochs * -(-(self.epoch or 0) // self.steps) + -(-rest // self.steps)
+
+    def groups(self, elements: Iterator[Element]) -> Iterator[list[Element]]:
+        """Yield the elements of each outer step of a pass."""
+        while True:
+            rest = self.steps if self.epoch is None else self.epoch
+            while rest > 0:
+                group = list(islice(elements, min(self.steps, rest)))
+                if not group:
+                    return
+                yield group
+                rest -= self.steps
+
+    def _pending(self, elements: Sequence[Batch | PendingBatch]) -> PendingBatch:
+        def read(catching_up: Callable[[], AbstractContextManager[None]]) -> LocalBatches:
+            batches = [
+                element.read(catching_up) if isinstance(element, PendingBatch) else element
+                for element in elements
+            ]
+            return LocalBatches(batches, self.replicas)
+
+        return PendingBatch(read)
 
 
 def replica_rows(examples: int, replica: int, replicas: int) -> slice:

@@ -25,18 +25,15 @@ Slots do not stay with their replica, because another worker would have to know 
 also on another host. Sending them there takes as many bytes as their average.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import keras
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.batch import LocalBatches, PendingBatch, Share
+from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import (
     EQUAL,
@@ -51,14 +48,12 @@ from lockstep.keras.backends.contract import (
 from lockstep.keras.backends.growth import MEAN, growths_of
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import updating
-from lockstep.keras.input.readings import read_batch
 from lockstep.keras.private.common import rate_object, trained_by
 from lockstep.keras.seeds import seed_at
 from lockstep.keras.variables import OUTER_MOMENTUM, momentum_of, optimizers_of
 from lockstep.protocol.local_steps import LocalSteps
 
 Array = npt.NDArray[Any]
-Element = TypeVar("Element")
 
 _CHANGE = "change/"
 """The prefix of names of weighted changes in a partial. The name of a variable follows."""
@@ -104,66 +99,6 @@ def outer_update(weight: Array, momentum: Array, change: Array, local: LocalStep
     dtype = weight.dtype.type
     momentum = dtype(local.momentum) * momentum + change
     return weight + dtype(local.learning_rate) * (change + dtype(local.momentum) * momentum), momentum
-
-
-def outer_sizes(steps: int, epoch: int | None) -> Iterator[int]:
-    """Yield the numbers of inner steps of the outer steps of a pass without end.
-
-    Args:
-        steps: H.
-        epoch: the number of inner steps of an epoch, whose last outer step may be smaller; None if an epoch
-            is a pass.
-    """
-    while True:
-        rest = steps if epoch is None else epoch
-        while rest > 0:
-            yield min(steps, rest)
-            rest -= steps
-
-
-def outer_count(batches: int, steps: int, epoch: int | None) -> int:
-    """Return the number of outer steps of a pass over so many batches; see `outer_sizes`."""
-    whole, rest = divmod(batches, epoch) if epoch else (0, batches)
-    return whole * -(-(epoch or 0) // steps) + -(-rest // steps)
-
-
-def grouped(elements: Iterator[Element], steps: int, epoch: int | None) -> Iterator[list[Element]]:
-    """Yield the elements of each outer step of a pass; see `outer_sizes`."""
-    for size in outer_sizes(steps, epoch):
-        group = list(islice(elements, size))
-        if not group:
-            return
-        yield group
-
-
-@dataclass(frozen=True)
-class OuterBatches:
-    """The `lockstep.keras.input.fit_inputs.Grouping` by outer steps.
-
-    Attributes:
-        steps: H.
-        epoch: see `outer_sizes`.
-        replicas: R.
-    """
-
-    steps: int
-    epoch: int | None
-    replicas: int
-
-    def batches(self, elements: Iterator[Any]) -> Iterator[PendingBatch]:
-        """Yield the batches of the outer steps of a pass, given the elements for inner steps."""
-        return map(self._pending, grouped(elements, self.steps, self.epoch))
-
-    def count(self, batches: int) -> int:
-        """Return the number of outer steps."""
-        return outer_count(batches, self.steps, self.epoch)
-
-    def _pending(self, elements: Sequence[Any]) -> PendingBatch:
-        def read(catching_up: Callable[[], AbstractContextManager[None]]) -> LocalBatches:
-            batches = [read_batch(element, self.replicas, catching_up) for element in elements]
-            return LocalBatches(batches, self.replicas)
-
-        return PendingBatch(read)
 
 
 # The program of an outer step.

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from lockstep.data.batch import LocalGrouping
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import (
     refuse_other_weights,
@@ -30,7 +31,6 @@ from lockstep.keras.fit.callbacks import (
 )
 from lockstep.keras.fit.global_step import CHECKED_STEPS, GlobalStep
 from lockstep.keras.fit.introductions import Introductions
-from lockstep.keras.fit.local_steps import OuterBatches
 from lockstep.keras.fit.trainer import FUNCTIONS, KINDS, Original, TrainerParts, bind, method_of
 from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, PipelinesInput
 from lockstep.keras.input.stored_arrays import explain_memory
@@ -266,7 +266,7 @@ class Mirrored:
                 "global batches"
             )
         epoch = arguments["steps_per_epoch"]
-        training.grouping = OuterBatches(local.steps, epoch, replicas)
+        training.grouping = LocalGrouping(local.steps, epoch, replicas)
         if epoch is not None:
             arguments["steps_per_epoch"] = training.grouping.count(epoch)
 

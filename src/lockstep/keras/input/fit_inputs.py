@@ -14,13 +14,13 @@ from functools import cached_property, partial
 from itertools import chain
 from math import inf
 from types import GeneratorType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
 import numpy as np
 
-from lockstep.data.batch import Batch, GlobalBatch, PendingBatch
+from lockstep.data.batch import Batch, GlobalBatch, LocalGrouping, PendingBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
@@ -84,16 +84,6 @@ AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.P
 """The reason for joint reading of a generator."""
 
 
-class Grouping(Protocol):
-    """Makes one batch of those of several steps."""
-
-    def batches(self, elements: Iterator[Batch | PendingBatch]) -> Iterator[PendingBatch]:
-        """Yield the batches of a pass."""
-
-    def count(self, batches: int) -> int:
-        """Return their number, given that of the steps' own batches."""
-
-
 class GlobalInput(DataAdapter):  # type: ignore[misc]
     """An input that yields one batch per step, the same on every worker.
 
@@ -105,7 +95,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         held: the number of bytes of arrays in memory that this worker reads rows of.
         plain_first: the next pass yields only one of Keras's own batches, to call a model on.
         before_pass: called before anything is drawn or read for a pass.
-        grouping: makes one batch of those of several steps; None if each is one of its own.
+        grouping: makes the batches of outer steps; None without local steps.
     """
 
     def __init__(self, inner: DataAdapter, *, unsplit: bool) -> None:
@@ -114,7 +104,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         self.held = 0
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
-        self.grouping: Grouping | None = None
+        self.grouping: LocalGrouping | None = None
 
     def batches(self) -> Iterator[Batch | PendingBatch]:
         """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
