@@ -68,7 +68,7 @@ def upload(folder: Path, step: int, dies_at: int = -1) -> None:
 
 
 def state(folder: Path) -> tuple[list[int], int]:
-    """Return the steps in the store, which must be whole, and the number of its objects."""
+    """Return the steps in the store, which must be complete, and the number of its objects."""
     store = ObjectStore(f"file://{folder / 'store'}", conditional=False)
     head, _ = read_head(store)
     assert head is not None

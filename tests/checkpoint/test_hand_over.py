@@ -1,4 +1,4 @@
-"""The newest checkpoint of all hosts is chosen, and copied to others whole or not at all."""
+"""The newest checkpoint of all hosts is chosen, and copied to others completely or not at all."""
 
 import os
 import threading
@@ -74,7 +74,7 @@ def test_facts_survive_the_way_without_those_that_are_missing(tmp_path: Path) ->
     assert msgspec.to_builtins(msgspec.msgpack.decode(sent, type=HeldCheckpoint).job) == JOB
 
 
-def test_a_copy_is_whole_and_marked_as_finished(tmp_path: Path) -> None:
+def test_a_copy_is_complete_and_marked_as_finished(tmp_path: Path) -> None:
     source = write(tmp_path / "one", 4)
     Store(tmp_path / "one").finish(4)
     path = copy(source, tmp_path / "new" / "two")

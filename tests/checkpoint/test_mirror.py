@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: whole or absent, one writer, and the same on every machine."""
+"""Checkpoints in an object store: complete or absent, one writer, and the same on every machine."""
 
 import random
 import subprocess
@@ -106,8 +106,8 @@ def begin(folder: Path, store: ObjectStore, job: str) -> Chief:
     return Chief(folder, store, lease)
 
 
-def whole(store: ObjectStore) -> list[int]:
-    """Return the steps in the store, all of which must be whole."""
+def complete(store: ObjectStore) -> list[int]:
+    """Return the steps in the store, all of which must be complete."""
     head, _ = read_head(store)
     for stored in head.checkpoints if head else ():
         assert fault_of(store, stored) is None
@@ -134,7 +134,7 @@ def test_the_next_chief_deletes_what_the_last_one_could_not(
     assert (len(first.remained), len(store.names())) == (1, 7)
     second = Chief(tmp_path, store, first.lease)
     second.upload(4)
-    assert (second.removed_late, second.remained, whole(store)) == (first.remained, [], [3, 4])
+    assert (second.removed_late, second.remained, complete(store)) == (first.remained, [], [3, 4])
     assert len(store.names()) == 5
 
 
@@ -146,7 +146,7 @@ def test_another_machine_gets_the_newest_checkpoint(tmp_path: Path, backing: Any
         first.upload(step)
     first.mirror.finish(3)
     assert first.mirror.close(PATIENCE)
-    assert (first.done, first.failed, whole(store)) == ([1, 2, 3], [], [2, 3])
+    assert (first.done, first.failed, complete(store)) == ([1, 2, 3], [], [2, 3])
     assert len(store.names()) == 5
     fetch(store, tmp_path / "b", 2, print)
     newest = Store(tmp_path / "b").newest(print)
@@ -165,9 +165,9 @@ def test_a_verified_checkpoint_stays(tmp_path: Path, backing: Any) -> None:
     chief = begin(tmp_path, ObjectStore(URL, backing=backing), "job")
     for step in (1, 2, 3, 4, 5):
         chief.upload(step, verified=2)
-    assert whole(chief.store) == [2, 4, 5]
+    assert complete(chief.store) == [2, 4, 5]
     assert chief.mirror.remove_after(3) == 2
-    assert whole(chief.store) == [2]
+    assert complete(chief.store) == [2]
     assert chief.mirror.remove_after(1) == -1
 
 
@@ -184,12 +184,12 @@ def test_an_upload_that_is_cut_leaves_the_old_or_the_new_one(tmp_path: Path, aft
         second.store = store = Requests(backing, cut, after=after, times=times)
         second.upload(3)
         assert not second.mirror.taken_over
-        steps = whole(clean)
+        steps = complete(clean)
         assert steps in ([1, 2], [2, 3])
         assert steps == [2, 3] or (second.failed and times > 1)
         third = begin(folder / "b", clean, "third")
         third.upload(4)
-        assert whole(clean) == [steps[1], 4]
+        assert complete(clean) == [steps[1], 4]
         assert len(clean.names()) == 5
         if store.asked <= cut:
             assert cut >= 8
@@ -211,7 +211,7 @@ def test_of_two_jobs_that_begin_at_once_one_ends(tmp_path: Path, backing: Any) -
     second.upload(2)
     first.upload(1)
     first.upload(3)
-    assert whole(store) == [2]
+    assert complete(store) == [2]
     assert (first.done, len(first.failed)) == ([], 2)
     assert "another job has begun" in first.mirror.taken_over
     assert not second.mirror.taken_over
@@ -229,7 +229,7 @@ def test_a_job_that_slept_changes_nothing(tmp_path: Path, backing: Any) -> None:
         slept.mirror.remove_after(0)
     assert slept.mirror.taken_over
     later.upload(2, "later")
-    assert whole(store) == [1, 2]
+    assert complete(store) == [1, 2]
     assert later.failed == []
     # What the first job has written on its machine does not count there any more.
     again = begin(tmp_path / "a", store, "third")
@@ -248,7 +248,7 @@ def test_a_chief_that_was_replaced_changes_nothing(tmp_path: Path, backing: Any)
     assert "another worker of this job" in chief.failed[0]
     assert not chief.mirror.taken_over
     successor.upload(3)
-    assert (whole(store), successor.failed) == ([2, 3], [])
+    assert (complete(store), successor.failed) == ([2, 3], [])
     assert len(store.names()) == 5
 
 
@@ -259,7 +259,7 @@ def test_no_listing_is_needed(tmp_path: Path, backing: Any, monkeypatch: pytest.
     for job, listed in enumerate(([], seen, ["step-000000000009-none/state.safetensors"])):
         monkeypatch.setattr(store, "names", lambda listed=listed: listed)
         begin(tmp_path / f"b{job}", store, f"job {job}").upload(job + 2)
-        assert whole(store) == [job + 1, job + 2]
+        assert complete(store) == [job + 1, job + 2]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
@@ -282,7 +282,7 @@ def test_a_damaged_checkpoint_is_skipped_by_name(tmp_path: Path, backing: Any, d
             assert Store(folder).steps().keys() == {1}
             assert any(name in text and text.endswith("skipping this checkpoint") for text in notes)
         else:
-            with pytest.raises(CheckpointError, match="is whole; to start over"):
+            with pytest.raises(CheckpointError, match="is complete; to start over"):
                 fetch(store, folder, 2, notes.append)
 
 
@@ -292,7 +292,7 @@ def test_local_checkpoints_count_until_another_job_writes(tmp_path: Path, backin
     offline = begin(tmp_path / "a", store, "offline")
     offline.store = cut
     offline.upload(1)
-    assert whole(store) == []
+    assert complete(store) == []
     assert "not in the store" in offline.failed[0]
     # The store has nothing, and nobody else has written.
     again = begin(tmp_path / "a", store, "again")
@@ -331,7 +331,7 @@ def test_histories_never_mix(tmp_path: Path) -> None:
             else:
                 history += f"{chief.lease.job},"
                 chief.upload(history.count(","), history)
-                whole(clean)
+                complete(clean)
 
 
 def test_a_store_without_conditions_is_refused(tmp_path: Path, backing: Any) -> None:
@@ -356,7 +356,7 @@ def test_a_store_without_conditions_is_refused(tmp_path: Path, backing: Any) -> 
     second = Chief(tmp_path / "b", store, StoreLease(url, "second", base, True))
     second.upload(2)
     first.upload(3)
-    assert whole(store) == [1, 2]
+    assert complete(store) == [1, 2]
     assert first.mirror.taken_over
 
 

@@ -17,8 +17,8 @@ from lockstep.checkpoint.scheduler import CheckpointScheduler, Copies, Every, op
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.observability.events import (
+    CheckpointFailed,
     CheckpointNotRemoved,
-    CheckpointNotWritten,
     CheckpointRemoved,
     CheckpointWritten,
     Event,
@@ -220,14 +220,12 @@ def test_removals_and_failures_are_published(
         assert scheduler.close(30)
     kinds = [type(event) for event in events]
     assert kinds[:4] == [CheckpointWritten, CheckpointWritten, CheckpointRemoved, CheckpointWritten]
-    assert kinds[4:] == [CheckpointRemoved, *[CheckpointNotWritten] * 12]
+    assert kinds[4:] == [CheckpointRemoved, *[CheckpointFailed] * 12]
     assert [event.path[-1] for event in events if isinstance(event, CheckpointRemoved)] == ["1", "2"]
     # Equal notes are shown the first time, and the tenth.
     full, *failures = capsys.readouterr().err.splitlines()
     assert full.startswith(f"lockstep: the disk has no space for another checkpoint in {tmp_path}; removing ")
-    failure = (
-        f"lockstep: a checkpoint was not written: cannot write a checkpoint to {tmp_path}: No space left "
-    )
+    failure = f"lockstep: a checkpoint failed: cannot write a checkpoint to {tmp_path}: No space left "
     assert [line.startswith(failure) for line in failures] == [True, True]
     assert failures[0].endswith("; the job continues without it")
     assert failures[1] == f"{failures[0]} (10 times so far)"
@@ -282,7 +280,7 @@ def test_a_missing_mark_of_the_end_is_a_warning_and_no_failed_checkpoint(
     scheduler.finish()
     told = (
         f"cannot write {tmp_path}/finished.json: Is a directory; the checkpoint of step 1 "
-        "is whole, but the job does not count as finished"
+        "is complete, but the job does not count as finished"
     )
     assert [event for event in events if not isinstance(event, CheckpointWritten)] == [WarningShown(told)]
     assert capsys.readouterr().err == f"lockstep: {told}\n"
@@ -309,7 +307,7 @@ def test_a_copy_that_has_changed_is_not_written_if_the_job_verifies(tmp_path: Pa
     assert scheduler.close()
     # A job that does not verify has no checksums of the state: the changed copy of step 1 is written.
     assert [entry.step for entry in store.entries()] == [1, 3]
-    (failed,) = [event for event in events if isinstance(event, CheckpointNotWritten)]
+    (failed,) = [event for event in events if isinstance(event, CheckpointFailed)]
     assert "the copy of the array 'weights' for the checkpoint of step 2 has changed" in failed.reason
 
 

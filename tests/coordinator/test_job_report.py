@@ -32,10 +32,12 @@ from lockstep.supervisor.actions import Action, ShowMessage
             "3 checkpoints; 4 computations verified; digest 1f3c of model 'm'",
         ),
         (
-            JobTotals(effective=100.0, pauses=2, paused=1.25, lost_hosts=1, joined_hosts=2, steps=7),
+            JobTotals(
+                effective=100.0, pauses=2, paused=1.25, lost_hosts=1, retired_hosts=1, joined_hosts=2, steps=7
+            ),
             200.0,
             "finished in 3 min 20 s (50 % effective training, 2 pauses of 1.2 s): 7 steps on 2 workers "
-            "(1 host lost, 2 hosts joined)",
+            "(1 host lost, 1 host retired, 2 hosts joined)",
         ),
         (JobTotals(effective=1.0, steps=7), 59.0, "finished in 59 s: 7 steps on 2 workers"),
         (
@@ -71,15 +73,15 @@ FULL = "cannot write a checkpoint to /c: No space left on device"
         (JobTotals(lost=1, joined=1, pauses=1, paused=1.0, checkpoints=3, saved=9, steps=9), []),
         (
             JobTotals(failed_checkpoints=22, checkpoint_failure=FULL, saved=40, steps=60),
-            [f"22 checkpoints failed, the newest whole one has step 40 of 60 ({FULL})"],
+            [f"22 checkpoints failed, the newest complete one has step 40 of 60 ({FULL})"],
         ),
         (
             JobTotals(failed_checkpoints=1, checkpoint_failure=FULL, saved=60, steps=60),
-            [f"1 checkpoint failed, the newest whole one has step 60 ({FULL})"],
+            [f"1 checkpoint failed, the newest complete one has step 60 ({FULL})"],
         ),
         (JobTotals(job_restarts=1), ["started again 1 time, and all this is of the last start"]),
         (JobTotals(lost_outputs=3), ["3 outputs could not be written"]),
-        (JobTotals(failed_checkpoints=2), ["2 checkpoints failed, none is whole"]),
+        (JobTotals(failed_checkpoints=2), ["2 checkpoints failed, none is complete"]),
         (
             JobTotals(removed_checkpoints=3, remaining_checkpoints=1, removal_failure="Permission denied"),
             [

@@ -7,7 +7,7 @@ from pathlib import Path
 from simulated_hosts import ManyHosts, Traffic
 
 from lockstep.cli.job_restarts import earlier_starts
-from lockstep.observability.events import JobTotals, VerificationFailed
+from lockstep.observability.events import HostLost, HostRetired, JobTotals, VerificationFailed
 from lockstep.observability.run_lines import happenings
 from lockstep.observability.run_state import RunState
 from lockstep.protocol.host import ALIVE_EVERY, SILENCE, WorkerSaid
@@ -132,5 +132,10 @@ def test_a_job_that_starts_again_knows_the_hosts_that_were_named(tmp_path: Path)
         job.finish()
         yield lambda: False
 
+    changes: list[object] = []
+    job.coordinator.events.subscribe(lambda published: changes.append(published.event), HostLost, HostRetired)
     assert job.run(scenario()) == 0
+    (change,) = changes
+    assert isinstance(change, HostRetired)
+    assert change.host == "host1"
     assert earlier_starts(tmp_path, 0).named_hosts == ("host1",)

@@ -18,6 +18,8 @@ from lockstep.errors import SupersededError
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import (
+    HostLost,
+    HostRetired,
     JobFinished,
     JoinRequested,
     ScriptFailed,
@@ -421,9 +423,14 @@ def test_a_joiner_that_becomes_the_chief_does_not_resume_the_job(make: Callable[
             return [held, HostRetires(0, "host node1 retires: the machine stops")] if notice == 1 else [held]
         return well(host, instruction)
 
-    job, finished = make(react), list[object]()
+    job, finished, changes = make(react), list[object](), list[object]()
     job.coordinator.events.subscribe(lambda published: finished.append(published.event), JobFinished)
+    job.coordinator.events.subscribe(lambda published: changes.append(published.event), HostLost, HostRetired)
     assert job.coordinator.run() == 0
+    (change,) = changes
+    assert isinstance(change, HostRetired)
+    assert change.host == "node1"
+    assert change.reason.startswith("host node1 retires: the machine stops; ")
     views = [one.hosts for one in job.to(1) if isinstance(one, StartView)]
     assert views == [FIRST, FIRST[:1], (HostMembers(1, (3,), "node2", *PEERS[1]),)]
     assert [line for line in job.notes().splitlines() if "resumed" in line] == [

@@ -379,7 +379,7 @@ def test_the_head_tells_how_it_goes(tmp_path: Path) -> None:
     assert view.went == (
         view.went[0],
         "1 lost",
-        "1 checkpoint failed, none is whole (full)",
+        "1 checkpoint failed, none is complete (full)",
     )
     assert view.went[0].endswith(" % effective training")
     assert "; ".join(view.went) in as_text(view).splitlines()

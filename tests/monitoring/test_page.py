@@ -240,7 +240,7 @@ def test_the_first_look_says_how_a_run_went_what_it_cost_and_what_to_do(
         "good": ("✓", "Finished, and everything held", "", ""),
         "night": (
             *("!", "Finished, but 2 things did not hold"),
-            "2 checkpoints failed, the newest whole one has step 40 of 60 (No space left on device)",
+            "2 checkpoints failed, the newest complete one has step 40 of 60 (No space left on device)",
             "Free space on the disk of the checkpoints",
         ),
         "bad": (

@@ -100,7 +100,7 @@ def test_equal_events_are_one_row_that_counts(tmp_path: Path) -> None:
         (26.0, "checkpoint failed", "full (22 times, first after 5.0 s)"),
         (26.1, "decision", "no checkpoint: full (22 times, first after 5.1 s)"),
     ]
-    assert found["summary"]["troubles"] == ["22 checkpoints failed, none is whole (full)"]
+    assert found["summary"]["troubles"] == ["22 checkpoints failed, none is complete (full)"]
 
 
 def test_states(tmp_path: Path) -> None:

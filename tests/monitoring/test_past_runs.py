@@ -216,7 +216,7 @@ def test_the_last_event_has_what_a_run_did() -> None:
     assert (run.effective, run.lost, run.joined, run.epoch, run.warnings) == (0.75, 2, 1, 3, 4)
     assert (run.metrics, run.tags, run.seconds) == ({"loss": 0.25}, ("lr=0.1", "night"), 100.0)
     assert run.end == (
-        "finished; 22 checkpoints failed, the newest whole one has step 40 of 60 (the disk is full); "
+        "finished; 22 checkpoints failed, the newest complete one has step 40 of 60 (the disk is full); "
         "not finite: loss, first seen at step 7"
     )
 

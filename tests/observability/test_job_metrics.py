@@ -13,12 +13,13 @@ from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
     CallStarted,
-    CheckpointNotWritten,
+    CheckpointFailed,
     CheckpointWritten,
     Event,
     GpuLoad,
     HostJoined,
     HostLost,
+    HostRetired,
     JobStarted,
     LoadMeasured,
     MetricsRecorded,
@@ -82,6 +83,7 @@ def test_a_job_that_has_begun() -> None:
         "lockstep_workers_lost_total": {(): 0},
         "lockstep_hosts_joined_total": {(): 0},
         "lockstep_hosts_lost_total": {(): 0},
+        "lockstep_hosts_retired_total": {(): 0},
         "lockstep_examples_total": {(): 0},
         "lockstep_checkpoints_total": {(): 0},
         "lockstep_checkpoints_failed_total": {(): 0},
@@ -117,9 +119,10 @@ def test_what_did_not_hold() -> None:
         (101.0, CallStarted("fit 1")),
         (110.0, steps(10, 10)),
         (120.0, TrainingPaused(2, 0.5)),
-        *[(120.0, CheckpointNotWritten("full"))] * 3,
+        *[(120.0, CheckpointFailed("full"))] * 3,
         (120.0, VerificationFailed(step=9, replica=0, arrays=(), workers=(), verdict="step")),
         (120.0, HostLost("node2", "gone")),
+        *[(120.0, HostRetired(f"node{at}", "the machine stops")) for at in (4, 5)],
         (120.0, HostJoined("node3", 1, 8)),
     ):
         metrics.add(PublishedEvent(time, 0, event))
@@ -130,6 +133,7 @@ def test_what_did_not_hold() -> None:
     assert found["lockstep_paused_seconds_total"] == {(): 0.5}
     assert found["lockstep_checkpoints_failed_total"] == {(): 3}
     assert found["lockstep_verifications_failed_total"] == {(): 1}
+    assert found["lockstep_hosts_retired_total"] == {(): 2}
     assert found["lockstep_hosts_lost_total"] == found["lockstep_hosts_joined_total"] == {(): 1}
 
 

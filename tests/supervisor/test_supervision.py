@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from simulated_workers import failure, state_given
 
 from lockstep.observability.events import (
-    CheckpointNotWritten,
+    CheckpointFailed,
     CheckpointsConfigured,
     CheckpointWritten,
     DistributionBegan,
@@ -166,7 +166,7 @@ PATTERNS: list[tuple[str, Callable[..., Event]]] = [
         r"the checkpoint of step (?P<step>\d+) is on the disk",
         partial(CheckpointWritten, "kept/step", seconds=0.1),
     ),
-    (r"a checkpoint cannot be written: (?P<reason>.*)", CheckpointNotWritten),
+    (r"a checkpoint cannot be written: (?P<reason>.*)", CheckpointFailed),
     (r"time passes", DeadlinePassed),
 ]
 CONVERT: dict[str, Callable[[str], Any]] = {
@@ -604,7 +604,7 @@ events = st.one_of(
     st.builds(StopRequested, st.sampled_from([2, 15])),
     st.builds(LastStepEnded, st.just(3)),
     st.builds(CheckpointWritten, st.just("kept/step"), st.just(3), st.just(0.1)),
-    st.builds(CheckpointNotWritten, st.just("the disk is full")),
+    st.builds(CheckpointFailed, st.just("the disk is full")),
     st.just(DeadlinePassed()),
 )
 others = st.integers(0, 9)

@@ -1,4 +1,4 @@
-"""Handing a checkpoint to another host: its files travel in parts, and the copy appears once it is whole."""
+"""Handing a checkpoint to another host: its files travel in parts. The copy appears once it is complete."""
 
 import json
 import secrets
@@ -71,7 +71,7 @@ def parts_of_checkpoint(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
 class ArrivingCheckpoint:
     """A checkpoint that arrives in parts from another host.
 
-    It is written under a name of its own, which differs on all hosts, and renamed once it is whole.
+    It is written under a name of its own, which differs on all hosts, and renamed once it is complete.
 
     Args:
         folder: for checkpoints; may not exist.

@@ -7,8 +7,8 @@ A prefix of the store has one object `head.json`, and two objects for each check
 
 The head alone says which checkpoints exist. The files of a checkpoint are uploaded first, under a name that
 no other upload uses. Then the head is replaced by one that lists them, with their sizes and SHA-256. Old
-checkpoints leave the head before their objects are deleted. So a checkpoint in the store is whole or absent,
-wherever an upload ends, and no listing is needed to find one.
+checkpoints leave the head before their objects are deleted. So a checkpoint in the store is complete or
+absent, wherever an upload ends, and no listing is needed to find one.
 
 Each write of the head is conditional: the store refuses it if the head is not the one that the writer has
 seen last. A *lease* says from which head a job began; the job's first writer may replace only that one. Each
@@ -201,7 +201,7 @@ def fetch(store: ObjectStore, folder: Path, keep: int, report: Callable[[str], N
 
     Raises:
         CheckpointError: the store cannot be read, nothing can be written to the folder, or no checkpoint of
-            the store is whole.
+            the store is complete.
     """
     head, tag = read_head(store)
     local, mark = Store(folder), _read_mark(folder)
@@ -224,7 +224,7 @@ def fetch(store: ObjectStore, folder: Path, keep: int, report: Callable[[str], N
         except _Damaged as error:
             report(f"{error}; skipping this checkpoint")
             failure = CheckpointError(
-                f"no checkpoint in {store.url} is whole; to start over, give another --checkpoint URL"
+                f"no checkpoint in {store.url} is complete; to start over, give another --checkpoint URL"
             )
         else:
             failure, local_step = None, stored.step
@@ -262,14 +262,14 @@ def _download(
     report(f"fetching {store.url}/{stored.folder}, {stored.bytes / 1e6:,.1f} MB")
     arriving = ArrivingCheckpoint(folder, stored.held, keep)
     try:
-        for number, part in _whole_parts(store, stored):
+        for number, part in _complete_parts(store, stored):
             arriving.add(number, part)
         arriving.complete()
     finally:
         arriving.discard()
 
 
-def _whole_parts(store: ObjectStore, stored: StoredCheckpoint) -> Iterator[tuple[int, bytes]]:
+def _complete_parts(store: ObjectStore, stored: StoredCheckpoint) -> Iterator[tuple[int, bytes]]:
     """Yield the files of a checkpoint in parts, each with the number of its file; then compare the hashes."""
     for number, name in enumerate(FILES):
         where, hashed = f"{stored.folder}/{name}", hashlib.sha256()
@@ -287,13 +287,13 @@ def _whole_parts(store: ObjectStore, stored: StoredCheckpoint) -> Iterator[tuple
 
 
 def fault_of(store: ObjectStore, stored: StoredCheckpoint) -> str | None:
-    """Read a checkpoint of the store, and return why it is damaged, or None if it is whole.
+    """Read a checkpoint of the store, and return why it is damaged, or None if it is complete.
 
     Raises:
         CheckpointError: the store cannot be read.
     """
     try:
-        for _ in _whole_parts(store, stored):
+        for _ in _complete_parts(store, stored):
             pass
     except _Damaged as error:
         return str(error).removeprefix(f"{store.url}/{stored.folder}/")

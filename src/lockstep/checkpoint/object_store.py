@@ -172,7 +172,7 @@ class ObjectStore:
             raise self._failed("written", error) from None
 
     def put(self, name: str, file: Path, size: int) -> None:
-        """Upload a file of `size` bytes in parts; the object appears when it is whole."""
+        """Upload a file of `size` bytes in parts; the object appears when it is complete."""
         part = max(_PART, -(-size // _MOST_PARTS))
         try:
             self._obstore.put(self._store, name, file, chunk_size=part, max_concurrency=_AT_ONCE)

@@ -31,8 +31,8 @@ from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError, ConfigError, SupersededError
 from lockstep.observability.events import (
+    CheckpointFailed,
     CheckpointNotRemoved,
-    CheckpointNotWritten,
     CheckpointRemoved,
     CheckpointWritten,
     WarningShown,
@@ -308,20 +308,20 @@ def open_scheduler(
         publish(CheckpointWritten(str(path), step, seconds))
 
     def failed(reason: str) -> None:
-        publish(CheckpointNotWritten(reason))
-        say(f"a checkpoint was not written: {reason}; the job continues without it")
+        publish(CheckpointFailed(reason))
+        say(f"a checkpoint failed: {reason}; the job continues without it")
 
     # By the names that they had as checkpoints, under which other processes know them, too.
     left: set[str] = set()
     tried: set[str] = set()
 
-    def removed_late(whole: str) -> None:
-        left.discard(whole)
-        publish(CheckpointRemoved(whole, "it could not be removed before", late=True))
+    def removed_late(path: str) -> None:
+        left.discard(path)
+        publish(CheckpointRemoved(path, "it could not be removed before", late=True))
 
     def removed(path: Path, late: bool) -> None:
         if late:
-            removed_late(_whole(path))
+            removed_late(_former(path))
             return
         publish(CheckpointRemoved(str(path), "the disk is full"))
         say(
@@ -330,22 +330,24 @@ def open_scheduler(
         )
 
     def not_removed(path: Path | str, why: str) -> None:
-        publish(CheckpointNotRemoved(path if isinstance(path, str) else _whole(path), why))
+        publish(CheckpointNotRemoved(path if isinstance(path, str) else _former(path), why))
         say(f"an old checkpoint could not be removed: {path}: {why}; training continues")
 
     def finished(step: int) -> None:
         try:
             store.finish(step)
         except CheckpointError as error:
-            text = f"{error}; the checkpoint of step {step} is whole, but the job does not count as finished"
+            text = (
+                f"{error}; the checkpoint of step {step} is complete, but the job does not count as finished"
+            )
             publish(WarningShown(text))
             note(text)
 
     def remained(path: Path, why: str) -> None:
-        whole = _whole(path)
-        tried.add(whole)
-        if whole not in left:
-            left.add(whole)
+        former = _former(path)
+        tried.add(former)
+        if former not in left:
+            left.add(former)
             not_removed(path, why)
 
     mirror = None
@@ -365,8 +367,8 @@ def open_scheduler(
     return CheckpointScheduler(writer, every, SystemClock(), finished, failed, mirror)
 
 
-def _whole(path: Path) -> str:
-    """Return the path of a checkpoint whose folder was renamed before it was removed."""
+def _former(path: Path) -> str:
+    """Return the path that a checkpoint had before its folder was renamed to be removed."""
     return str(path.with_name("step-" + re.sub(r"\D", "", path.name)))
 
 

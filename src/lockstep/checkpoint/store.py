@@ -253,11 +253,11 @@ class Store:
         except (OSError, ValueError):
             return None
 
-    def adopt(self, whole: Path, step: int) -> Path:
+    def adopt(self, complete: Path, step: int) -> Path:
         """Give a complete checkpoint, in another folder on the same disk, its name; remove old ones.
 
         Args:
-            whole: its folder, which is on the disk.
+            complete: its folder, which is on the disk.
             step: the step of the checkpoint, which replaces another one of this step.
 
         Raises:
@@ -270,7 +270,7 @@ class Store:
                 self._clean()
                 with contextlib.suppress(FileNotFoundError):
                     path.rename(replaced)
-                whole.rename(path)
+                complete.rename(path)
                 sync(self._folder)
                 shutil.rmtree(replaced, ignore_errors=True)
                 self._prune(path, read_outline(path).manifest)

@@ -357,9 +357,8 @@ class Coordinator:
             self._give_up(host)
             if host not in self.state.retiring and self.state.stage is not Stage.FINISHED:
                 self.events.publish(run_events.HostLost(self.state.names[host], decision.reason))
-        if isinstance(event, run_events.VerificationFailed):
-            for host in sorted(decision.state.retiring - self.state.retiring):
-                self.events.publish(run_events.HostLost(self.state.names[host], decision.reason))
+        for host in sorted(decision.state.retiring - self.state.retiring):
+            self.events.publish(run_events.HostRetired(decision.state.names[host], decision.reason))
         wanted = decision.state.size.wanted
         is_requested = isinstance(event, HostRetires | ScaleRequest)
         if wanted < self.state.size.wanted and self.state.active and not is_requested:

@@ -78,7 +78,7 @@ def _time_spent(totals: JobTotals, seconds: float) -> str:
 
 def _membership(totals: JobTotals) -> str:
     numbers = {"lost": totals.lost, "joined": totals.joined}
-    hosts = {"lost": totals.lost_hosts, "joined": totals.joined_hosts}
+    hosts = {"lost": totals.lost_hosts, "retired": totals.retired_hosts, "joined": totals.joined_hosts}
     texts = [f"{number} {change}" for change, number in numbers.items() if number]
     return ", ".join(
         texts + [f"{count(number, 'host')} {change}" for change, number in hosts.items() if number]
@@ -92,9 +92,9 @@ def troubles(totals: JobTotals) -> list[str]:
         texts.append(f"started again {count(totals.job_restarts, 'time')}, and all this is of the last start")
     if totals.failed_checkpoints:
         why = _in_parentheses(printable(totals.checkpoint_failure))
-        newest = "none is whole"
+        newest = "none is complete"
         if totals.saved is not None:
-            newest = f"the newest whole one has step {totals.saved}"
+            newest = f"the newest complete one has step {totals.saved}"
             newest += f" of {totals.steps}" if totals.steps and totals.saved < totals.steps else ""
         texts.append(f"{count(totals.failed_checkpoints, 'checkpoint')} failed, {newest}{why}")
     if totals.removed_checkpoints:

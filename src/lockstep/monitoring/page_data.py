@@ -131,6 +131,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "lost": totals.lost,
         "joined": totals.joined,
         "lost_hosts": totals.lost_hosts,
+        "retired_hosts": totals.retired_hosts,
         "joined_hosts": totals.joined_hosts,
         "pauses": totals.pauses,
         "paused": _number(totals.paused),

@@ -140,7 +140,14 @@ class HostJoined(_Event, frozen=True, tag="host joined"):
 
 
 class HostLost(_Event, frozen=True, tag="host lost"):
-    """A host was lost, with the workers there, or no worker starts there any more (`--avoid-host-after`)."""
+    """A host was lost, with the workers there."""
+
+    host: str
+    reason: str
+
+
+class HostRetired(_Event, frozen=True, tag="host retired"):
+    """Workers leave a host and no worker starts there: it is about to go, or is avoided; it is not lost."""
 
     host: str
     reason: str
@@ -248,6 +255,7 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
         lost: number of lost workers.
         joined: number of workers that joined.
         lost_hosts: number of lost hosts.
+        retired_hosts: number of hosts that workers left, because they were about to go or are avoided.
         joined_hosts: number of hosts that joined.
         pauses: how often training paused because the workers changed.
         paused: seconds of these pauses.
@@ -280,6 +288,7 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     joined: int = 0
     lost_hosts: int = 0
+    retired_hosts: int = 0
     joined_hosts: int = 0
     pauses: int = 0
     paused: float = 0.0
@@ -452,7 +461,7 @@ class CheckpointWritten(_Event, frozen=True, tag="checkpoint"):
     seconds: float
 
 
-class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
+class CheckpointFailed(_Event, frozen=True, tag="checkpoint failed"):
     """A checkpoint could not be written."""
 
     reason: str
@@ -951,6 +960,7 @@ CoordinatorEvent = (
     | WorkerNotReplaced
     | HostJoined
     | HostLost
+    | HostRetired
     | ScriptFailed
     | ScriptEnded
     | WorkerExited
@@ -987,7 +997,7 @@ WorkerEvent = (
     | DownloadAwaited
     | CheckpointsConfigured
     | CheckpointWritten
-    | CheckpointNotWritten
+    | CheckpointFailed
     | CheckpointRemoved
     | CheckpointNotRemoved
     | WarningShown

@@ -9,12 +9,13 @@ from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     STEP_PARTS,
     CallStarted,
-    CheckpointNotWritten,
+    CheckpointFailed,
     CheckpointWritten,
     Event,
     GpuLoad,
     HostJoined,
     HostLost,
+    HostRetired,
     JobStarted,
     LoadMeasured,
     MetricsRecorded,
@@ -32,8 +33,8 @@ from lockstep.observability.run_state import RunState, StepSums, effective_share
 
 KINDS: tuple[type[Event], ...] = (
     *(JobStarted, CallStarted, TrainingPaused, TrainingResumed, LoadMeasured, MetricsRecorded, StepsMeasured),
-    *(CheckpointWritten, CheckpointNotWritten, VerificationFailed),
-    *(ViewStarted, WorkerJoined, WorkerLeft, WorkerLost, HostJoined, HostLost),
+    *(CheckpointWritten, CheckpointFailed, VerificationFailed),
+    *(ViewStarted, WorkerJoined, WorkerLeft, WorkerLost, HostJoined, HostLost, HostRetired),
 )
 """The events from which the figures follow."""
 
@@ -108,6 +109,7 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
         Family("lockstep_workers_lost", "counter", "Workers that were lost.", lost),
         Family("lockstep_hosts_joined", "counter", "Hosts that have joined.", single(totals.joined_hosts)),
         Family("lockstep_hosts_lost", "counter", "Hosts that were lost.", single(totals.lost_hosts)),
+        Family("lockstep_hosts_retired", "counter", "Hosts that workers left.", single(totals.retired_hosts)),
         Family(
             "lockstep_steps", "counter", "Training steps of the job, with those before it resumed.", trained
         ),

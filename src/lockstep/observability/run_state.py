@@ -646,7 +646,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         remaining = self.remaining - {str(happening.fields.get("path", ""))}
         return self._with_remaining(remaining, self.totals.removal_failure if remaining else "")
 
-    def _checkpoint_remained(self, happening: Happening) -> "RunState":
+    def _checkpoint_not_removed(self, happening: Happening) -> "RunState":
         # The next chief may fail to remove it, too.
         remaining = self.remaining | {str(happening.fields.get("path", ""))}
         return self._with_remaining(remaining, str(happening.fields.get("reason", "")))
@@ -754,6 +754,7 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "joined": _one_more("joined"),
     "host joined": _one_more("joined_hosts"),
     "host lost": _one_more("lost_hosts"),
+    "host retired": _one_more("retired_hosts"),
     "gpu lost": RunState._gpu_lost,
     "output lost": _one_more("lost_outputs"),
     "warning": _one_more("warnings"),
@@ -770,7 +771,7 @@ _EVENTS: dict[str, Callable[[RunState, Happening], RunState]] = {
     "checkpoint": RunState._checkpoint,
     "checkpoint failed": RunState._checkpoint_failed,
     "checkpoint removed": RunState._checkpoint_removed,
-    "checkpoint not removed": RunState._checkpoint_remained,
+    "checkpoint not removed": RunState._checkpoint_not_removed,
     "verification failed": RunState._verification_failed,
     "resumed": RunState._resumed,
     "leaving": lambda state, happening: replace(

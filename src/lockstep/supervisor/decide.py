@@ -38,7 +38,7 @@ import signal
 from dataclasses import replace
 
 from lockstep.observability.events import (
-    CheckpointNotWritten,
+    CheckpointFailed,
     CheckpointsConfigured,
     CheckpointWritten,
     DistributionBegan,
@@ -140,7 +140,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = Decision(replace(state, keeps=True), reason="the script saves checkpoints")
         case VerificationFailed():
             decision = _verification_failed(state, event, now)
-        case LastStepEnded() | CheckpointWritten() | CheckpointNotWritten():
+        case LastStepEnded() | CheckpointWritten() | CheckpointFailed():
             decision = _saving_advanced(state, event)
         case TimeoutSet(seconds):
             limits = replace(state.limits, timeout=seconds)
@@ -546,9 +546,7 @@ def _workers_named(state: State, event: VerificationFailed, now: float) -> Decis
     return _hosts_retire(state, told, text, now)
 
 
-def _saving_advanced(
-    state: State, event: LastStepEnded | CheckpointWritten | CheckpointNotWritten
-) -> Decision:
+def _saving_advanced(state: State, event: LastStepEnded | CheckpointWritten | CheckpointFailed) -> Decision:
     """Note the chief's progress with the last checkpoint; for earlier checkpoints, only return a reason."""
     saving, actions = state.shutdown.saving, tuple[Action, ...]()
     match event:
@@ -559,7 +557,7 @@ def _saving_advanced(
         case CheckpointWritten(_, step):
             saving = replace(saving, kept=step)
             reason = f"checkpoint written at step {step}"
-        case CheckpointNotWritten(failure):
+        case CheckpointFailed(failure):
             saving = replace(saving, failure=failure)
             reason = f"no checkpoint: {failure}"
     if state.stage is not Stage.SAVING:

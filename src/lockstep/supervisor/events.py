@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.observability.events import (
-    CheckpointNotWritten,
+    CheckpointFailed,
     CheckpointsConfigured,
     CheckpointWritten,
     DistributionBegan,
@@ -75,7 +75,7 @@ Event = (
     | VerificationFailed
     | LastStepEnded
     | CheckpointWritten
-    | CheckpointNotWritten
+    | CheckpointFailed
     | TimeoutSet
     | JoinRequested
     | StateGiven

@@ -992,7 +992,8 @@ function drawCosts(summary) {
   const { epochs, effective, progress } = summary, ends = progress?.epochs, ended = summary.seconds !== null;
   const rate = isNumber(summary.rate) ? count(Number(summary.rate.toPrecision(3))) : "";
   const changes = [summary.lost ? `${count(summary.lost)} lost` : "", summary.joined ? `${count(summary.joined)} joined` : "",
-    summary.lost_hosts ? `${some(summary.lost_hosts, "host")} lost` : "", summary.joined_hosts ? `${some(summary.joined_hosts, "host")} joined` : ""].filter(Boolean);
+    summary.lost_hosts ? `${some(summary.lost_hosts, "host")} lost` : "", summary.retired_hosts ? `${some(summary.retired_hosts, "host")} retired` : "",
+    summary.joined_hosts ? `${some(summary.joined_hosts, "host")} joined` : ""].filter(Boolean);
   const costs = [["Time", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null)), ""],
     ["Effective training", effective === null ? "" : percent(effective), "", effective],
     ["Steps", count(summary.steps), summary.before ? `${count(summary.before)} of them before` : epochs ? `${ends > epochs ? `${count(epochs)} of ${some(ends, "epoch")}` : some(epochs, "epoch")}` : ""],
