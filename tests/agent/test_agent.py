@@ -541,7 +541,7 @@ def test_a_note_reports_a_run_without_a_strategy(stage: Stage) -> None:
         worker.end(0)
 
     what = "the script used no strategy and compiled no model"
-    line = f"lockstep: {what}: each of the 2 workers ran all of it on its own\n"
+    line = f"lockstep: {what}: each of the 2 workers ran all of it by itself\n"
     assert stage.run(alone, alone).stderr == line
 
 
@@ -551,7 +551,7 @@ def test_a_note_reports_a_strategy_that_distributes_nothing(stage: Stage) -> Non
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr
-    assert "the script distributed nothing: each of the 2 workers runs the whole script on its own" in said
+    assert "the script distributed nothing: each of the 2 workers runs the whole script by itself" in said
 
 
 def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:

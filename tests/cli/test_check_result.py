@@ -67,4 +67,4 @@ def test_a_check_that_compares_nothing_says_why() -> None:
 def test_one_replica_is_not_compared(words: list[str]) -> None:
     done = CliRunner().invoke(check, [*words, "train.py"])
     assert done.exit_code == 2
-    assert "one replica computes what one process does; give -n 2 or more" in done.output
+    assert "one replica computes the same as one process; give -n 2 or more" in done.output

@@ -151,7 +151,7 @@ def test_a_job_that_starts_again_stays_what_it_is(lockstep: Any, is_gone: Gone, 
     assert follower.returncode == 143
     assert rest.splitlines()[-2:] == [
         "lockstep: stopped by SIGTERM",
-        "lockstep: until then: started again 1 time, and all this is of the last start",
+        "lockstep: until then: started again 1 time, and all figures are of the last start",
     ]
     assert is_gone([*workers, *again], 300)
 

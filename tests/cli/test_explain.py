@@ -138,7 +138,7 @@ def test_the_line_of_a_call_is_explained_by_its_hint() -> None:
     line = (
         "lockstep: fit 1: 1,991 examples/s with 2 workers; input 69 %, compute 7 %, wait 11 %, exchange 2 %, "
         "update 3 %, other 7 %; reading takes 69 % of the time: cache or prefetch the data, or "
-        "cheapen what is done per example (page input of the documentation)"
+        "do less work per example (page input of the documentation)"
     )
     shown = explanation(PAGE, line)
     assert shown.startswith("Hints: ")

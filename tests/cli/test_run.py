@@ -18,7 +18,7 @@ from lockstep import __version__
 
 ALONE = (
     "lockstep: the script used no strategy and compiled no model: "
-    "each of the 2 workers ran all of it on its own"
+    "each of the 2 workers ran all of it by itself"
 )
 
 

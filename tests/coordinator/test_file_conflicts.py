@@ -39,7 +39,7 @@ def test_a_file_that_a_library_writes_may_belong_to_a_line_that_trains() -> None
     ):
         found, text = made.opened(worker, "/work/a.json", "train.py:3", RUNNING, library="some_library")
         assert (found, wanted[1] in text) == (wanted[0], True)
-    assert "if lockstep.is_chief(): unless it also trains, or makes what all workers need" in text
+    assert "if lockstep.is_chief(): unless it also trains or creates something that all workers need" in text
 
 
 def test_a_worker_may_write_the_files_of_ended_workers() -> None:

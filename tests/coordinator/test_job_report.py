@@ -79,7 +79,7 @@ FULL = "cannot write a checkpoint to /c: No space left on device"
             JobTotals(failed_checkpoints=1, checkpoint_failure=FULL, saved=60, steps=60),
             [f"1 checkpoint failed, the newest complete one has step 60 ({FULL})"],
         ),
-        (JobTotals(job_restarts=1), ["started again 1 time, and all this is of the last start"]),
+        (JobTotals(job_restarts=1), ["started again 1 time, and all figures are of the last start"]),
         (JobTotals(lost_outputs=3), ["3 outputs could not be written"]),
         (JobTotals(failed_checkpoints=2), ["2 checkpoints failed, none is complete"]),
         (
@@ -176,7 +176,7 @@ def test_what_to_do_while_a_run_goes_on() -> None:
     strained = {"node1": HostStrain(measured=150, overloaded=60, throttled=30)}
     full = JobTotals(failed_checkpoints=1, checkpoint_failure="a store", strained=strained)
     assert remedies(RunState(totals=full), "running") == [
-        "mend what prevents checkpoints; until then, only older steps are safe",
+        "fix the cause of the failed checkpoints; until then, only older steps are safe",
         "give node1 to this job alone, or use fewer workers there",
         "raise the CPU quota of node1, or the power or cooling of its GPUs",
     ]

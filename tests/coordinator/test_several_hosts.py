@@ -298,7 +298,7 @@ def test_a_host_whose_agent_a_user_stops_is_named(make: Callable[[Reaction], Job
 
     job = make(react)
     assert job.coordinator.run() == 0
-    assert "host node2 was stopped there by SIGINT; lost worker 2" in job.notes()
+    assert "host node2 was stopped: its agent received SIGINT; lost worker 2" in job.notes()
 
 
 def test_a_failed_worker_is_named_with_its_host_on_all_terminals(make: Callable[[Reaction], Job]) -> None:

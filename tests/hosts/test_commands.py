@@ -132,7 +132,7 @@ def test_scripts_without_a_strategy(hosts: Sequence[Host]) -> None:
     assert logs == ["hello from 0\n", "hello from 1\n", f"hello from 2\n{'x' * 9_999_999}\n"]
     assert all(f"hello from {worker}\n" in done.out for worker in range(3))
     assert done.out.count("x") == 9_999_999
-    assert "each of the 3 workers ran all of it on its own" in done.err
+    assert "each of the 3 workers ran all of it by itself" in done.err
     (hosts[1].work / "fails").touch()
     failed = hosts[0].lockstep(*command, "--run-dir", "failed", "script.py", A_TOKEN="unrecorded")
     assert failed.end() == 1

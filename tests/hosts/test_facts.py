@@ -28,7 +28,7 @@ PREPARE = Prepare(bytes(16), "secret", True, "train.py", False, (), "jax", "", {
         ({"problem": "train.py does not exist"}, "host node2: train.py does not exist"),
         (
             {"machine": "aarch64"},
-            "different kinds of processor: x86_64 on node1, aarch64 on node2; install the same on all",
+            "different kinds of processor: x86_64 on node1, aarch64 on node2; install the same on all hosts",
         ),
         ({"python": "3.12.1"}, "different versions of Python: 3.11.2 on node1, 3.12.1 on node2"),
         ({"libraries": {"keras": "3.13"}}, "different versions of keras: 3.12 on node1, 3.13 on node2"),

@@ -220,7 +220,7 @@ def test_a_run_that_trains_shows_its_progress_metrics_and_what_slows_it(
         browser.run("poll()")
         browser.wait("byId('advice').textContent.includes('reading')")
         (said,) = browser.run(advice)
-        assert said.startswith("reading takes 65 % of the time: cache or prefetch the data, or cheapen")
+        assert said.startswith("reading takes 65 % of the time: cache or prefetch the data, or do less")
         assert "input 65 %" in browser.text("#shares-legend")
     os.close(lock)
 

@@ -20,7 +20,7 @@ from lockstep.observability.slowness import describe
 from .recorded import event, gpu, job, load, record, started, steps
 
 READING = (
-    "reading takes {} % of the time: cache or prefetch the data, or cheapen what is done per example (page "
+    "reading takes {} % of the time: cache or prefetch the data, or do less work per example (page "
     "input of the documentation)"
 )
 VALIDATION = "validation takes {} % of the time: validate on less data, or less often (validation_freq)"
@@ -109,7 +109,7 @@ CAUSES = {
     ),
     "one smaller last batch": Planted((), both(compute=7.0, wait=1.0, compiled=1, compiling=6.0)),
     "a slow exchange": Planted(
-        ("the exchange takes 50 % of the time: larger batches make it rarer",),
+        ("the exchange takes 50 % of the time: use larger batches",),
         both(compute=1.0, exchange=1.2, wait=0.2),
     ),
     "a long validation": Planted((VALIDATION.format(83),), both(compute=1.9, input=0.1, **NESTED)),

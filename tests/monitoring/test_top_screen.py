@@ -148,7 +148,7 @@ def test_slow_and_ended_workers_look_different() -> None:
 
 
 def test_a_long_piece_of_advice_is_shown_whole() -> None:
-    advice = ("reading takes 60 % of the time: cache or prefetch the data, or cheapen what is done",)
+    advice = ("reading takes 60 % of the time: cache or prefetch the data, or do less work",)
     lines = [
         line for line in TopScreen().lines(replace(VIEW, advice=advice), 50, 40) if line.style == "yellow"
     ]

@@ -657,7 +657,7 @@ class Failing(Batches):
         (Held, "dataset.numbers is a numpy.random._generator.Generator, whose numbers depend on"),
         (Predicting, "test_batch_division.MODEL is the model 'teacher', whose values may change"),
         (Counting, "its attribute 'reads' changes when a batch is read"),
-        (Keeping, "it keeps what it has drawn"),
+        (Keeping, "it keeps random numbers that it has drawn"),
         (Differing, "its first batch is another one each time it is read"),
         (Failing, "reading its first batch fails with OSError"),
         (partial(Batches, batches=0), "it has no batches"),

@@ -71,7 +71,7 @@ def test_edits_are_reported_to_a_replacement_and_to_the_next_run(
     shutil.rmtree(edited / "kept" / "step-000000000016")
     refused = launch(f"-n 1 {keeping}", script, "elsewhere")
     assert refused.status == 2
-    assert "the script has other settings than the checkpoint of step 10 (train.py" in refused.stderr
+    assert "the script has different settings from the checkpoint of step 10 (train.py" in refused.stderr
     assert "layer dropout: rate was 0.2, and is 0.5. Undo the change" in refused.stderr
     assert "callback 1 (LearningRateScheduler): schedule was" not in refused.stderr
     (edited / "rates.py").write_text("RATE = 0.2  # as before")

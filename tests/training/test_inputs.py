@@ -23,7 +23,7 @@ from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext, by_itself
 
-HANDED_OVER = "each worker makes some of the batches, and hands over the rows of others' replicas"
+HANDED_OVER = "each worker makes some of the batches, and sends the others their rows"
 SEED = (0, 0, 1)
 OPTIONS: dict[str, Any] = {
     "batch_size": None,

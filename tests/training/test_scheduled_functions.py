@@ -143,7 +143,7 @@ def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
         (
             "differs",
             "call [0-9]+ of the ClusterCoordinator is done in this worker, which joins, and was fetch in the "
-            "chief: let the script decide by what is equal in all processes",
+            "chief: base decisions of the script on values that are equal in all processes",
         ),
         (
             "forgets",

@@ -130,7 +130,7 @@ def test_strategies_of_tensorflow_are_refused_by_name(launch: Callable[..., Any]
     *_, message, _, _ = run.stderr.splitlines()
     assert re.fullmatch(
         r"lockstep: worker \d: ConfigError: tf.distribute.MirroredStrategy is TensorFlow's own and does not "
-        r"know about this job: each worker would train on its own instead of as a part of "
+        r"know about this job: each worker would train by itself, not as a part of "
         r"the 2 replicas; run it with `lockstep run --tf-distribute`, or write lockstep.MirroredStrategy "
         r"for it \(tf_strategies.py:\d+\)",
         message,

@@ -423,7 +423,7 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
     right = undisturbed_run(f"-n 1 --replicas {replicas}", "verified.py", backend=backend)
     options = f"-n 2 --replicas {replicas} --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", how, str(guilty), str(step), backend=backend)
-    asked = f"workers 0 and 1 computed different bits in step {step}, each the same ones each time; another"
+    asked = f"workers 0 and 1 computed different bits in step {step}, each the same bits every time; another"
     assert f"{asked} worker starts in place of worker 1, and decides" in run.stderr
     assert "worker 2 joined and worker 1 left (2 workers)" in run.stderr
     assert f"step {step} of fit 1: {what}" in run.stderr

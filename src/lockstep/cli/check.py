@@ -64,7 +64,7 @@ def check(**options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     replicas = options["replicas"] or options["workers"]
     if replicas == 1:
-        raise click.UsageError("one replica computes what one process does; give -n 2 or more")
+        raise click.UsageError("one replica computes the same as one process; give -n 2 or more")
     words = ["--replicas", str(replicas)]
     words += ["--tf-distribute"] if options["tf_distribute"] else []
     words += ["--exact-batch"] if options["exact_batch"] else []

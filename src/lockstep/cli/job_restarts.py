@@ -115,19 +115,18 @@ def trusted_hosts(
             break
         trusted = rest
     texts = [
-        f"workers of host {host.name} were named {count(named.count(host.name), 'time')}"
+        f"workers of host {host.name} computed wrong bits {count(named.count(host.name), 'time')}"
         for host in hosts
         if host not in trusted
     ]
     if texts and not in_store:
         note(
-            f"{' and '.join(texts)} for wrong bits, but the job starts with all hosts, because one of them "
-            f"may have the only checkpoint; --avoid-host-after {most} leaves a host out if --checkpoint is a "
-            "URL"
+            f"{' and '.join(texts)}, but the job starts with all hosts, because one of them may have the "
+            f"only checkpoint; --avoid-host-after {most} leaves a host out if --checkpoint is a URL"
         )
         return tuple(hosts)
     for text in texts:
-        note(f"{text} for wrong bits: the job starts without it (--avoid-host-after {most})")
+        note(f"{text}: the job starts without it (--avoid-host-after {most})")
     return tuple(trusted)
 
 

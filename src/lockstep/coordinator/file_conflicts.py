@@ -6,7 +6,9 @@ from lockstep.system.prose import name_workers
 
 _MOST_FILES = 10_000
 _MOST_LINES = 5
-_UNLESS = " unless it also trains, or makes what all workers need; then give each worker a file of its own"
+_UNLESS = (
+    " unless it also trains or creates something that all workers need; then give each worker its own file"
+)
 
 
 class FileConflicts:

@@ -89,7 +89,9 @@ def troubles(totals: JobTotals) -> list[str]:
     """Return the troubles of a job, one text each, except for changes of its membership."""
     texts = []
     if totals.job_restarts:
-        texts.append(f"started again {count(totals.job_restarts, 'time')}, and all this is of the last start")
+        texts.append(
+            f"started again {count(totals.job_restarts, 'time')}, and all figures are of the last start"
+        )
     if totals.failed_checkpoints:
         why = _in_parentheses(printable(totals.checkpoint_failure))
         newest = "none is complete"
@@ -163,7 +165,11 @@ def remedies(run: RunState, state: str) -> list[str]:
         texts.append(first + again)
     if totals.failed_checkpoints:
         is_full = "No space left" in totals.checkpoint_failure
-        remedy = "free space on the disk of the checkpoints" if is_full else "mend what prevents checkpoints"
+        remedy = (
+            "free space on the disk of the checkpoints"
+            if is_full
+            else "fix the cause of the failed checkpoints"
+        )
         texts.append(remedy + ("; until then, only older steps are safe" if state == "running" else ""))
     elif totals.removed_checkpoints:
         texts.append("free space on the disk of the checkpoints, or keep fewer of them (--keep)")

@@ -235,7 +235,7 @@ class Narrator:
                 self._console.say(f"until then: {'; '.join(held_not)}")
         elif spec.workers > 1 and not self.used_strategy:
             usage = "used no strategy and compiled no model" if spec.adopts else "used no strategy"
-            self.warn(f"the script {usage}: each of the {spec.workers} workers ran all of it on its own")
+            self.warn(f"the script {usage}: each of the {spec.workers} workers ran all of it by itself")
         elif spec.replicas > 1 and self.used_strategy and not state.distributes:
             lines = whose_lines(spec.workers, spec.replicas)
             self.warn(

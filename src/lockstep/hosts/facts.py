@@ -89,7 +89,7 @@ def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: st
     for difference, look in looks.items():
         if len(groups := _groups(names, map(look, facts))) > 1:
             raise ConfigError(
-                f"the hosts have different {difference}: {_text(groups)}; install the same on all"
+                f"the hosts have different {difference}: {_text(groups)}; install the same on all hosts"
             )
     if len(groups := _groups(names, (host_facts.script for host_facts in facts))) > 1:
         parts = " and ".join(", ".join(there) for there in groups.values())

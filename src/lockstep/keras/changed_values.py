@@ -318,7 +318,7 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any]) 
         if before and type(own) in _SCALARS and _shown(own) not in before:
             note(
                 f"{_name((path, name))} is {_shown(own)} in the script, and was {before[0]} when it was "
-                f"changed to {_shown(value)} during training: the value of the script counts"
+                f"changed to {_shown(value)} during training: the value of the script is used"
             )
             continue
         for write in writes:

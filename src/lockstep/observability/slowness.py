@@ -81,11 +81,10 @@ _ALWAYS = frozenset({"input", "compute", "wait", "exchange", "update"})
 """The parts that a line lists even if they take no time."""
 
 _REMEDIES = {
-    "input": "reading takes {share} of the time: cache or prefetch the data, or cheapen what is done per "
-    "example (page input of the documentation)",
-    "exchange": "the exchange takes {share} of the time: larger batches make it rarer",
-    "update": "the update takes {share} of the time, and every worker applies it: larger batches make it "
-    "rarer",
+    "input": "reading takes {share} of the time: cache or prefetch the data, or do less work per example "
+    "(page input of the documentation)",
+    "exchange": "the exchange takes {share} of the time: use larger batches",
+    "update": "the update takes {share} of the time, and every worker applies it: use larger batches",
     "other": "callbacks and the loop itself take {share} of the time: do less there, or use larger batches",
 }
 

@@ -22,7 +22,7 @@ _REPLACED = {
     "configure": _NOT_NEEDED,
     "experimental_run": "use strategy.run(fn, args=(next(iterator),))",
     "extended": (
-        "it is for strategies of one's own; use strategy.num_replicas_in_sync for the number of devices, "
+        "it is for custom strategies; use strategy.num_replicas_in_sync for the number of devices, "
         "strategy.reduce for reduce_to, strategy.experimental_local_results for the values of this worker, "
         "lockstep.is_chief() for should_checkpoint and should_save_summary, and assign a variable directly, "
         "or in strategy.run, for update"
@@ -56,7 +56,9 @@ class Strategy:
         self._job.exact_batch |= exact_batch
         self._job.local_steps = local_steps or self._job.local_steps
         if self._job.local_steps is not None and self._job.context.tasks is not None:
-            raise ConfigError("local steps are for mirrored replicas: a job with parameter servers has none")
+            raise ConfigError(
+                "local steps are for mirrored replicas: a job with parameter servers does not support them"
+            )
         self._methods = patches.install(self._job)
         self._methods.adopt_in_scopes()
         self._runner = runner_of(self._job)

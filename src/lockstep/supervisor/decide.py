@@ -171,7 +171,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case HostGone(host, how):
             decision = _host_lost(state, host, how, now)
         case HostStopped(host, number):
-            how = f"was stopped there by {signal_name(number)}"
+            how = f"was stopped: its agent received {signal_name(number)}"
             decision = _host_lost(state, host, how, now, stopped=True)
         case HostsHeard():
             decision = _hosts_heard(state, event, now)
@@ -457,8 +457,8 @@ def _host_joined(state: State, event: HostJoined) -> Decision:
     if others and state.is_untrusted(host) and not (state.size.by_hand or state.vital):
         state = replace(state, retiring=state.retiring | {host})
         reason = (
-            f"host {event.host} has joined, but no worker starts there: its workers were named "
-            f"{count(state.named.count(event.host), 'time')} for wrong bits "
+            f"host {event.host} has joined, but no worker starts there: its workers computed wrong "
+            f"bits {count(state.named.count(event.host), 'time')} "
             f"(--avoid-host-after {state.avoid_host_after})"
         )
     return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
@@ -520,7 +520,7 @@ def _verification_failed(state: State, event: VerificationFailed, now: float) ->
     if not _another_can_join(state):
         return Decision(_without_accused(state), reason=reason)
     instead = "" if state.replaced is None else f" in place of worker {state.replaced}"
-    reason += f", each the same ones each time; another worker starts{instead}, and decides"
+    reason += f", each the same bits every time; another worker starts{instead}, and decides"
     return Decision(state, (ShowMessage(reason),), reason)
 
 
@@ -537,8 +537,10 @@ def _workers_named(state: State, event: VerificationFailed, now: float) -> Decis
     # Also a host that was the last one when it was named, if another has joined since.
     avoided = sorted(often, key=lambda host: (-times[host], host))[: len(state.hosts) - 1]
     told = tuple(sorted(avoided)) or tuple(often)
-    texts = (f"workers of host {state.names[host]} were named {count(times[host], 'time')}" for host in told)
-    named = f"{' and '.join(texts)} for wrong bits"
+    named = " and ".join(
+        f"workers of host {state.names[host]} computed wrong bits {count(times[host], 'time')}"
+        for host in told
+    )
     if not avoided:
         text = f"{named}, and no other host could continue (--avoid-host-after {most})"
         return Decision(state, (ShowMessage(text),), text)

@@ -54,7 +54,7 @@ def interval(steps: int | None, seconds: float | None) -> str:
 def whose_lines(workers: int, replicas: int) -> str:
     """Say which processes run the script's own lines, outside of distributed calls."""
     if workers > 1:
-        return f"each of the {workers} workers runs the whole script on its own"
+        return f"each of the {workers} workers runs the whole script by itself"
     return f"the {replicas} replicas have nothing to compute"
 
 

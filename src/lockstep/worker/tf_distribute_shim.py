@@ -115,7 +115,7 @@ def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
             f"tf.distribute.{name} is TensorFlow's own and does not know about this job: each worker would "
-            f"train on its own instead of as a part of the {replicas} replicas; {remedy}"
+            f"train by itself, not as a part of the {replicas} replicas; {remedy}"
         )
 
     return refuse

@@ -52,8 +52,8 @@ from lockstep.worker.job import Job
 
 _ADVICE = (
     "all replicas must take the same path and leave equal values in Python attributes. A condition may "
-    "depend on weights and callbacks, not on examples: keep what does in a metric or a variable of a layer "
-    "(add_weight), or return it from train_step as a log"
+    "depend on weights and callbacks, not on examples: keep values that do in a metric or a variable of a "
+    "layer (add_weight), or return them from train_step as a log"
 )
 
 CHECKED_STEPS = 3

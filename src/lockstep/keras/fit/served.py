@@ -277,7 +277,7 @@ def refuse_within_epoch(callbacks: Any) -> None:
         if isinstance(getattr(callback, "save_freq", "epoch"), int):
             raise ModelError(
                 f"{name} has save_freq={callback.save_freq}: with parameter servers, the chief has the "
-                "present weights at the end of each epoch only; use save_freq='epoch', and shorter epochs "
+                "current weights only at the end of each epoch; use save_freq='epoch', and shorter epochs "
                 "with steps_per_epoch"
             )
 

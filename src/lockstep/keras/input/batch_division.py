@@ -100,7 +100,7 @@ def division(
             f"its attribute {changed!r} changes when a batch is read: let batches depend on their index only"
         )
     if once != again:
-        return "it keeps what it has drawn: draw anew in each __getitem__, or before the training"
+        return "it keeps random numbers that it has drawn: draw in each __getitem__, or before the training"
     if first != second:
         return (
             "its first batch is another one each time it is read: draw from numpy.random in __getitem__, or "
@@ -143,9 +143,9 @@ class BatchDivision:
         self._decided_in: int | None = None
         self.divides = False
         self.way = Way(
-            "each worker makes some of the batches, and hands over the rows of others' replicas",
-            "a batch depends only on its index; batches that take no longer to make than to hand over are "
-            "made by every worker",
+            "each worker makes some of the batches, and sends the others their rows",
+            "a batch depends only on its index; every worker makes batches that take no longer to make than "
+            "to send",
         )
 
     def begin(self) -> Iterator[PendingBatch]:

@@ -306,6 +306,6 @@ def _refuse_rows_of_their_own(leaf: Any) -> None:
 def _no_rows(leaf: Any, remedy: str) -> str:
     kind = type(leaf).__name__.removesuffix("Spec")
     return (
-        f"the dataset has a {kind}, which cannot be split into the rows of "
-        f"replicas; make it dense in the dataset: {remedy}; or train with one replica, which splits nothing"
+        f"the dataset has a {kind}, which cannot be split into the rows of replicas; make it dense in the "
+        f"dataset: {remedy}; or train with one replica, which does not split batches"
     )

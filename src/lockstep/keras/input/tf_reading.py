@@ -188,7 +188,7 @@ def _cut(dataset: Any) -> _Parts | str:
     if not (_fixed(rows.element_spec) if maps else is_dense(rows.element_spec)):
         return why_joint or (
             "the elements before .map are not dense tensors of fixed shapes, so they cannot be read in "
-            "batches: let the source yield what .map then reads and decodes, such as names of files"
+            "batches: let the source yield values of fixed shapes, such as file names, and read them in .map"
         )
     batches = _rebuilt(rows.batch(*batching_of(batch)), above)
     buffers = [buffer_of(op) for op in above if isinstance(op, PREFETCH)]

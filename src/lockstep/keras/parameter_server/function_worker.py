@@ -75,7 +75,8 @@ class WorkerCalls(FunctionCalls):
         if label != (recorded := log.label(number)):
             self._refuse(
                 f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
-                f"was {recorded} in the chief: let the script decide by what is equal in all processes"
+                f"was {recorded} in the chief: base decisions of the script on values that are equal in all "
+                "processes"
             )
         if (outcome := log.outcome_of(number)) is None:
             return Passed(number + 1), []

@@ -375,9 +375,9 @@ class Snapshots:
             changes = differences(training["settings"], self._settings(model, program))
         if changes and not self._job.checkpoints.accepts_changes:
             raise ChangedError(
-                f"the script has other settings than the checkpoint of step {step}{changed}: {changes}. Undo "
-                "the change for the bits of an uninterrupted run, give --accept-changes to resume with the "
-                "new settings, or start over in another folder"
+                f"the script has different settings from the checkpoint of step {step}{changed}: {changes}. "
+                "Undo the change for the bits of an uninterrupted run, give --accept-changes to resume with "
+                "the new settings, or start over in another folder"
             )
         if (changes or sources) and self._job.is_chief:
             how = f"with other settings: {changes}" if changes else "with the same settings"
