@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import ConfigError, DisagreementError
 from lockstep.keras.parameter_server.followed_orders import Answered, Attempt, FollowedOrders
-from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.server_shards import ServerShards
 from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.parameter_server.order import OrderWriter, Record, RecordedOrder, RecordKind

@@ -7,11 +7,11 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.keras.parameter_server import standby
+from lockstep.keras.parameter_server import server_shards
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
+from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_shards import KeptServer, ServerShards, StandbyLink
 from lockstep.keras.parameter_server.server_tables import ServerTables
-from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink
 from lockstep.protocol.parameter_server import EndCall, Keep, Pull, Push, Read, ReadRows, WriteRows
 from lockstep.transport.array_channel import AskingChannel, QuestionArrival
 from lockstep.worker import job
@@ -50,7 +50,7 @@ def lose_servers(given: Sequence[str]) -> None:
     here = job.current()
     if here.settings.order is not None:
         return
-    standby.KEPT_BYTES = 0
+    server_shards.KEPT_BYTES = 0
     tasks = here.context.tasks
     if given and tasks is not None and here.worker == tasks.id_of_server(int(given[0])):
         _, call, kind, number, when = given

@@ -31,7 +31,7 @@ from losing import lose_between_pushes, lose_servers, stop_server
 
 import lockstep
 from lockstep.keras.parameter_server.dispatcher import Dispatcher
-from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.server_shards import ServerShards
 from lockstep.protocol.parameter_server import Push
 from lockstep.transport.array_channel import QuestionArrival
 from lockstep.worker import job

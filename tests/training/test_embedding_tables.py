@@ -13,7 +13,7 @@ from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows, find_tables
-from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.patches import adapter
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, Shard, place_variables
 

@@ -11,12 +11,8 @@ from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.fit.served import refuse_within_epoch
 from lockstep.keras.parameter_server.process import UsedIterators
-from lockstep.keras.parameter_server.served_variables import (
-    ServedVariables,
-    built_copy,
-    refuse_unserved,
-    shapes_of,
-)
+from lockstep.keras.parameter_server.served_optimizers import built_copy, refuse_unserved, shapes_of
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.patches import adapter
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, Shard, place_variables
 

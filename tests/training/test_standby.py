@@ -11,11 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import PeerLostError
-from lockstep.keras.parameter_server import standby
-from lockstep.keras.parameter_server.server_channel import ServerChannel
-from lockstep.keras.parameter_server.server_process import ServerProcess, ServerShards
-from lockstep.keras.parameter_server.servers import Servers
-from lockstep.keras.parameter_server.standby import KeptServer, StandbyLink, TakenOverError
+from lockstep.keras.parameter_server import server_shards
+from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_shards import (
+    KeptServer,
+    ServerShards,
+    StandbyLink,
+    TakenOverError,
+)
+from lockstep.keras.parameter_server.servers import ServerChannel, Servers
 from lockstep.parameter_server import order
 from lockstep.parameter_server.order import OrderFile, OrderWriter, Record, RecordKind
 from lockstep.parameter_server.tasks import Tasks
@@ -207,7 +211,7 @@ def test_a_run_that_lost_a_server_is_a_function_of_its_order(
     tmp_path_factory: pytest.TempPathFactory, seed: int, lose_at: int, kind: str
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(standby, "KEPT_BYTES", 1 << 20 if kind == "keeps many" else 0)
+        patch.setattr(server_shards, "KEPT_BYTES", 1 << 20 if kind == "keeps many" else 0)
         path = tmp_path_factory.mktemp("order") / "ps-0"
         clients, records, variables, _ = run(path, seed, lose_at, repeats=kind == "repeats")
     twins, twin = replay(records)
@@ -403,7 +407,7 @@ def test_a_standby_repeats_few_small_updates() -> None:
         link.send(1, Push(sent, (0,)), [np.zeros(2, np.float32)])
         link.confirm()
         sent += 1
-    assert len(kept.messages) == sent == standby.KEPT_BYTES // standby.LEAST_BYTES + 1
+    assert len(kept.messages) == sent == server_shards.KEPT_BYTES // server_shards.LEAST_BYTES + 1
 
 
 def test_what_was_kept_before_a_state_is_dropped() -> None:

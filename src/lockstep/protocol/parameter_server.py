@@ -6,6 +6,10 @@ travel beside the messages; see `lockstep.transport.array_channel`.
 
 import msgspec
 
+Slot = tuple[int, int]
+"""A variable of an optimizer: the position of the variable that it belongs to, or -1 minus the number of the
+optimizer if it belongs to none, and its number among those of the same position."""
+
 
 class Introduction(msgspec.Struct, frozen=True, tag="hello"):
     """The process that asks: the first message of a connection, and the beginning and the end of each call.
@@ -106,7 +110,7 @@ class Write(msgspec.Struct, frozen=True, tag="write"):
 
     step: int
     shards: tuple[int, ...]
-    slots: tuple[tuple[int, int], ...]
+    slots: tuple[Slot, ...]
 
 
 class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
@@ -261,15 +265,14 @@ class ServedValues(msgspec.Struct, frozen=True, tag="values"):
     """The server's shards are in the arrays, and after them the variables of its optimizer, if asked for.
 
     Attributes:
-        slots: for each variable of an optimizer the position of the shard that it belongs to, or -1 minus the
-            number of the optimizer if it belongs to none, and its number among those of the same position.
+        slots: the variables of optimizers in the arrays, with the positions of the server's shards.
         tables: the positions of the shards of which only some rows are given, with their slots. The numbers
             of these rows follow in the arrays.
         digests: the positions of the shards that only servers have; the array of such a shard is the digest
             of its rows and of their slots, which are not in `slots`.
     """
 
-    slots: tuple[tuple[int, int], ...] = ()
+    slots: tuple[Slot, ...] = ()
     tables: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()
 

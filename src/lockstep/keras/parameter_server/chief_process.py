@@ -25,7 +25,7 @@ from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.followed_orders import FollowedOrders
 from lockstep.keras.parameter_server.process import FitProcess, ServedCall
 from lockstep.keras.parameter_server.reading_states import ReadingStates
-from lockstep.keras.parameter_server.served_variables import slots_of
+from lockstep.keras.parameter_server.served_optimizers import slots_of
 from lockstep.keras.parameter_server.server_embedding import server_layers, with_zero_rows
 from lockstep.keras.parameter_server.servers import same_bits
 from lockstep.keras.private.common import embedding_table, rate_object

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.parameter_server.served_variables import lazy_hindrance
+from lockstep.keras.parameter_server.served_optimizers import lazy_hindrance
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.table_rows import positions_of, summed_by_row
 from lockstep.keras.private.common import (

@@ -21,13 +21,10 @@ from lockstep.errors import PeerLostError
 from lockstep.keras.parameter_server.chief_process import ChiefProcess
 from lockstep.keras.parameter_server.one_process import OneProcess
 from lockstep.keras.parameter_server.process import ServedCall
-from lockstep.keras.parameter_server.served_variables import (
-    ServedVariables,
-    refuse_buffers,
-    refuse_unserved,
-)
+from lockstep.keras.parameter_server.served_optimizers import refuse_buffers, refuse_unserved
 from lockstep.keras.parameter_server.server_embedding import server_layers
 from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.parameter_server.server_tables import tables_of_job
 from lockstep.keras.parameter_server.worker_process import WorkerProcess
 from lockstep.keras.randomness import random_states, set_random_states

@@ -25,11 +25,10 @@ import numpy.typing as npt
 from lockstep.errors import ConfigError, DisagreementError
 from lockstep.keras.parameter_server.dispatcher import Answered
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
-from lockstep.keras.parameter_server.server_process import ServerShards
+from lockstep.keras.parameter_server.server_shards import ServedVariables, ServerShards, record_of
 from lockstep.keras.parameter_server.servers import Gradients, Servers
-from lockstep.keras.parameter_server.standby import record_of
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
+from lockstep.keras.parameter_server.table_shards import TableSnapshot
 from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.parameter_server.order import Record, RecordedOrder, RecordKind
 from lockstep.parameter_server.partitioners import Shard

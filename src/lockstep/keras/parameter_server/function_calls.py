@@ -28,7 +28,7 @@ from lockstep.keras.parameter_server.function_results import name_of, raise_fail
 from lockstep.keras.parameter_server.function_run import FunctionRunner, ScopeVariables
 from lockstep.keras.parameter_server.process import ServerOptions, TaskProcess
 from lockstep.keras.parameter_server.script_reads import ScriptReads
-from lockstep.keras.parameter_server.served_variables import place_weights
+from lockstep.keras.parameter_server.served_optimizers import place_weights
 from lockstep.keras.parameter_server.server_tables import ServerTables, server_table, tables_of_job
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.worker_exchange import agree, state_facts

@@ -19,7 +19,7 @@ from lockstep.keras.parameter_server.function_calls import (
 )
 from lockstep.keras.parameter_server.function_log import CallOutcome, of_scope, of_servers
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.served_variables import slots_of_all
+from lockstep.keras.parameter_server.served_optimizers import slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.servers import same_bits
 from lockstep.parameter_server.partitioners import Shard

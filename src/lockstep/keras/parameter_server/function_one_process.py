@@ -19,7 +19,7 @@ from lockstep.keras.parameter_server.followed_orders import (
 )
 from lockstep.keras.parameter_server.function_calls import ScheduleContext, Scheduled
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
-from lockstep.keras.parameter_server.served_variables import ServedVariables
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.parameter_server.worker_function import FunctionPulls, WorkerFunction

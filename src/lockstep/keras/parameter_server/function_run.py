@@ -53,7 +53,7 @@ from lockstep.errors import InputError, LockstepError, ModelError
 from lockstep.keras.assignments import is_observed_by, observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.parameter_server.served_variables import (
+from lockstep.keras.parameter_server.served_optimizers import (
     iterations_of,
     lazy_hindrance,
     place_weights,

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from lockstep.errors import PeerError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import CallKind, FunctionCalls, ScheduleContext, Scheduled
-from lockstep.keras.parameter_server.served_variables import ServedVariables
 from lockstep.keras.parameter_server.server_process import ServerProcess
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import AtCall, Passed
 from lockstep.transport.array_channel import AskingChannel

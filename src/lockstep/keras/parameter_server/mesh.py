@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from lockstep.errors import PeerLostError
-from lockstep.keras.parameter_server.server_channel import ServerChannel
+from lockstep.keras.parameter_server.servers import ServerChannel
 from lockstep.parameter_server.tasks import ServerPlace
 from lockstep.protocol.parameter_server import CopyRows, ReadRows
 from lockstep.transport.array_channel import AnsweringEnd, AskingChannel, QuestionArrival

@@ -19,7 +19,8 @@ from lockstep.keras.parameter_server.followed_orders import (
     followed_orders,
 )
 from lockstep.keras.parameter_server.process import ServedCall
-from lockstep.keras.parameter_server.served_variables import ServedVariables, transfers_of
+from lockstep.keras.parameter_server.served_optimizers import transfers_of
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.keras.parameter_server.worker import DoneWork

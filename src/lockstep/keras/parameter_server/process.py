@@ -18,8 +18,9 @@ from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.dispatcher import ComputedHere, DispatchedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables
 from lockstep.keras.parameter_server.mesh import mesh_of_job
-from lockstep.keras.parameter_server.served_variables import ServedVariables, place_weights
+from lockstep.keras.parameter_server.served_optimizers import place_weights
 from lockstep.keras.parameter_server.server_embedding import server_layers
+from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.parameter_server.server_tables import ServerTables, tables_of_job
 from lockstep.keras.parameter_server.servers import Servers
 from lockstep.keras.seeds import seed_at

@@ -5,9 +5,7 @@ is lost. So a process may have the shards of several servers, each with its own 
 of a server does not depend on the process that has its shards, so a replay needs no loss.
 
 The threads of connections only put arrivals into a queue, and keep messages of the other server (`_put`). The
-main thread does everything else, one message at a time. For each message it sends the message to the standby,
-processes it meanwhile, waits until the standby has it, and only then answers. So whatever another process may
-have seen of the shards, the standby can repeat.
+main thread does everything else, one message at a time: see `ServerShards.arrive`.
 """
 
 import queue
@@ -21,32 +19,18 @@ from lockstep.errors import PeerLostError, PeerStuckError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.served_variables import ServedVariables, TableSnapshot
-from lockstep.keras.parameter_server.server_tables import AnswerRows
-from lockstep.keras.parameter_server.standby import (
+from lockstep.keras.parameter_server.server_shards import (
     KeptServer,
-    Processed,
+    ServedVariables,
+    ServerShards,
     StandbyLink,
-    TakenOverError,
-    record_of,
 )
-from lockstep.parameter_server.assignments import StepSet
-from lockstep.parameter_server.order import OrderedArrivals, OrderWriter, Record, RecordedOrder, RecordKind
+from lockstep.parameter_server.order import OrderWriter, RecordedOrder
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import (
-    Answer,
-    Applied,
     EndCall,
     Keep,
     KeepState,
-    Pull,
-    PullRows,
-    Push,
-    Read,
-    ReadRows,
-    ServedValues,
-    Write,
-    WriteRows,
 )
 from lockstep.system.notes import note
 from lockstep.system.prose import count
@@ -64,180 +48,6 @@ names the process that does not answer."""
 
 _LOOK_EVERY = 1.0
 """Seconds between two checks for lost processes."""
-
-
-class ServerShards:
-    """The shards of one server, which processes one message at a time.
-
-    Args:
-        variables: the variables with its shards.
-        writer: writes the order of arrivals.
-        recorded: the order to follow; None for the order of arrival.
-        standby: keeps each message before it is answered; None if no other server is left.
-        answer_rows: answers questions about rows of tables that only servers have; None if there are none.
-
-    Attributes:
-        ended: whether the chief has ended the call.
-        closed: whether the chief has also received the answer.
-        pushed: the steps of the updates that have not been measured.
-    """
-
-    def __init__(
-        self,
-        variables: ServedVariables,
-        writer: OrderWriter,
-        recorded: RecordedOrder | None,
-        standby: StandbyLink | None,
-        answer_rows: AnswerRows | None = None,
-    ) -> None:
-        self._variables, self._writer, self._standby = variables, writer, standby
-        self._answer_rows = answer_rows
-        self._arrivals = OrderedArrivals[tuple[QuestionArrival, bool]](writer, recorded)
-        self.ended = self.closed = False
-        self.pushed: list[int] = []
-        self._version = 0
-        self._pulled: dict[int, int] = {}
-        self._applied = StepSet()
-        self._unanswered: dict[int, Record] = {}
-
-    def resume(self, kept: KeptServer) -> None:
-        """Continue from the last message that a lost server sent to this standby."""
-        if kept.state is not None:
-            self._variables.restore(kept.state)
-        while kept.messages:
-            self.repeat(kept)
-        self.pushed.clear()
-        self._version, self._applied = 0, kept.pushed
-        for record in kept.records:
-            self._writer.add(*record)
-            self._unanswered[record.worker] = record
-            if record.kind is RecordKind.PULL:
-                self._pulled[record.worker] = self._version
-            elif record.kind is RecordKind.PUSH:
-                self._pulled.pop(record.worker, None)
-                self._version += 1
-        self._writer.add(RecordKind.TAKEN, 0, 0)
-
-    def repeat(self, kept: KeptServer) -> None:
-        """Repeat the next message that is kept, if there is one. Another server has processed it before."""
-        if kept.messages:
-            self._process(*kept.messages.popleft())
-
-    def arrive(self, arrival: QuestionArrival) -> None:
-        """Process a message, at its turn.
-
-        Raises:
-            PeerLostError: the connection to the standby has ended, but not the standby.
-            PeerStuckError: the standby has not answered in time.
-            TakenOverError: the standby has taken over the shards.
-        """
-        message: Any = arrival.message
-        if isinstance(message, ReadRows | WriteRows):
-            # These are not in the order: the chief asks only while no step is in work.
-            self._answer(arrival)
-            return
-        record = record_of(arrival.process, message)
-        again = self._unanswered.pop(arrival.process, None) == record
-        if isinstance(message, Push) and (message.step, message.part) in self._applied:
-            # The step of a lost worker was computed again, or a lost server applied it without an answer.
-            arrival.answer(Applied(-1))
-            return
-        if isinstance(message, Write) and again:
-            arrival.answer(Applied())
-            return
-        if isinstance(message, Push) and not self._arrivals.expects(record):
-            # In the recorded run, this push was lost with its worker.
-            arrival.answer(Applied(-1))
-            return
-        for due, is_repeated in self._arrivals.arrive(record, (arrival, again)):
-            self._answer(due, again=is_repeated)
-
-    def tables(self) -> dict[int, TableSnapshot]:
-        """Return the tables as they are now, by the positions of their shards."""
-        return self._variables.tables()
-
-    def end_call(self, arrival: QuestionArrival) -> None:
-        """End the call: the order is complete."""
-        self._writer.end()
-        self._writer.close()
-        self.ended = True
-        arrival.answer(Applied())
-
-    def forget(self, process: int) -> None:
-        """Forget the last pull of a process that has closed its connection."""
-        self._pulled.pop(process, None)
-
-    def awaited(self) -> Record | None:
-        """Return the record that arrivals wait for, if an order is followed and some wait."""
-        return self._arrivals.awaited()
-
-    def close(self) -> None:
-        """Write the rest of the order."""
-        self._writer.close()
-
-    def _answer(self, arrival: QuestionArrival, *, again: bool = False) -> None:
-        """Process a message, while the standby receives it, and answer."""
-        message: Any = arrival.message
-        if self._standby is None or isinstance(message, ReadRows):
-            arrival.answer(*self._process(arrival.process, message, arrival.arrays, again))
-            return
-        standby, lost = self._standby, None
-        try:
-            standby.send(arrival.process, message, arrival.arrays)
-        except PeerLostError as error:
-            lost = error
-        answer = self._process(arrival.process, message, arrival.arrays, again)
-        try:
-            if lost is None:
-                standby.confirm()
-                if standby.is_due(self._variables.state_bytes):
-                    standby.send_state(self._variables.state())
-        except TakenOverError:
-            # The standby continues the order, in the same file.
-            self._writer.drop()
-            raise
-        except PeerLostError as error:
-            lost = error
-        if lost is not None:
-            standby.lose(lost)
-            self._standby = None
-        arrival.answer(*answer)
-
-    def _process(
-        self, process: int, message: Processed | ReadRows, arrays: list[Array], again: bool = False
-    ) -> tuple[Answer, Sequence[Array]]:
-        match message:
-            case ReadRows() | WriteRows():
-                assert self._answer_rows is not None
-                return self._answer_rows(message, arrays)
-            case Pull():
-                self._pulled[process] = self._version
-                slots, common = self._variables.common() if message.common else ((), [])
-                rows = dict(zip(message.tables, arrays, strict=True))
-                return ServedValues(slots), [*self._variables.values(rows), *common]
-            case PullRows():
-                return ServedValues(), [self._variables.rows(message.shard, *arrays)]
-            case Push():
-                gradients = dict(zip(message.shards, arrays, strict=False))
-                rows = dict(zip(message.tables, arrays[len(message.shards) :], strict=True))
-                self._variables.update(gradients, message.updates, rows)
-                self._applied.add(message.step, message.part)
-                staleness = self._version - self._pulled.pop(process, self._version)
-                self._version += 1
-                self.pushed.append(message.step)
-                return Applied(staleness), []
-            case Read():
-                changed, of_tables = self._variables.changes(again=again)
-                digests = self._variables.digests()
-                values = ServedValues(self._variables.slots, tuple(of_tables), tuple(digests))
-                return values, [digests.get(k, array) for k, array in enumerate(changed)] + [
-                    *of_tables.values()
-                ]
-            case Write():
-                shards = dict(zip(message.shards, arrays, strict=False))
-                written_slots = dict(zip(message.slots, arrays[len(message.shards) :], strict=True))
-                self._variables.write(shards, written_slots)
-                return Applied(), []
 
 
 class ServerProcess(TaskProcess):

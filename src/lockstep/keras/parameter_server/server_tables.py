@@ -52,7 +52,7 @@ from lockstep.errors import (
     PeerLostError,
 )
 from lockstep.keras.parameter_server.mesh import mesh_of_job
-from lockstep.keras.parameter_server.server_channel import AsksServer
+from lockstep.keras.parameter_server.servers import AsksServer
 from lockstep.keras.parameter_server.table_rows import VALUES, TableRows, positions_of, ranges_of
 from lockstep.parameter_server.tasks import ServerPlace
 from lockstep.protocol.parameter_server import (

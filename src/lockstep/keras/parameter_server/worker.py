@@ -12,10 +12,9 @@ import msgspec
 import numpy.typing as npt
 
 from lockstep.keras.parameter_server.process import TaskProcess
-from lockstep.keras.parameter_server.served_variables import Slot
 from lockstep.keras.parameter_server.servers import Gradients, Servers
 from lockstep.parameter_server.partitioners import Shard
-from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, WorkDone
+from lockstep.protocol.parameter_server import Assigned, AtCall, Passed, Slot, WorkDone
 from lockstep.transport.array_channel import AskingChannel
 
 Array = npt.NDArray[Any]

@@ -11,13 +11,13 @@ from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.function_calls import Scheduled
 from lockstep.keras.parameter_server.function_results import pack_result, report_failure
 from lockstep.keras.parameter_server.function_run import FunctionRunner
-from lockstep.keras.parameter_server.served_variables import Slot, slots_of_all
+from lockstep.keras.parameter_server.served_optimizers import slots_of_all
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.servers import Gradients
 from lockstep.keras.parameter_server.table_rows import NO_ROWS
 from lockstep.keras.parameter_server.worker import DoneWork
 from lockstep.keras.seeds import seed_of
-from lockstep.protocol.parameter_server import AtCall, WorkDone
+from lockstep.protocol.parameter_server import AtCall, Slot, WorkDone
 
 Array = npt.NDArray[Any]
 
