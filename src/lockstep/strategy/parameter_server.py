@@ -1,7 +1,7 @@
 """The strategy with parameter servers, and their tasks, named as in `tf.distribute`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from lockstep.cluster.resolver import ClusterResolver
@@ -10,6 +10,7 @@ from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.errors import ConfigError, InputError, ModelError
 from lockstep.keras import assignments
 from lockstep.keras.assignments import observed_by
+from lockstep.keras.fit.served import ScheduledFunctions
 from lockstep.keras.parameter_server.function_calls import FunctionCalls, ScheduleContext
 from lockstep.keras.parameter_server.function_chief import ChiefCalls
 from lockstep.keras.parameter_server.function_one_process import OneProcessCalls
@@ -27,6 +28,7 @@ from lockstep.parameter_server.tasks import TaskType
 from lockstep.rendezvous.take_part import take_part_with_servers
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy
+from lockstep.worker.job import Job
 
 _CALLS: dict[TaskType, type[FunctionCalls]] = {"chief": ChiefCalls, "worker": WorkerCalls, "ps": ServerCalls}
 """What runs scheduled functions, by the type of the process's task."""
@@ -91,20 +93,15 @@ class ParameterServerStrategy(Strategy):
         self._options = ServerOptions(variable_partitioner, max_staleness)
         # A step is computed by one worker.
         self._runner = SingleReplicaRunner()
-        self._variables = ScopeVariables()
-        self._calls: FunctionCalls | None = None
-        self._local_calls: LocalCalls | None = None
         self._coordinator: Any = None
-        if self._methods.served is not None:
-            assignments.install()
-            self._job.at_completion(self._close_functions)
-            self._methods.served.has_functions(self._join_functions, self._close_functions)
+        self._program: _Program = _LocalProgram()
+        if self._job.context.tasks is not None:
+            self._program = _ServedProgram(self._job, self._methods.functions, self._options)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Let the job train the models that are compiled within the block."""
-        created = observed_by(self._variables) if self.has_servers else nullcontext()
-        with self._methods.scope(self._entered, self._options), self._entered(), created:
+        with self._methods.scope(self._entered, self._options), self._entered(), self._program.scope():
             yield self
 
     @property
@@ -120,7 +117,7 @@ class ParameterServerStrategy(Strategy):
     @property
     def has_servers(self) -> bool:
         """Whether this process belongs to a job with parameter servers."""
-        return self._methods.served is not None
+        return self._program.has_servers
 
     def per_worker_dataset(self, make: Callable[[], Any], number: int) -> PerWorkerDataset:
         """Return a dataset that each worker creates for itself.
@@ -143,24 +140,7 @@ class ParameterServerStrategy(Strategy):
 
         In a job, it ends at the next `fit`, with a function of another strategy, and with the script.
         """
-        served = self._methods.served
-        if served is None:
-            self._local_calls = self._local_calls or LocalCalls()
-            return self._local_calls
-        if self._calls is None:
-            served.end_functions()
-            program = ScheduleContext(
-                job=self._job,
-                scope=self._variables,
-                options=self._options,
-                number=served.number_functions,
-                joining=served.joining_in_functions,
-                ended=served.functions_changed,
-                trained=served.steps_taken,
-            )
-            calls = OneProcessCalls if self._job.settings.in_one_process else _CALLS[program.task]
-            self._calls = calls(program)
-        return self._calls
+        return self._program.function_calls()
 
     def run(
         self,
@@ -176,8 +156,7 @@ class ParameterServerStrategy(Strategy):
         """
         if current_replica() is not None:
             return fn(*args, **(kwargs or {}))
-        if self.has_servers:
-            _refuse_loop("strategy.run")
+        self._program.begin_loop("strategy.run")
         return super().run(fn, args, kwargs, options)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | Sequence[int] | None = None) -> Any:
@@ -194,8 +173,7 @@ class ParameterServerStrategy(Strategy):
         Raises:
             ModelError: the job has parameter servers.
         """
-        if self.has_servers:
-            _refuse_loop("strategy.steps")
+        self._program.begin_loop("strategy.steps")
         return super().steps(count, state, checkpoint)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -204,17 +182,115 @@ class ParameterServerStrategy(Strategy):
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Return a dataset that each process creates with `dataset_fn(InputContext())`."""
-        made = DatasetFunction(dataset_fn)
-        return made if self.has_servers else made.create()
+        return self._program.dataset(DatasetFunction(dataset_fn))
 
-    def _join_functions(self) -> None:
+
+class _Program(Protocol):
+    """How this process runs the functions and loops of the program.
+
+    Attributes:
+        has_servers: whether parameter servers have the weights.
+    """
+
+    has_servers: bool
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context in which the program creates variables."""
+
+    def function_calls(self) -> Calls:
+        """Return the object that runs scheduled functions."""
+
+    def begin_loop(self, name: str) -> None:
+        """Raise ModelError if `strategy.run` and `strategy.steps` are not supported."""
+
+    def dataset(self, made: DatasetFunction) -> Any:
+        """Return the dataset of the program, from a function that creates it in each process."""
+
+
+class _LocalProgram:
+    """The program in one process, which runs everything itself."""
+
+    has_servers = False
+
+    def __init__(self) -> None:
+        self._calls: LocalCalls | None = None
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context without effect."""
+        return nullcontext()
+
+    def function_calls(self) -> LocalCalls:
+        """Return the object that runs functions where they are scheduled."""
+        self._calls = self._calls or LocalCalls()
+        return self._calls
+
+    def begin_loop(self, name: str) -> None:
+        """Do nothing."""
+
+    def dataset(self, made: DatasetFunction) -> Any:
+        """Create the dataset."""
+        return made.create()
+
+
+class _ServedProgram:
+    """The program in a process of a job with parameter servers, whose workers run the functions.
+
+    Args:
+        job: the job.
+        functions: the functions of all strategies.
+        options: the options of the strategy.
+    """
+
+    has_servers = True
+
+    def __init__(self, job: Job, functions: ScheduledFunctions, options: ServerOptions) -> None:
+        self._job, self._functions, self._options = job, functions, options
+        self._variables = ScopeVariables()
+        self._calls: FunctionCalls | None = None
+        assignments.install()
+        job.at_completion(self._close)
+        functions.of_strategy(self._join, self._close)
+
+    def scope(self) -> AbstractContextManager[None]:
+        """Return a context that notes which variables the program creates."""
+        return observed_by(self._variables)
+
+    def function_calls(self) -> FunctionCalls:
+        """Return the calls in progress, or begin new ones."""
+        if self._calls is None:
+            self._functions.end()
+            program = ScheduleContext(
+                job=self._job,
+                scope=self._variables,
+                options=self._options,
+                number=self._functions.number,
+                joining=self._functions.joining,
+                ended=self._functions.changed,
+                trained=self._functions.steps_taken,
+            )
+            calls = OneProcessCalls if self._job.settings.in_one_process else _CALLS[program.task]
+            self._calls = calls(program)
+        return self._calls
+
+    def begin_loop(self, name: str) -> None:
+        """Raise ModelError."""
+        raise ModelError(
+            f"{name} with parameter servers works in functions that a lockstep.ClusterCoordinator schedules; "
+            "use fit, a ClusterCoordinator, or MultiWorkerMirroredStrategy in a job without --ps"
+        )
+
+    def dataset(self, made: DatasetFunction) -> Any:
+        """Let each process create the dataset when it needs it."""
+        return made
+
+    def _join(self) -> None:
         if self._calls is not None:
             self._calls.join()
 
-    def _close_functions(self) -> None:
+    def _close(self) -> None:
         calls, self._calls = self._calls, None
-        if calls is not None and self._methods.served is not None:
-            self._methods.served.functions_closed(calls.name, calls.close())
+        if calls is not None:
+            self._functions.closed(calls.name, calls.close())
 
 
 @runtime_checkable
@@ -307,10 +383,3 @@ class Server:
             "with `lockstep run --ps P -n N train.py`, or each one with `lockstep run --tf-config --ps P "
             "train.py`, and let each process run the chief's part of the program"
         )
-
-
-def _refuse_loop(name: str) -> NoReturn:
-    raise ModelError(
-        f"{name} with parameter servers works in functions that a lockstep.ClusterCoordinator schedules; use "
-        "fit, a ClusterCoordinator, or MultiWorkerMirroredStrategy in a job without --ps"
-    )

@@ -361,8 +361,8 @@ class Strategy:
         return values_from_function(self._job, self._runner, value_fn)
 
     def _part(self, name: str) -> AbstractContextManager[None]:
-        """Let one thread at a time compute with the replicas; scheduled functions have their own threads."""
-        if self._job.view.replicas == 1 or self._methods.served is not None:
+        """Let one thread at a time compute with the replicas."""
+        if self._job.view.replicas == 1:
             return nullcontext()
         several = len(self._job.view.workers) > 1
         return self._methods.turns.part(f"strategy.{name}", several=several)

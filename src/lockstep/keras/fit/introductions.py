@@ -54,6 +54,7 @@ class Introductions:
         parts: the parts of the trainer.
         new_step: returns a new step of a model.
         tries: whether a model may be called as often as a trial needs.
+        divides_training: whether the workers divide the batches of training.
     """
 
     def __init__(
@@ -61,10 +62,12 @@ class Introductions:
         parts: TrainerParts,
         new_step: Callable[[Any, StepKind], GlobalStep],
         tries: Callable[[Any], bool],
+        *,
+        divides_training: bool,
     ) -> None:
         self._parts, self._job, self._models = parts, parts.job, parts.models
         self._new_step = new_step
-        self._tries = tries
+        self._tries, self._divides_training = tries, divides_training
         self._introduced = False
         self._told: set[str] = set()
         self._compared_steps: tuple[Any, dict[StepKind, GlobalStep]] = (None, {})
@@ -237,7 +240,13 @@ class Introductions:
         both = kind == "train" or (kind == "test" and "train" in before.tried)
         kinds: list[StepKind] = ["train", "test"] if both else [kind]
         trial = Trial(
-            self._job, parts.backend, model, batch, self._models.step_context(model), tries=self._tries(model)
+            self._job,
+            parts.backend,
+            model,
+            batch,
+            self._models.step_context(model),
+            tries=self._tries(model),
+            divides_training=self._divides_training,
         )
         if kind == "predict":
             # A trial of training has tried the same layers.

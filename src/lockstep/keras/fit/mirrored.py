@@ -57,14 +57,18 @@ class Mirrored:
 
     Attributes:
         keeps_state: whether workers join and leave, and checkpoints are saved, after single batches.
+        divides_training: whether the workers divide the batches of training.
     """
 
     keeps_state = True
+    divides_training = True
 
     def __init__(self, parts: TrainerParts) -> None:
         self._parts, self._job = parts, parts.job
         self._models, self._resumable = parts.snapshots.models, parts.resumable
-        self._introductions = Introductions(parts, self._new_step, self._tries)
+        self._introductions = Introductions(
+            parts, self._new_step, self._tries, divides_training=self.divides_training
+        )
         self._told_paths: set[str] = set()
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +246,10 @@ class Mirrored:
             step = self._new_step(model, kind, new_traces(model, kind))
             setattr(model, attribute, self._parts.backend.function(model, step.take, kind))
         return getattr(model, attribute)
+
+    def saves(self, model: Any) -> bool:
+        """Whether this process saves a model: all of them do, and share the work."""
+        return True
 
     def step_ended(self, call: NumberedCall) -> None:
         """Do nothing: a step counts itself."""

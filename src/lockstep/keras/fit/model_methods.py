@@ -20,13 +20,12 @@ from lockstep.keras.fit.call_inputs import CallInputs
 from lockstep.keras.fit.call_record import CallRecord
 from lockstep.keras.fit.mirrored import Mirrored
 from lockstep.keras.fit.one_replica import Checkpointed, OneReplica, Outside
-from lockstep.keras.fit.served import OutsideServed, Served, WithinServed
+from lockstep.keras.fit.served import OutsideServed, ScheduledFunctions, Served, WithinServed
 from lockstep.keras.fit.trainer import KerasFunctions, Original, Trainer, TrainerParts
 from lockstep.keras.input.fit_inputs import GlobalInput
 from lockstep.keras.kept_saves import KeptSaves
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
-from lockstep.keras.parameter_server.server_embedding import only_chief_reads
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.shared_saves import SharedSaves
 from lockstep.keras.state.callback_states import attribute_hashes, callback_states, listeners
@@ -46,7 +45,7 @@ class ModelMethods:
     Attributes:
         step_loops: drives custom loops.
         turns: the turns of the script's threads.
-        served: numbers scheduled functions; None in a job without parameter servers.
+        functions: the functions that the script schedules.
     """
 
     def __init__(self, job: Job, backend: Backend) -> None:
@@ -66,7 +65,7 @@ class ModelMethods:
         self.turns: CallTurns = self._resumable.turns
         self._models = AdoptedModels()
         self._record = CallRecord(job, backend, calls, self._resumable, saves, self._last)
-        self._functions = KerasFunctions()
+        self._keras_functions = KerasFunctions()
         parts = TrainerParts(
             job=job,
             backend=backend,
@@ -77,15 +76,20 @@ class ModelMethods:
             inputs=CallInputs(job, calls, snapshots),
             record=self._record,
             last=self._last,
-            functions=self._functions,
+            functions=self._keras_functions,
         )
         self._inputs = parts.inputs
-        self.served = None if job.context.tasks is None else Served(parts)
-        outside = Outside(parts) if self.served is None else OutsideServed(parts)
-        self._outside: Trainer = outside
-        self._one_replica: Trainer = (OneReplica if self.served is None else WithinServed)(parts, outside)
+        self.functions = ScheduledFunctions(parts)
+        self._outside: Trainer
+        self._one_replica: Trainer
+        self._together: Trainer
+        if job.context.tasks is None:
+            self._outside = outside = Outside(parts)
+            self._one_replica, self._together = OneReplica(parts, outside), Mirrored(parts)
+        else:
+            self._outside = outside = OutsideServed(parts)
+            self._one_replica, self._together = WithinServed(parts, outside), Served(parts, self.functions)
         self._checkpointed: Trainer = Checkpointed(parts)
-        self._together: Trainer = self.served or Mirrored(parts)
         job.at_completion(self._record.compare_last_batch)
         job.at_end(lambda: job.events.publish(self.trained()))
         job.at_completion(self.turns.wait)
@@ -107,7 +111,7 @@ class ModelMethods:
 
     def make_function(self, kind: StepKind, original: Original, model: Any, force: bool = False) -> Any:
         """Set the function of a model that Keras's loop calls for each step, and return it."""
-        trainer = self._outside if self._functions.makes else self._trainer(model)
+        trainer = self._outside if self._keras_functions.makes else self._trainer(model)
         return trainer.make_function(kind, original, model, force)
 
     def symbolic_build(
@@ -179,13 +183,11 @@ class ModelMethods:
     def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model once for all workers.
 
-        While the script catches up, the file exists already, and the model does not have its state yet. While
-        functions are scheduled that train tables on the servers, only the chief saves. It does not wait for
-        others, which would read rows at another moment.
+        While the script catches up, the file exists already, and the model does not have its state yet.
         """
         if self._kept_saves is not None:
             self._kept_saves.save(original, model, *args, **kwargs)
-        elif not self.behind and (self._job.is_chief or not only_chief_reads(self._job, model)):
+        elif not self.behind and self._trainer(model).saves(model):
             self._saves.save(original, model, *args, **kwargs)
 
     def next_seed(self) -> int:

@@ -46,6 +46,10 @@ class Outside:
         """Let Keras make the function."""
         return original(model, force)
 
+    def saves(self, model: Any) -> bool:
+        """Whether this process saves a model: all of them do."""
+        return True
+
     def step_ended(self, call: NumberedCall) -> None:
         """Do nothing."""
 

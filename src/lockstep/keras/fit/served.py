@@ -31,6 +31,7 @@ from lockstep.keras.parameter_server.function_joining import FunctionJoining
 from lockstep.keras.parameter_server.process import ServedCall, UsedIterators
 from lockstep.keras.parameter_server.server_embedding import (
     meet_servers,
+    only_chief_reads,
     refuse_apart,
     server_layers,
 )
@@ -39,6 +40,75 @@ from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.state.callback_states import attribute_hashes
 from lockstep.keras.variables import NamedVariables
 from lockstep.system.notes import note
+from lockstep.worker.job import Job
+
+
+class ScheduledFunctions:
+    """The functions that strategies schedule, among the calls of a process: one call at a time.
+
+    Args:
+        parts: the common parts of the trainers.
+    """
+
+    def __init__(self, parts: TrainerParts) -> None:
+        self._parts, self._job, self._resumable = parts, parts.job, parts.resumable
+        self._joins: list[Callable[[], object]] = []
+        self._ends: list[Callable[[], object]] = []
+
+    def of_strategy(self, join: Callable[[], object], end: Callable[[], object]) -> None:
+        """Note that a strategy schedules functions.
+
+        Args:
+            join: waits for the functions. It is called before all processes evaluate or predict together.
+            end: ends the functions, for `end`.
+        """
+        self._joins.append(join)
+        self._ends.append(end)
+
+    def end(self) -> None:
+        """End the functions of all strategies, because only one call at a time has an order of arrival."""
+        for end in self._ends:
+            end()
+
+    def join(self) -> None:
+        """Wait for the functions of all strategies."""
+        for join in self._joins:
+            join()
+
+    def number(self) -> NumberedCall:
+        """Number the functions that a `ClusterCoordinator` schedules from now on."""
+        self._job.note_distribution()
+        turns = self._parts.turns
+        with turns.turn("functions", lambda: "functions"), self._resumable.call("functions") as call:
+            if self._resumable.resume() is None:
+                self._parts.record.begin_functions(call)
+                # Other calls may begin and finish before the functions end.
+                self._resumable.finish(None)
+            return call
+
+    def steps_taken(self) -> int:
+        """Return the number of training steps in all calls that have ended."""
+        return self._parts.record.steps
+
+    def joining(self) -> FunctionJoining:
+        """Return how workers join in the functions that were numbered last."""
+        return FunctionJoining(self._job, self._parts.snapshots, self._parts.calls)
+
+    def changed(self, label: str, functions: int, variables: Mapping[str, Any]) -> None:
+        """Record the variables after a call of a `ClusterCoordinator`.
+
+        Args:
+            label: names the call.
+            functions: number of scheduled functions.
+            variables: the variables that they train and change, by name.
+        """
+        trained = NamedVariables("functions", variables)
+        self._parts.last.trains(trained)
+        self._parts.record.state(label, trained, functions)
+
+    def closed(self, name: str, functions: int) -> None:
+        """Note that functions are complete, and that no more follow under this name."""
+        self._parts.record.end_functions(name, functions)
 
 
 class OutsideServed(Outside):
@@ -49,6 +119,10 @@ class OutsideServed(Outside):
         if method in ("evaluate", "predict"):
             refuse_apart(self._job, model, method)
         return super().call(method, original, model, *args, **kwargs)
+
+    def saves(self, model: Any) -> bool:
+        """Whether this process saves a model: see `_saves`."""
+        return _saves(self._job, model)
 
 
 class WithinServed(OneReplica):
@@ -64,24 +138,34 @@ class WithinServed(OneReplica):
         _refuse_training(method)
         return super().on_batch(method, original, model, *args, **kwargs)
 
+    def saves(self, model: Any) -> bool:
+        """Whether this process saves a model: see `_saves`."""
+        return _saves(self._job, model)
+
 
 class Served(Mirrored):
-    """The `Trainer` of a job with parameter servers, outside of `fit`; it also numbers functions."""
+    """The `Trainer` of a job with parameter servers, outside of `fit`.
 
-    def __init__(self, parts: TrainerParts) -> None:
+    Args:
+        parts: the parts of the trainer.
+        functions: the functions that the script schedules.
+    """
+
+    divides_training = False
+
+    def __init__(self, parts: TrainerParts, functions: ScheduledFunctions) -> None:
         super().__init__(parts)
+        self._functions = functions
         parts.record.meet = partial(meet_servers, parts.job)
         self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._iterators = UsedIterators()
-        self._joins_functions: list[Callable[[], object]] = []
-        self._ends_functions: list[Callable[[], object]] = []
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Train asynchronously on the workers."""
         self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
         self._refuse_within_function("fit")
-        self.end_functions()
+        self._functions.end()
         _refuse_unserved(self._parts, model)
         refuse_within_epoch(bound.arguments["callbacks"])
         refuse_stateful_layers(model)
@@ -147,13 +231,13 @@ class Served(Mirrored):
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as replicas do, when no function is in work."""
         self._refuse_within_function("evaluate")
-        self._join_functions()
+        self._functions.join()
         return super().evaluate(original, model, *args, **kwargs)
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict as replicas do, when no function is in work."""
         self._refuse_within_function("predict")
-        self._join_functions()
+        self._functions.join()
         return super().predict(original, model, *args, **kwargs)
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,59 +246,9 @@ class Served(Mirrored):
         _refuse_training(method)
         return super().on_batch(method, original, model, *args, **kwargs)
 
-    def has_functions(self, join: Callable[[], object], end: Callable[[], object]) -> None:
-        """Let a strategy schedule functions.
-
-        Args:
-            join: waits for the functions. It is called before all processes evaluate or predict together.
-            end: ends the functions, for `end_functions`.
-        """
-        self._joins_functions.append(join)
-        self._ends_functions.append(end)
-
-    def end_functions(self) -> None:
-        """End the functions of all strategies, because only one call at a time has an order of arrival."""
-        for end in self._ends_functions:
-            end()
-
-    def _join_functions(self) -> None:
-        for join in self._joins_functions:
-            join()
-
-    def number_functions(self) -> NumberedCall:
-        """Number the functions that a `ClusterCoordinator` schedules from now on."""
-        self._job.note_distribution()
-        turns = self._parts.turns
-        with turns.turn("functions", lambda: "functions"), self._resumable.call("functions") as call:
-            if self._resumable.resume() is None:
-                self._parts.record.begin_functions(call)
-                # Other calls may begin and finish before the functions end.
-                self._resumable.finish(None)
-            return call
-
-    def steps_taken(self) -> int:
-        """Return the number of training steps in all calls that have ended."""
-        return self._parts.record.steps
-
-    def joining_in_functions(self) -> FunctionJoining:
-        """Return how workers join in the functions that were numbered last."""
-        return FunctionJoining(self._job, self._parts.snapshots, self._parts.calls)
-
-    def functions_changed(self, label: str, functions: int, variables: Mapping[str, Any]) -> None:
-        """Record the variables after a call of a `ClusterCoordinator`.
-
-        Args:
-            label: names the call.
-            functions: number of scheduled functions.
-            variables: the variables that they train and change, by name.
-        """
-        trained = NamedVariables("functions", variables)
-        self._parts.last.trains(trained)
-        self._parts.record.state(label, trained, functions)
-
-    def functions_closed(self, name: str, functions: int) -> None:
-        """Note that functions are complete, and that no more follow under this name."""
-        self._parts.record.end_functions(name, functions)
+    def saves(self, model: Any) -> bool:
+        """Whether this process saves a model: see `_saves`."""
+        return _saves(self._job, model)
 
     def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
         """Return the embedding tables of a model of which workers read rows; print which others it has."""
@@ -259,6 +293,15 @@ class Served(Mirrored):
                 f"{method} within a scheduled function is not supported: call the model, or call {method} in "
                 "the script, after join"
             )
+
+
+def _saves(job: Job, model: Any) -> bool:
+    """Whether a process saves a model.
+
+    While functions are scheduled that train tables on the servers, only the chief does. It does not wait for
+    others, which would read rows at another moment.
+    """
+    return job.is_chief or not only_chief_reads(job, model)
 
 
 def _refuse_unserved(parts: TrainerParts, model: Any) -> None:

@@ -1,6 +1,6 @@
 """The trainers that compute the calls on a model: of one replica, of several, or with parameter servers.
 
-    ModelMethods            Keras's methods on models; chooses the trainer, in `_trainer` and nowhere else
+    ModelMethods            Keras's methods on models; chooses the trainer of a call, only in `_trainer`
       `-- Trainer
             Outside         the model is not the job's: Keras's own methods
             Mirrored        replicas: every worker returns the results on global batches
@@ -9,9 +9,11 @@
             Served          a job with parameter servers; within `fit`: WithinServed
 
 `Served` is `Mirrored`, except for `fit`. Outside of `fit`, all processes have the same state and share the
-work. Within it, each process is apart from the view, and is like a job of its own with one replica. So three
-facts decide: whether the model is adopted, how many replicas the view has now, and whether the job saves or
-resumes. The last one changes when a `fit` of the script asks for checkpoints.
+work. Within it, each process is apart from the view, and is like a job of its own with one replica.
+
+Whether a job has parameter servers is fixed, so `ModelMethods` asks once, when it creates the trainers. Three
+other facts decide for each call: whether the model is adopted, how many replicas the view has now, and
+whether the job saves or resumes. The last one changes when a `fit` of the script asks for checkpoints.
 
 `TrainerParts` has the common parts of all trainers: the adopted models (`adoption.py`), the calls of the
 process and their positions (`keras/numbered_calls.py`, `keras/state`), their inputs (`call_inputs.py`), and
@@ -64,6 +66,9 @@ class Trainer(Protocol):
 
     def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
         """Set the function of a model that Keras's loop calls for each step, and return it."""
+
+    def saves(self, model: Any) -> bool:
+        """Whether this process saves a model, alone or with the others."""
 
     def step_ended(self, call: NumberedCall) -> None:
         """Note that callbacks have processed the end of one execution of steps of a `fit`."""

@@ -125,6 +125,7 @@ class Trial:
         batch: the rows to try. They are read only if the program has parts to try.
         context: returns the context of the program's own `train_step`.
         tries: whether the model may be called. Otherwise, the parts to try are named.
+        divides_training: whether the workers divide the batches of training.
         whole: the parts of a step that are computed from the whole batch.
 
     Attributes:
@@ -142,9 +143,10 @@ class Trial:
         context: Callable[[], AbstractContextManager[None]],
         *,
         tries: bool = True,
+        divides_training: bool = True,
         whole: frozenset[WholePart] = frozenset(),
     ) -> None:
-        self._tries = tries
+        self._tries, self._divides_training = tries, divides_training
         self._failed = False
         self._gathers = False
         self._changes_numbers = False
@@ -221,8 +223,7 @@ class Trial:
 
     def _wholes(self) -> list[frozenset[WholePart]]:
         """Return what may also be computed from the whole batch, so that fewer parts are named."""
-        # A worker of parameter servers computes a whole batch.
-        if not (self._tries and self._job.context.tasks is None):
+        if not (self._tries and self._divides_training):
             return []
         loss, metrics = (
             any(name.startswith(beginnings) for name in self.names)

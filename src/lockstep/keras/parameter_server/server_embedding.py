@@ -258,11 +258,7 @@ def server_layers(model: Any) -> list[Any]:
 
 def only_chief_reads(current_job: job.Job, model: Any) -> bool:
     """Whether functions are scheduled that may change a model's rows. Only the chief knows when none runs."""
-    return (
-        current_job.context.tasks is not None
-        and bool(server_layers(model))
-        and tables_of_job(current_job).scheduling
-    )
+    return bool(server_layers(model)) and tables_of_job(current_job).scheduling
 
 
 def refuse_apart(current_job: job.Job, model: Any, action: str) -> None:
