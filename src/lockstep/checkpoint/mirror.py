@@ -1,4 +1,4 @@
-"""Checkpoints in an object store: what a job writes to a local folder also goes there, and comes back.
+"""Checkpoints in an object store: a job uploads those of its local folder, and fetches them to resume.
 
 A prefix of the store has one object `head.json`, and two objects for each checkpoint:
 
@@ -16,8 +16,8 @@ chief replaces the head once before its first upload. From then on, an earlier c
 nothing: its next write is refused. With a lock that expires, a holder that has slept too long could write
 once more. A job that another one has replaced ends (`SupersededError`), because only one may continue.
 
-The folder of this machine is a copy of which the store decides: local checkpoints that are newer than the
-store's count only if no other job has written to the store since. A file in the folder, the mark, says so.
+The folder of this machine is a copy, and the store decides: local checkpoints that are newer than those in
+the store count only if no other job has written to the store since. A file in the folder, the mark, says so.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 """The comparison of a script with one process: in a job of its own, and in such a job beside a run.
 
-`lockstep check` waits for the job. Beside a run, a process of low priority waits for it, and its end, for
-whatever reason, costs the run nothing. It begins after the run's first step, when the downloads of the script
-are complete.
+`lockstep check` waits for the job. Beside a run, a process of low priority waits for it. The run does not
+depend on this process, for whatever reason it ends. It begins after the run's first step, when the downloads
+of the script are complete.
 
 Beside a run, a fork of the command starts the job. It takes nothing from the run. With the run's seed, it
 begins with the same first state and the same first batch, and a check that requests nothing from a job cannot

@@ -1,4 +1,4 @@
-"""The process of an agent on another host than that of the coordinator.
+"""The process of an agent on a host other than that of the coordinator.
 
 An agent whose `ssh` connection ends kills all processes of the job on its host, and so does the process that
 watches it. The tasks of Slurm share a terminal, so only the coordinator writes notes there. They get signals

@@ -2,11 +2,11 @@
 
 They are in the variables that functions of the model and of its callbacks name: global ones, those of
 enclosing functions, and those of classes; and in attributes of the program's objects there. A process that
-skips steps also skips these changes, so it takes over what has changed since the call began. What the script
-itself sets is its own: an edited constant counts.
+skips steps also skips these changes, so it takes over the values that have changed since the call began. It
+keeps values that the script itself sets, such as an edited constant.
 
-Few kinds of values travel, because a value must be the same in the other process, and so must be what else
-refers to it: numbers, texts, and plain containers and small arrays of them, but no object of a class. A
+Few kinds of values travel, because a value, and everything else that refers to it, must be the same in the
+other process: numbers, texts, and plain containers and small arrays of them, but no object of a class. A
 container that was there at the beginning is changed in place. A new one travels if nothing else refers to it.
 Everything else that has changed is named in a note.
 """

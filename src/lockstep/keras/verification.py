@@ -1,13 +1,13 @@
-"""Verification: now and then a second worker computes a part of a step again, before the step counts.
+"""Verification: in some steps, a second worker computes a part again, before the step counts.
 
 A partial is a function of the state, the examples, the seed and the earlier totals. So two workers that
 compute a replica get equal bits, unless a processor, a memory or a library of one of them is at fault, or the
-step is not deterministic. Comparing states cannot show that: a total enters the state of all workers alike.
-The sum over the replicas enters it alike, too.
+step is not deterministic. A comparison of states cannot show this, because a total with wrong bits, of a
+partial or of the sum itself, enters the state of all workers in the same way.
 
 In a verified step, `VerificationPlan` draws replicas. The owner of each and a second worker, its checker,
 hash the partial that each has computed. If the hashes differ, both compute it again, a third worker computes
-it once, and `judge` decides from these answers. All workers get all answers, so all decide alike.
+it once, and `judge` decides from these answers. All workers get all answers, so they all decide the same.
 
 Then the workers sum. The bytes of a total are divided into R parts, and those with the numbers of the drawn
 replicas are verified: all owners send their summands of such a part to its checker, which adds them up along

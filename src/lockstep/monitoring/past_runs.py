@@ -1,7 +1,7 @@
 """The runs in folders, one row each: their times, workers, progress and ends.
 
 `summarize`, `select` and the tables are pure. Values that a log does not have, or has in a form that this
-version does not know, are left out: the last line may be incomplete, and an earlier version has recorded
+version does not know, are omitted: the last line may be incomplete, and an earlier version has recorded
 less.
 """
 

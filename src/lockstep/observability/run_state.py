@@ -1,8 +1,8 @@
 """The state of a run: one immutable value, and one pure step, `RunState.after`.
 
-Everything that people see of a run is rendered from this state: the page, the report, `lockstep top` and
-`lockstep runs` from the files of its folder, and its last line and its metrics while it publishes its events.
-An event means the same to all of them.
+All views of a run are rendered from this state: the page, the report, `lockstep top` and `lockstep runs`
+from the files of its folder, and its last line and its metrics while it publishes its events. An event has
+the same meaning in all of them.
 
 A reader in another thread has a state that does not change. Parts that grow with a run (rows of measurements,
 events, calls) are values that share their rows with the previous state (`growth.py`), so an event costs

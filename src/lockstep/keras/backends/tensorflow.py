@@ -12,7 +12,7 @@ variables and changes nothing else.
 round, or with `run_eagerly` in the first one, because an eager step does not show in advance which round is
 its last.
 
-Four things make graphs harder than they look:
+Four points complicate graphs:
 
 * A graph of a round may use the new weights after its update, for example to log their norm. The graph of the
   round itself has no new weights, because the update needs the total. So such a step gets one more round: its

@@ -1,4 +1,4 @@
-"""Tries what a program does with its examples: some rows as a whole, against two parts of them.
+"""Tries how a program treats its examples: it computes some rows as a whole, and in two parts.
 
 So a function of the program is never judged by its name. A value of the whole that follows from those of the
 parts is a sum or a mean over examples, which replicas compute exactly (`lockstep.keras.backends.growth`).
@@ -8,7 +8,7 @@ In a trial, BatchNormalization uses its averages, which are constants, and rando
 numbers for each row, because parts of a batch would draw other numbers than the whole. Nothing lasts.
 
 Up to 16 rows of the first batch are computed as a whole and in two parts, before the first step of a
-compiled model. Measured are
+compiled model. A trial measures
 
 * each compiled loss that is not one of Keras's means, from the model's outputs, and again from changed ones,
   because equal rows do not show whether a function compares them; one that assigns variables, such as a queue
@@ -21,11 +21,11 @@ compiled model. Measured are
 * the gradients, metrics, figures and states of its own `train_step`, `test_step` or `compute_loss`, in the
   step's own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
 
-Workers compare the growths with each reduce. What has no effect in a trial can hide a comparison. So labels
-that are all equal are varied (`lockstep.keras.fit.tried_rows`), numbers that the program may change later get
-other values (`lockstep.keras.fit.other_values`), a loss that is zero counts as not tried, and a program's own
-parts are tried again when a later call has sample weights for the first time, or when the program has changed
-a truth value or the like (`lockstep.keras.fit.introductions`).
+Workers compare the growths with each reduce. A part that has no effect in a trial may compare examples. So
+labels that are all equal are varied (`lockstep.keras.fit.tried_rows`), numbers that the program may change
+later get other values (`lockstep.keras.fit.other_values`), a loss that is zero counts as not tried, and a
+program's own parts are tried again when a later call has sample weights for the first time, or when the
+program has changed a boolean or a similar value (`lockstep.keras.fit.introductions`).
 
 A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which

@@ -1,9 +1,9 @@
 """Compares a step that replicas compute with the same step of plain Keras, in one process on the whole batch.
 
-So nobody has to believe a list of what is exact. Both compute from the same state and batch, and with the
-same random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages.
-What differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between the training and
-that of one process. It is expected where a note has named the part of the program; anything else is news.
+So nobody has to trust a list of exact parts. Both compute from the same state and batch, and with the same
+random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages. What
+differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between the training and that
+of one process. It is expected if a note has named the part of the program; any other difference is reported.
 
 The reference is Keras's own function for the kind of step, which knows nothing of replicas. The other side is
 the step of the training: `GlobalStep`, with one worker that computes all replicas.
@@ -37,8 +37,8 @@ the same weights and batch (`keras/fit/kept_steps.py`).
 The job of a check has one worker, and its settings say what to check (`JobSettings.checks`). In it, models
 are saved into the folder of the run, from which Keras's functions load them (`keras/kept_saves.py`), each
 `fit` ends after three steps, and an audit hook ends the script before it changes anything outside of the
-process (`worker/file_writes.py`). The hook does not see what libraries write in C, such as TensorFlow's files
-and those of KerasTuner: Landlock refuses that (`system/landlock.py`).
+process (`worker/file_writes.py`). The hook does not see writes by libraries in C, such as those of TensorFlow
+and KerasTuner: Landlock refuses these (`system/landlock.py`).
 """
 
 import contextlib

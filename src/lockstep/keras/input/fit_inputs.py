@@ -1,8 +1,8 @@
 """The inputs of `fit`, `evaluate` and `predict` as global batches, in adapters like Keras's own.
 
 A `PyDataset` may change in `on_epoch_end`, so its number of batches and their order are those at the
-beginning of each pass. Nothing is read from a dataset that holds an iterator to see whether it can be
-divided. The adapter of a generator, which reads two batches, is made when Keras makes its own: inputs may
+beginning of each pass. To find out whether a dataset that holds an iterator can be divided, nothing is read
+from it. The adapter of a generator, which reads two batches, is made when Keras makes its own: inputs may
 share a generator. Parts of a batch with different numbers of rows are shared out in proportion where that is
 possible, and refused where it is not.
 """
