@@ -9,11 +9,12 @@ import pytest
 
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.fit.served import refuse_within_epoch
+from lockstep.keras.fit.served import refuse_callbacks
 from lockstep.keras.parameter_server.process import UsedIterators
 from lockstep.keras.parameter_server.served_optimizers import built_copy, refuse_unserved, shapes_of
 from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.patches import adapter
+from lockstep.keras.state.checkpoint_callback import Checkpoint
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, Shard, place_variables
 
 optimizers = keras.optimizers
@@ -137,6 +138,11 @@ def test_an_iterator_is_read_once() -> None:
 
 
 def test_saving_within_an_epoch_is_refused() -> None:
-    refuse_within_epoch([keras.callbacks.ModelCheckpoint("x.keras")])
+    refuse_callbacks([keras.callbacks.ModelCheckpoint("x.keras")])
     with pytest.raises(ModelError, match="ModelCheckpoint has save_freq=3"):
-        refuse_within_epoch([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)])
+        refuse_callbacks([keras.callbacks.ModelCheckpoint("x.keras", save_freq=3)])
+
+
+def test_checkpoints_of_lockstep_are_refused() -> None:
+    with pytest.raises(ModelError, match="Checkpoint is not supported with parameter servers: use"):
+        refuse_callbacks([keras.callbacks.ModelCheckpoint("x.keras"), Checkpoint("saved")])

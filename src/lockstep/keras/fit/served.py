@@ -38,6 +38,7 @@ from lockstep.keras.parameter_server.server_embedding import (
 from lockstep.keras.parameter_server.server_tables import rows_read_together
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.state.callback_states import attribute_hashes
+from lockstep.keras.state.checkpoint_callback import checkpoint_in
 from lockstep.keras.variables import NamedVariables
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
@@ -167,7 +168,7 @@ class Served(Mirrored):
         self._refuse_within_function("fit")
         self._functions.end()
         _refuse_unserved(self._parts, model)
-        refuse_within_epoch(bound.arguments["callbacks"])
+        refuse_callbacks(bound.arguments["callbacks"])
         refuse_stateful_layers(model)
         refuse_synchronized_normalization(model)
         self._iterators.refuse_again(bound.arguments["x"])
@@ -313,8 +314,13 @@ def _refuse_unserved(parts: TrainerParts, model: Any) -> None:
         )
 
 
-def refuse_within_epoch(callbacks: Any) -> None:
-    """Raise ModelError for callbacks that save within an epoch."""
+def refuse_callbacks(callbacks: Any) -> None:
+    """Raise ModelError for callbacks that save within an epoch, or checkpoints of Lockstep."""
+    if checkpoint_in(callbacks) is not None:
+        raise ModelError(
+            "lockstep.callbacks.Checkpoint is not supported with parameter servers: use "
+            "keras.callbacks.BackupAndRestore or ModelCheckpoint"
+        )
     for callback in keras.tree.flatten(callbacks or []):
         name = type(callback).__name__
         if isinstance(getattr(callback, "save_freq", "epoch"), int):
