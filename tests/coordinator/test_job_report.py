@@ -117,11 +117,11 @@ def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> No
 @pytest.mark.parametrize(
     ("finished", "totals", "said", "to_do"),
     [
-        ({"status": 0}, JobTotals(lost=1, joined=1), "finished, and everything held", []),
+        ({"status": 0}, JobTotals(lost=1, joined=1), "finished without problems", []),
         (
             {"status": 0},
             JobTotals(failed_checkpoints=1, checkpoint_failure=FULL, lost_outputs=2),
-            "finished, but 2 things did not hold",
+            "finished with 2 problems",
             [
                 "free space on the disk of the checkpoints",
                 "free space on the disk of the run folder: a part of ",
@@ -172,7 +172,7 @@ def test_every_action_has_words() -> None:
 
 
 def test_what_to_do_while_a_run_goes_on() -> None:
-    assert headline(RunState(), state_of(None, active=True)) == "running, and everything holds"
+    assert headline(RunState(), state_of(None, active=True)) == "running without problems"
     strained = {"node1": HostStrain(measured=150, overloaded=60, throttled=30)}
     full = JobTotals(failed_checkpoints=1, checkpoint_failure="a store", strained=strained)
     assert remedies(RunState(totals=full), "running") == [

@@ -237,9 +237,9 @@ def test_the_first_look_says_how_a_run_went_what_it_cost_and_what_to_do(
     make_run(tmp_path / "bad", [*EVENTS, failed, end])
     make_run(tmp_path / "good", [*EVENTS, *END], [one for one in MEASURED if "val_loss" not in str(one)])
     looks = {
-        "good": ("✓", "Finished, and everything held", "", ""),
+        "good": ("✓", "Finished without problems", "", ""),
         "night": (
-            *("!", "Finished, but 2 things did not hold"),
+            *("!", "Finished with 2 problems"),
             "2 checkpoints failed, the newest complete one has step 40 of 60 (No space left on device)",
             "Free space on the disk of the checkpoints",
         ),

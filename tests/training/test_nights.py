@@ -1,4 +1,4 @@
-"""A night with a full disk and two lost workers: each place where people look says what did not hold."""
+"""A night with a full disk and two lost workers: each place where people look names the problems."""
 
 import json
 import re

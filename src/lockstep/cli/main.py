@@ -194,8 +194,8 @@ def runs(
     The list includes runs that have ended. FOLDER is the folder of a run, or one that contains such folders.
     A line has the start in local time, the duration, the numbers of workers, replicas, hosts and training
     steps, the effective training time, lost workers, warnings, the metrics of the last epoch, tags, the run
-    from which it resumed, the beginning of the digest, how the run ended, and what did not hold. Columns
-    without values are omitted. If a folder has several runs, the line describes the last one.
+    from which it resumed, the beginning of the digest, how the run ended, and its problems. Columns without
+    values are omitted. If a folder has several runs, the line describes the last one.
     """
     from lockstep.monitoring import past_runs
     from lockstep.monitoring.run_catalog import resolve

@@ -140,12 +140,12 @@ def state_of(finished: Mapping[str, Any] | None, *, active: bool) -> str:
 def headline(run: RunState, state: str) -> str:
     """Return how a run in a state went, in a few words."""
     number, message = len(troubles(run.totals)), str((run.finished or {}).get("message", ""))
-    things = "one thing" if number == 1 else f"{number} things"
+    problems = f"with {count(number, 'problem')}" if number else "without problems"
     match state:
         case "finished":
-            return f"finished, but {things} did not hold" if number else "finished, and everything held"
+            return f"finished {problems}"
         case "running":
-            return f"running, but {things} did not hold" if number else "running, and everything holds"
+            return f"running {problems}"
         case "lost":
             return NO_END
         case "failed" if message:

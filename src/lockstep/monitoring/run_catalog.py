@@ -63,7 +63,7 @@ class Glance:
         began: when its first run started, in seconds since 1970; 0 if unknown.
         last: when its log was last written.
         end: its state at its end; empty if its last event is not `finished`.
-        troubled: whether something did not hold until then.
+        troubled: whether it has had problems until then.
         steps: training steps at its end; None if unknown.
     """
 

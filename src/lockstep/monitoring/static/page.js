@@ -929,7 +929,7 @@ function drawRuns() {
   if (focused) [...list.querySelectorAll("[data-key]")].find((node) => node.dataset.key === focused)?.focus();
 }
 
-/** Returns how a run goes: busy, good, warn if something did not hold, or bad. */
+/** Returns how a run goes: busy, good, warn if it has problems, or bad. */
 function moodOf(runState, troubled) {
   if (!["running", "finished"].includes(runState)) return "bad";
   if (troubled) return "warn";
@@ -969,7 +969,7 @@ function drawSummary(summary) {
   announce(summary);
 }
 
-/** Shows whether all went well, what did not hold, and what to do. */
+/** Shows whether all went well, the problems, and what to do. */
 function drawOutcome(summary, mood) {
   byId("outcome").hidden = false;
   byId("outcome").className = `outcome ${mood}`;
@@ -1203,7 +1203,7 @@ function drawResults() {
   const columns = [["Run", (row) => row.run], ["State", (row) => row.state], ["Tags", (row) => row.tags.join(", ")],
     ...metrics.map((name) => [name, (row) => row.metrics[name], (value) => (value === undefined ? "" : value === null ? "not finite" : figures(value, 4))]),
     ["Steps", (row) => row.steps, count], ["Duration", took, duration], ["Effective training", (row) => row.effective, (value) => (isNumber(value) ? percent(value) : "")],
-    ["Lost", (row) => row.lost, count], ["Did not hold", (row) => row.troubles.join("; ")]];
+    ["Lost", (row) => row.lost, count], ["Problems", (row) => row.troubles.join("; ")]];
   const { column, down } = state.order, value = (columns.find(([title]) => title === column) ?? columns[0])[1];
   const rank = (row) => value(row) ?? (down ? -Infinity : Infinity);
   if (column) runs.sort((a, b) => (rank(a) < rank(b) ? -1 : rank(a) > rank(b) ? 1 : 0) * (down ? -1 : 1));
@@ -1212,7 +1212,7 @@ function drawResults() {
     drawResults();
     [...byId("results-table").querySelectorAll("button")].find((node) => node.dataset.key === title)?.focus();
   } }, title === column ? `${title} ${down ? "▼" : "▲"}` : title);
-  fillTable(byId("results-table"), columns.map(([title, of, text]) => [heading(title), (row) => (text ? text(of(row)) : title === "Run" ? swatch(row.run) : of(row)), text ? "number" : title === "Did not hold" ? "long" : null]),
+  fillTable(byId("results-table"), columns.map(([title, of, text]) => [heading(title), (row) => (text ? text(of(row)) : title === "Run" ? swatch(row.run) : of(row)), text ? "number" : title === "Problems" ? "long" : null]),
     runs.length > 1 ? runs : [], "Overlay other runs to see their results beside those of this one.");
 }
 
