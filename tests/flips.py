@@ -71,8 +71,6 @@ OF_MEMORY = ("total", "state", "scales")
 """Places whose bits only other workers have, too: `scales` after the verification of the sum."""
 SHARED = ("published", "summed", "frame")
 """Places in the memory of a host, where the worker that is named may be another one."""
-SENT = ("limits", "scales")
-"""Places where a worker may send a wrong summand to a checker, which is then named."""
 PASSES = {**dict.fromkeys(SHARED, 2), "limits": REPLICAS, "scales": 4}
 """How often a worker passes places in a step: in sums of limits and summands, and when they are verified."""
 
@@ -458,7 +456,7 @@ def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
         unseen = workers == 1 and place_ in OF_MEMORY
         became = "harmless" if is_right else "unseen" if unseen else "missed"
         return place_, "wrong" if training.ended else became
-    return place_, "found" if is_right and (place_ in SHARED + SENT or accused <= {flip.worker}) else "wrong"
+    return place_, "found" if is_right and (place_ in SHARED or accused <= {flip.worker}) else "wrong"
 
 
 def undisturbed() -> dict[int, str]:

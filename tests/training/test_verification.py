@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from lockstep.keras.verification import (
     Verifier,
     judge,
     judge_again,
+    judge_sum,
 )
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import VerificationFailed
@@ -157,6 +159,40 @@ def test_workers_of_one_host_or_gpu_do_not_outvote_another(
     assert judge_again([shaky, third._replace(attempts=(b"1",))], [second, first])[:2] == ("worker", (0,))
 
 
+@pytest.mark.parametrize(
+    ("readings", "first", "again", "summer", "verdict"),
+    [
+        # Hashes of a part, as each of workers 0, 1, ... has it; worker 1 is the checker.
+        ("rrr", "w", {1: "r", 2: "r"}, 0, ("repeated", ())),
+        ("rr", "w", {1: "r", 0: "r"}, 0, ("repeated", ())),
+        ("r", "w", {0: "r"}, None, ("repeated", ())),
+        ("rrr", "w", {1: "w", 2: "r"}, 0, ("worker", (1,))),
+        ("rrr", "w", {1: "v", 2: "r"}, None, ("worker", (1,))),
+        ("rr", "w", {1: "w", 0: "r"}, None, ("worker", (1,))),
+        ("rr", "w", {1: "w", 0: "r"}, 1, ("worker", (1,))),
+        # Worker 0 has made both sums that agree.
+        ("rr", "w", {1: "w", 0: "r"}, 0, ("undecided", (0, 1))),
+        ("ww", "r", {1: "r", 0: "w"}, 0, ("undecided", (0, 1))),
+        ("rrr", "r", {1: "r", 2: "w"}, 0, ("undecided", (1, 2))),
+        ("rrr", "r", {1: "w", 2: "r"}, 0, ("undecided", (1, 2))),
+        ("rrr", "w", {1: "w", 2: "v"}, 0, ("undecided", (1, 2))),
+        ("www", "r", {1: "r", 2: "r"}, 0, ("sum", ())),
+        ("rrw", "r", {1: "r", 2: "r"}, 0, ("worker", (2,))),
+        ("rww", "r", {1: "r", 2: "r"}, None, ("worker", (1, 2))),
+    ],
+)
+def test_a_wrong_check_of_a_sum_accuses_its_worker_only_if_it_is_wrong_again(
+    readings: str, first: str, again: dict[int, str], summer: int | None, verdict: tuple[str, tuple[int, ...]]
+) -> None:
+    found = judge_sum(
+        {worker: letter.encode() for worker, letter in enumerate(readings)},
+        (1 if len(readings) > 1 else 0, first.encode()),
+        {worker: letter.encode() for worker, letter in again.items()},
+        summer,
+    )
+    assert found[:2] == verdict
+
+
 class VerifiedRound(Round):
     """A round in which a worker computes what `partial_of` returns."""
 
@@ -251,6 +287,36 @@ def test_a_worker_at_fault_leaves_and_nothing_wrong_is_summed(
         assert {name: array.tobytes() for name, array in total.items()} == {
             name: array.tobytes() for name, array in right.items()
         }
+
+
+def test_the_chief_publishes_a_verdict_before_a_worker_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, knows, goes_on = list[tuple[int, str]](), threading.Event(), threading.Event()
+    publish, exchange = verification.Verifications.publish, Job.exchange
+
+    def published(self: verification.Verifications, verdict: Any, *given: Any) -> None:
+        if self._job.worker == 2:
+            knows.set()
+        elif self._job.is_chief:
+            # The worker at fault does what it can do without the chief.
+            assert goes_on.wait(60.0)
+            events.append((self._job.worker, verdict.kind))
+        publish(self, verdict, *given)
+
+    def exchanged(self: Job, *given: Any) -> Any:
+        if self.worker == 2 and knows.is_set():
+            goes_on.set()
+        return exchange(self, *given)
+
+    def end(self: Alone, differs: DisagreementError, advice: str = "") -> None:
+        events.append((differs.workers[0], "ends"))
+        goes_on.set()
+        raise differs
+
+    monkeypatch.setattr(verification.Verifications, "publish", published)
+    monkeypatch.setattr(Job, "exchange", exchanged)
+    monkeypatch.setattr(Alone, "end_differing", end)
+    verified(3, lambda worker, replica: (wrong if worker == 2 else gradient)(replica), monkeypatch)
+    assert events == [(0, "worker"), (2, "ends")]
 
 
 def test_a_model_is_right_since_its_own_last_comparison() -> None:
@@ -494,7 +560,10 @@ def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> Non
 
 FLIPS = {"found", "stopped", "harmless", "unseen"}
 STOPPING = {"input", "gradient", "partial", "total", "update", "state", "hash", "scales"}
-"""Places where a wrong bit may stop the job: two workers are left, or one, or nothing to go back to."""
+"""Places where a wrong bit may stop the job: two workers are left, or one, or nothing to go back to.
+
+`scales` are computed from verified limits once more, for the total that an update applies, as it has it.
+"""
 SEEDS = range(156, 171)
 """Of flips at all places."""
 

@@ -174,7 +174,7 @@ class StateVerifier:
         self._verifications.publish(verdict, differing, part)
         who, shown = name_workers(verdict.workers), listed(differing)
         self._verifications.roll_back(
-            verdict.accusation(label, differing)
+            verdict.accusation(label, shown)
             if verdict.kind == "worker"
             else f"{label} has different bits on {who} in {shown}, and no further worker can decide which "
             "are right; the processor, the memory or a library of one of their hosts is at fault",

@@ -15,7 +15,7 @@ the tree. If changes are sent as small integers, the total includes the sums of 
 scales follow (see `lockstep.keras.scaled_sums`). No sum that can be computed from the total alone would do:
 floating-point addition rounds, so a checksum of a total is not the sum of the checksums of its summands. All
 workers compare their hashes of the total, as each of them has it, with the checker's. If they differ, another
-worker adds up the part, and `judge_sum` decides.
+worker adds up the part, too, and `judge_sum` decides.
 
 What follows the sum, the update, is verified in `lockstep.keras.state_verification`.
 
@@ -194,8 +194,8 @@ class Verdict(NamedTuple):
     Attributes:
         kind: `equal`; `worker`: the `workers` are at fault; `undecided`: some of them are; `step`: the step
             is not deterministic; `everyone`: each worker computes something else; `sum`: all workers have
-            the same wrong sum; `repeated`: likewise, and it is summed again; `third`: some of them are at
-            fault, and another worker decides.
+            the same wrong sum; `repeated`: likewise, or a check was wrong, and it is summed again; `third`:
+            some of them are at fault, and another worker decides.
         workers: see above.
         why: the reason, for people; follows the names of the workers at fault. If `undecided`: why a third
             worker has not decided; empty if there is none.
@@ -205,10 +205,10 @@ class Verdict(NamedTuple):
     workers: tuple[int, ...] = ()
     why: str = ""
 
-    def accusation(self, label: str, names: Sequence[str]) -> str:
-        """Return a message on the workers at fault; see `Verifications.follow`."""
+    def accusation(self, label: str, shown: str) -> str:
+        """Return a message on the workers at fault; `shown` names the arrays. See `Verifications.follow`."""
         return (
-            f"{label}, computed on {name_workers(self.workers)}, has the wrong bits in {listed(names)}: "
+            f"{label}, computed on {name_workers(self.workers)}, has the wrong bits in {shown}: "
             f"{self.why}; its processor, its memory or a library of its host is at fault"
         )
 
@@ -240,25 +240,36 @@ def judge(answers: Sequence[Answer]) -> Verdict:
     return Verdict("undecided" if divided else "everyone", _workers(answers))
 
 
-def judge_sum(readings: Mapping[int, Hashes], sums: Sequence[tuple[int, Hashes]]) -> Verdict:
+def judge_sum(
+    readings: Mapping[int, Hashes],
+    first: tuple[int, Hashes],
+    again: Mapping[int, Hashes],
+    summer: int | None = None,
+) -> Verdict:
     """Decide which workers are at fault for a part of a total. Pure.
+
+    A worker that has checked the part wrongly once is not named: what another one has sent may be wrong.
 
     Args:
         readings: by worker, the hash of the part as that worker has it.
-        sums: the two workers that have added up the summands again, and the hashes of what they got.
+        first: the worker that has added up the summands, and the hash of what it got.
+        again: by worker, the hash of what it got from summands that were sent once more: this worker, and
+            another one.
+        summer: the worker whose sum all workers read; None if each has added up this part itself.
     """
-    (checker, first), (other, second) = sums
-    if first == second:
-        wrong = tuple(worker for worker, hashes in readings.items() if hashes != first)
+    sums, read = set(again.values()), set(readings.values())
+    if len(sums) == 1:
+        wrong = tuple(worker for worker, hashes in readings.items() if hashes not in sums)
         if not wrong:
-            return Verdict("equal")
+            return Verdict("repeated")
         if len(wrong) == len(readings):
             return Verdict("sum")
         return Verdict("worker", wrong, "added up twice more, it has other bits")
-    for right, guilty in ((first, other), (second, checker)):
-        if set(readings.values()) == {right} and len(readings) > 1:
-            return Verdict("worker", (guilty,), "all workers have another sum")
-    return Verdict("everyone", tuple(sorted({checker, other})))
+    checker, hashes = first
+    others = {worker for worker, got in again.items() if {got} == read}
+    if not read.intersection({hashes, again.get(checker)}) and others and others != {summer}:
+        return Verdict("worker", (checker,), "all workers have another sum")
+    return Verdict("undecided", tuple(sorted(again)))
 
 
 def judge_again(answers: Sequence[Answer], earlier: Sequence[Answer] = ()) -> Verdict:
@@ -485,13 +496,15 @@ class Verifications:
         if verdict.kind == "equal":
             return
         self.publish(verdict, names, part, replica)
+        shown = listed(names, "some of its arrays" if part == "sum" else "its examples")
         if verdict.kind == "worker" and self._job.is_chief and not self._is_present(verdict.workers):
-            note(f"{verdict.accusation(label, names)}; it has left")
-        shown = listed(names)
+            note(f"{verdict.accusation(label, shown)}; it has left")
         who = name_workers(verdict.workers) if verdict.workers else ""
         if verdict.kind == "worker":
+            # The chief has published this before a worker leaves, whose end would interrupt it.
+            self._job.exchange(lambda _, communicator: communicator.gather(b"", what=label))
             if self._job.worker in verdict.workers:
-                message = verdict.accusation(label, names)
+                message = verdict.accusation(label, shown)
                 self._job.membership.end_differing(DisagreementError(message, verdict.workers))
         elif verdict.kind != "repeated":
             end = _ENDS[verdict.kind].format(who=who, shown=shown, why=verdict.why)
@@ -877,7 +890,7 @@ class Verifier:
         if verdict.kind == "worker" and lasts and verifications.trains and since < verifications.step - 1:
             # It may have computed wrongly in earlier steps.
             verifications.publish(verdict, names, "gradient", replica)
-            message = verdict.accusation(label, names)
+            message = verdict.accusation(label, listed(names))
             verifications.roll_back(message, verdict.workers, since)
         verifications.follow(verdict, label, names, "gradient", replica)
 
@@ -959,26 +972,28 @@ class Verifier:
                 got |= {answer.sums[part][0] for answer in answers if part in answer.sums}
                 if len(got) > 1:
                     others = self._sum_answers(round_, total, [part], again=True)
-                    return self._judged(round_, total.layout, part, answers, others)
+                    return self._judged(round_, total, part, answers, others)
         return None
 
     def _judged(
         self,
         round_: Round,
-        layout: Layout,
+        total: _Total,
         part: int,
         answers: Sequence[_SumAnswer],
         others: Sequence[_SumAnswer],
     ) -> _Fault | None:
         """Return the fault in a part of a total, about which some answers differ."""
-        sums, byte = list[tuple[int, Hashes]](), -1
-        for some in (answers, others):
-            checked = next(answer for answer in some if part in answer.sums)
-            hashes, differs = checked.sums[part]
-            sums.append((checked.worker, hashes))
-            byte = max(byte, differs)
-        verdict = judge_sum({answer.worker: answer.readings[part] for answer in others}, sums)
-        names = [self._describe(_name_at(round_, layout, byte))] if byte >= 0 else []
+        checks = [[answer for answer in some if part in answer.sums] for some in (answers, others)]
+        byte = max(answer.sums[part][1] for some in checks for answer in some)
+        (first, *_), again = checks
+        verdict = judge_sum(
+            {answer.worker: answer.readings[part] for answer in others},
+            (first.worker, first.sums[part][0]),
+            {answer.worker: answer.sums[part][0] for answer in again},
+            total.summer_of(self._job.view, byte),
+        )
+        names = [self._describe(_name_at(round_, total.layout, byte))] if byte >= 0 else []
         return _Fault(verdict, f"{round_.label}: {_SUM}", names, "sum", part, byte)
 
     def _sum_answers(
@@ -990,7 +1005,7 @@ class Verifier:
             round_: the round.
             total: its total, as this worker has it.
             parts: the parts to verify.
-            again: whether other workers than the checkers add up.
+            again: whether other workers add up, too.
         """
         worker, label = self._job.worker, f"the verification of the sum of {round_.label}"
         while True:
@@ -1045,13 +1060,15 @@ class Verifier:
         for number in parts:
             part = TotalPart(layout, replicas, number)
             roles = Roles.of(view, number, self._verifications.turn)
-            second = roles.owner if roles.third is None else roles.third
-            checker = second if again or roles.checker is None else roles.checker
+            checkers = {roles.owner if roles.checker is None else roles.checker}
+            if again:
+                checkers.add(roles.owner if roles.third is None else roles.third)
             for replica in owned:
                 pieces = part.of(leaves[replica])
                 sizes[number] = sum(piece.size for piece in pieces)
                 # With several hosts, the call may have completed in an earlier view.
-                sent[checker] += [np.array([number, replica], np.int64).view(np.uint8), *pieces]
+                for checker in checkers:
+                    sent[checker] += [np.array([number, replica], np.int64).view(np.uint8), *pieces]
         label = f"the summands of {round_.label}"
         received: dict[int, dict[int, Bytes]] = {}
         for data in communicator.all_to_all([sent[worker] for worker in view.workers], what=label):
@@ -1115,10 +1132,10 @@ def _parts(hashes: Hashes) -> list[Hashes]:
     return [hashes[start : start + _HASH] for start in range(0, len(hashes), _HASH)]
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return the first names of arrays, and how many more there are."""
+def listed(names: Sequence[str], otherwise: str = "its examples") -> str:
+    """Return the first names of arrays, and how many more there are; `otherwise` if there are none."""
     if not names:
-        return "its examples"
+        return otherwise
     rest = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {count(rest, 'other array')}" if rest > 0 else "")
 
