@@ -466,6 +466,19 @@ def test_a_wrong_bit_changes_no_result(
     assert len(failed["arrays"]) == 1
 
 
+@pytest.mark.ci
+def test_a_worker_with_a_wrong_bit_in_an_example_is_named(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+) -> None:
+    backend = thorough_backend
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
+    options = "-n 3 --replicas 4 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", "row", "1", "3", backend=backend)
+    assert ", computed on worker 1, has the wrong bits in sequential/hidden/kernel, " in run.stderr
+    assert ": workers 0 and 2 agree; " in run.stderr
+    assert figures(run, 0) == figures(right, 0) != []
+
+
 @pytest.mark.parametrize(
     ("how", "what", "guilty", "replicas"),
     [

@@ -6,6 +6,7 @@
 workers of the host node2 do, and WORKER is -1. `once`: only the first time that it computes one in STEP or
 later. `sum`: once in the total, as it has it. `update`: once in a weight, in an update; `updates`: in each
 one from STEP on. `memory`: once in a weight, before STEP.
+`row`: in a row of the examples, in its memory, before STEP.
 `evaluation`: once in a metric, in STEP of an evaluation. `random`: from step 3 on, the loss of
 all workers depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the host
 node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
@@ -30,7 +31,7 @@ from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""
-FAULTS = ("flip", "host", "once", "sum", "update", "updates", "memory", "evaluation")
+FAULTS = ("flip", "host", "once", "sum", "update", "updates", "memory", "evaluation", "row")
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
 flips = 0
 
@@ -57,7 +58,7 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
 def has(fault: str) -> bool:
     """Whether this worker has this fault now, which it has once, also if the job starts again."""
     own = job.current()
-    if fault != FAULT or own.worker != WORKER or verifications_of(own).step < STEP - (fault == "memory"):
+    if fault != FAULT or own.worker != WORKER or verifications_of(own).step < STEP - (fault in ("memory", "row")):
         return False
     assert own.context.folder is not None
     mark = own.context.folder / "flipped"
@@ -100,6 +101,8 @@ def take(step: GlobalStep, state: Any, element: Any, original: Any = GlobalStep.
     """Take a step, perhaps with a state that has changed in memory since the last one."""
     if step.kind == "train" and FAULT == "memory" and step.calls.taken + 1 == STEP and has("memory"):
         state = flipped(step, state)
+    if FAULT == "row" and step.calls.taken + 1 == STEP and has("row"):
+        rows[50].view("uint32")[0] ^= 1 << 20
     return original(step, state, element)
 
 
