@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from checkpoint_faults import limit_space
 from checkpoint_samples import leftovers, sample, steps
+from hypothesis import example, given
+from hypothesis import strategies as some
 
-from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.copy_check import CopyCheck
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Copies, Every, open_scheduler
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
@@ -296,7 +299,8 @@ def test_a_copy_that_has_changed_is_not_written_if_the_job_verifies(tmp_path: Pa
 
     def flipped(contents: Contents, of: Any = Copies.of) -> Contents:
         copies: Contents = of(scheduler._copies, contents)
-        copies.arrays["weights"].reshape(-1).view("u4")[1] ^= 1
+        words = copies.arrays["weights"].reshape(-1).view("u4")
+        words[:3] ^= 1
         return copies
 
     for step, manifest in enumerate(({}, {"verified": 0}, {"verified": 0}), 1):
@@ -309,6 +313,47 @@ def test_a_copy_that_has_changed_is_not_written_if_the_job_verifies(tmp_path: Pa
     assert [entry.step for entry in store.entries()] == [1, 3]
     (failed,) = [event for event in events if isinstance(event, CheckpointFailed)]
     assert "the copy of the array 'weights' for the checkpoint of step 2 has changed" in failed.reason
+
+
+def test_a_changed_bit_of_the_last_copy_is_corrected_if_the_job_verifies(tmp_path: Path) -> None:
+    weights, events = np.arange(6, dtype="f4").reshape(2, 3), list[Event]()
+    store = Store(tmp_path)
+    scheduler = open_scheduler(store, Every(steps=100), events.append)
+    right = {"weights": weights.T.copy(), "count": np.array(7)}
+    scheduler.after_step(7, lambda: Contents(7, {"verified": 0}, right))
+    scheduler.hold(7, lambda: Contents(7, {"verified": 0}, {**right, "weights": weights.T}))
+    assert scheduler._held is not None
+    scheduler._held.arrays["weights"].reshape(-1).view("u4")[1] ^= 1 << 20
+    # The state is not copied again: a callback has changed it meanwhile.
+    weights[:] = 0
+    scheduler.finish()
+    (entry,) = store.entries()
+    saved = load(entry.path).arrays
+    assert {name: array.tobytes() for name, array in saved.items()} == {
+        name: array.tobytes() for name, array in right.items()
+    }
+    (shown,) = [event for event in events if isinstance(event, WarningShown)]
+    assert "a bit of the array 'weights' changed in the copy for the checkpoint of step 7" in shown.text
+
+
+@given(some.integers(1, 1 << 17), some.integers(0, 1 << 17), some.integers(0, 7))
+@example(32_767, 32_766, 7)
+@example(32_769, 32_768, 0)
+@example(65_536, 0, 3)
+def test_each_changed_bit_of_a_copy_is_corrected(size: int, byte: int, bit: int) -> None:
+    array = np.arange(size, dtype="u4").astype("u1")
+    check, copy = CopyCheck.of(array), array.copy()
+    copy[byte % size] ^= 1 << bit
+    assert check.correct(copy)
+    assert copy.tobytes() == array.tobytes()
+
+
+def test_changes_of_two_words_are_not_corrected() -> None:
+    array = np.arange(9000.0)
+    for second in (1, 4096, 4097, 8999):
+        copy = array.copy()
+        copy[[0, second]] = -1
+        assert not CopyCheck.of(array).correct(copy)
 
 
 def contents(seed: int, length: int = 50) -> Contents:

@@ -58,7 +58,11 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
 def has(fault: str) -> bool:
     """Whether this worker has this fault now, which it has once, also if the job starts again."""
     own = job.current()
-    if fault != FAULT or own.worker != WORKER or verifications_of(own).step < STEP - (fault in ("memory", "row")):
+    if (
+        fault != FAULT
+        or own.worker != WORKER
+        or verifications_of(own).step < STEP - (fault in ("memory", "row"))
+    ):
         return False
     assert own.context.folder is not None
     mark = own.context.folder / "flipped"

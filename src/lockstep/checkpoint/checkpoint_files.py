@@ -14,6 +14,7 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from lockstep.checkpoint.copy_check import CopyCheck, checksum_of
 from lockstep.checkpoint.durable import reason, sync, write_file
 from lockstep.checkpoint.values import plain, storable
 from lockstep.errors import CheckpointError, UnknownFormatError
@@ -41,14 +42,14 @@ class Contents:
         manifest: JSON data, which may include non-finite floats.
         arrays: by name, in any shape; the dtypes are bool, integers of 8 to 64 bits, float16, float32,
             float64 and bfloat16.
-        checksums: those of the arrays as they were before they were copied, by name; empty if a change of a
+        checks: facts about the arrays as they were before they were copied, by name; empty if a change of a
             copy need not be found.
     """
 
     step: int
     manifest: Mapping[str, Any]
     arrays: Mapping[str, Array]
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    checks: Mapping[str, CopyCheck] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
     # Copies only non-contiguous arrays.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     facts = {name: _facts(array) for name, array in arrays.items()}
-    for name, checksum in contents.checksums.items():
-        if facts[name][2] != checksum:
+    for name, check in contents.checks.items():
+        if facts[name][2] != check.checksum:
             raise CheckpointError(
                 f"the copy of the array {name!r} for the checkpoint of step {contents.step} has changed: the "
                 "processor or the memory of this host is at fault"
@@ -182,11 +183,6 @@ def read_outline(path: Path) -> Outline:
     if status.st_size != body.bytes:
         raise CheckpointError(f"{state} is damaged: it has {status.st_size} bytes instead of {body.bytes}")
     return Outline(body.step, body.time, body.manifest, body.arrays)
-
-
-def checksum_of(array: Array) -> str:
-    """Return the checksum of an array."""
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def _facts(array: Array) -> tuple[str, list[int], str]:

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.checkpoint_files import Contents, checksum_of
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.copy_check import CopyCheck
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.object_store import StoreLease
 from lockstep.checkpoint.store import Store
@@ -242,8 +243,8 @@ class CheckpointScheduler:
 
     def _copied(self, contents: Contents) -> Contents:
         if "verified" in contents.manifest:
-            checksums = {name: checksum_of(array) for name, array in contents.arrays.items()}
-            contents = replace(contents, checksums=checksums)
+            checks = {name: CopyCheck.of(array) for name, array in contents.arrays.items()}
+            contents = replace(contents, checks=checks)
         # The memory of the last copy is free once that copy is written.
         copies = Copies() if self._writer.busy() else self._copies
         return copies.of(contents)
@@ -363,7 +364,15 @@ def open_scheduler(
         else:
             mirror.upload(step, seconds)
 
-    writer = Writer(store, on_disk, failed, removed, remained)
+    def corrected(name: str, step: int) -> None:
+        text = (
+            f"a bit of the array {name!r} changed in the copy for the checkpoint of step {step}, and was "
+            "corrected: the processor or the memory of this host is at fault"
+        )
+        publish(WarningShown(text))
+        note(text)
+
+    writer = Writer(store, on_disk, failed, removed, remained, corrected)
     return CheckpointScheduler(writer, every, SystemClock(), finished, failed, mirror)
 
 

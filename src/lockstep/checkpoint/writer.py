@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.copy_check import checksum_of
 from lockstep.checkpoint.latest import Latest
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
@@ -15,8 +16,8 @@ class Writer:
 
     That thread calls `done(path, step, seconds)` for each checkpoint that is on the disk, `failed(message)`
     for each that could not be written, `removed(path, late)` for each older one removed to free space, or
-    late, and `remained(path, why)` for each older one that could not be removed; these functions must not
-    raise. See `Store.write`.
+    late, and `remained(path, why)` for each older one that could not be removed; and `corrected(name, step)`
+    for each array that had changed since it was copied. These functions must not raise. See `Store.write`.
 
     Attributes:
         requested: the step of the checkpoint that was requested last; None before the first.
@@ -31,12 +32,14 @@ class Writer:
         failed: Callable[[str], None],
         removed: Callable[[Path, bool], None],
         remained: Callable[[Path, str], None] = lambda path, why: None,
+        corrected: Callable[[str, int], None] = lambda name, step: None,
     ) -> None:
         self._store = store
         self._done = done
         self._failed = failed
         self._removed = removed
         self._remained = remained
+        self._corrected = corrected
         self._work = Latest(self._write, "checkpoints")
         self.requested: int | None = None
         self.written: int | None = None
@@ -68,6 +71,9 @@ class Writer:
     def _write(self, contents: Contents) -> None:
         clock = SystemClock()
         begun = clock.now()
+        for name, check in contents.checks.items():
+            if checksum_of(contents.arrays[name]) != check.checksum and check.correct(contents.arrays[name]):
+                self._corrected(name, contents.step)
         try:
             path = self._store.write(contents, self._removed, self._remained)
         except CheckpointError as error:
