@@ -129,9 +129,9 @@ def test_what_a_service_lacks_is_noted(tmp_path: Path) -> None:
     done = export(tmp_path, "--notify", "env:HOOK", "--env", "A", "--env", "B=1", "train.py", A="2", HOOK="x")
     assert done.returncode == 0
     assert done.stderr == (
-        "lockstep: without --checkpoint, the job begins anew after a reboot, unless the script resumes by "
+        "lockstep: without --checkpoint, the job starts over after a reboot, unless the script resumes by "
         "itself\n"
-        "lockstep: the service lacks the variable of --env A and --notify env:HOOK: add a line "
+        "lockstep: the service does not have the variable of --env A and --notify env:HOOK: add a line "
         "EnvironmentFile= to it\n"
     )
     assert "HOOK=" not in done.stdout

@@ -170,7 +170,7 @@ def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) ->
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("", "without --checkpoint, in a --volume, the job begins anew if all its pods are lost"),
+        ("", "without --checkpoint, in a --volume, the job starts over if all its pods are lost"),
         (
             "--checkpoint saved/a",
             "--checkpoint saved/a is not in a --volume, so checkpoints are lost with the pods; add for "
@@ -179,7 +179,7 @@ def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) ->
         ("--volume s:/saved --checkpoint /saved/../a", "give a --checkpoint below /saved"),
         ("--volume s:/saved --checkpoint /savedto", "give a --checkpoint below /saved"),
         ("--volume s:/saved --checkpoint /saved/a", ""),
-        ("--checkpoint s3://bucket/a", "the pods lack credentials for s3://bucket/a: give them a service"),
+        ("--checkpoint s3://bucket/a", "the pods have no credentials for s3://bucket/a: give them a service"),
     ],
 )
 def test_checkpoints_that_would_be_lost_are_named(export: Export, options: str, said: str) -> None:

@@ -255,7 +255,7 @@ def test_the_command_writes_the_file(tmp_path: Path) -> None:
     # A job of this name may run elsewhere.
     done = trace(tmp_path, "./run", "--steps", "1:2")
     assert (done.returncode, done.stdout) == (0, "")
-    longest = "step 1 took worker 0 longest: 1 ms, of which compute took 0.5 ms"
+    longest = "step 1 took worker 0 the longest: 1 ms, of which compute took 0.5 ms"
     assert done.stderr == f"lockstep: run/trace.json shows 2 steps; {longest}\n"
     written = (tmp_path / "run" / "trace.json").read_text()
     assert json.loads(written) == trace_of(tmp_path / "run", range(1, 3))
@@ -284,4 +284,4 @@ def test_the_step_that_took_a_worker_longest_is_named(tmp_path: Path) -> None:
     lines[0]["singles"][1][4] += 9_000
     lines[1]["singles"][1][3] += 8_900
     events = trace_of(write(tmp_path, [job(BEGAN)], lines), range(1, 4))
-    assert slowest(events) == "step 2 took worker 1 longest: 9.9 ms, of which compute took 9.4 ms"
+    assert slowest(events) == "step 2 took worker 1 the longest: 9.9 ms, of which compute took 9.4 ms"

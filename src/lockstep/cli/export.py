@@ -112,18 +112,21 @@ def systemd(context: click.Context, /, **options: Any) -> None:
 
     The options are those of lockstep run. The service runs as you, in the current folder, with this Python
     and the present values of the variables that change what libraries compute. It resumes from --checkpoint,
-    or from what SCRIPT itself saves. When the job has succeeded, the service disables itself.
+    or from files that SCRIPT saves. When the job has succeeded, the service disables itself.
     """
     script, arguments = options["script"], options["arguments"]
     Script(script, options["module"], arguments).check()
     _refuse_unfit(context, options, options["workers"])
     if options["checkpoint"] is None:
-        note("without --checkpoint, the job begins anew after a reboot, unless the script resumes by itself")
+        note("without --checkpoint, the job starts over after a reboot, unless the script resumes by itself")
     lacks = [f"--env {name}" for name in options["env"] if "=" not in name]
     lacks += [f"--checkpoint {url}" for url in [options["checkpoint"]] if isinstance(url, str)]
     lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
     if lacks:
-        note(f"the service lacks the variable of {' and '.join(lacks)}: add a line EnvironmentFile= to it")
+        note(
+            f"the service does not have the variable of {' and '.join(lacks)}: add a line EnvironmentFile= "
+            "to it"
+        )
     command = command_of("lockstep", "run", *set_options(context, ()), "--", script, *arguments)
     refuse_undecodable(*command)
     variables = shared_variables()
@@ -182,9 +185,9 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
 def _lack(checkpoint: Path | str | None, volumes: Sequence[Volume]) -> str:
     """Return a note about what the pods lack so that checkpoints outlive them, or an empty string."""
     if isinstance(checkpoint, str):
-        return f"the pods lack credentials for {checkpoint}: give them a service account of the cloud"
+        return f"the pods have no credentials for {checkpoint}: give them a service account of the cloud"
     if checkpoint is None:
-        return "without --checkpoint, in a --volume, the job begins anew if all its pods are lost"
+        return "without --checkpoint, in a --volume, the job starts over if all its pods are lost"
     if any(volume.contains(PurePosixPath(checkpoint)) for volume in volumes):
         return ""
     advice = (

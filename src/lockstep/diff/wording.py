@@ -21,33 +21,33 @@ _OTHERS = "also different between the runs:"
 _OTHERS_EQUAL = "different between the runs, without an effect on a recorded bit:"
 
 _NEXT: dict[Cause, str] = {
-    "configuration": "give both runs the same settings, or expect other bits",
+    "configuration": "give both runs the same settings, or expect different bits",
     "versions": "install the same versions for both runs; each run's versions are in its digest log",
     "processor": "run both on processors of one kind: other instruction sets round differently",
     "script": "compare the scripts (git diff); the version that a run used is in its folder sources/",
     "seed": "give both runs the same --seed, and the same seeds in the script",
     "input": (
-        "look at what reads these examples: data, a script or a module that has changed, a shuffle or "
+        "check how these examples are read: look for changed data, scripts or modules, a shuffle or "
         "generator without a seed, a clock, or the order of files in a folder"
     ),
     "gradient": (
         "look at the layers of these variables and at train_step for random numbers without a seed, the "
         "time, or operations that are not deterministic; if each lockstep rerun gives other bits, suspect "
-        "memory or processor of the host"
+        "the memory or the processor of the host"
     ),
     "reduction": "suspect the memory of the hosts: the same sums have the same bits everywhere",
     "update": (
         "look at the optimizer, and at constraints of layers; if each lockstep rerun gives other bits, "
-        "suspect memory or processor of the host"
+        "suspect the memory or the processor of the host"
     ),
     "state": (
-        "look at what changes weights outside of steps: a file that the script loads, a callback, "
+        "look for code that changes weights outside of steps: a file that the script loads, a callback, "
         "set_weights or assign"
     ),
     "order": (
         "nothing, if the data is equal: two runs with parameter servers differ in the order of arrivals, "
-        "unless max_staleness is 0; lockstep rerun RUN repeats one, unless the script depends on what "
-        "a run does not record, such as a Python object that scheduled functions change"
+        "unless max_staleness is 0; lockstep rerun RUN repeats one, unless the script depends on state "
+        "that a run does not record, such as a Python object that scheduled functions change"
     ),
 }
 

@@ -132,7 +132,7 @@ def refuse_missing(steps: range, recorded: Sequence[int], trained: int) -> None:
     if not recorded:
         raise ConfigError(
             "no step of this run was recorded one by one: it has no training step yet, or one replica, whose "
-            "steps Keras takes alone"
+            "steps Keras itself takes"
         )
     windows = [
         (group[0][1], group[-1][1])
@@ -189,7 +189,7 @@ def slowest(events: Iterable[TraceEvent]) -> str:
     step, parts = max(
         taken, key=lambda step_and_parts: step_and_parts[0]["dur"] - step_and_parts[1].get("wait", 0)
     )
-    text = f"{step['name']} took worker {step['tid']} longest: {step['dur'] / 1000:,.3g} ms"
+    text = f"{step['name']} took worker {step['tid']} the longest: {step['dur'] / 1000:,.3g} ms"
     if parts:
         part = max(parts, key=lambda name: parts[name])
         text += f", of which {part} took {parts[part] / 1000:,.3g} ms"

@@ -299,6 +299,6 @@ def wait_for(
 def explain_refusal(peer: str) -> str:
     """Say why the listener at the address `peer` may have closed a connection after the greeting."""
     return (
-        f"{peer} closed the connection after the greeting: its job, its key or its version of Lockstep is "
-        "another one, or its view has ended; the log of its host says why"
+        f"{peer} closed the connection after the greeting: it has another job, key or version of Lockstep, "
+        "or its view has ended; the log of its host says why"
     )
