@@ -1,20 +1,21 @@
 """The trainers of one replica: Keras's own methods and steps.
 
-They do not divide, try or compare anything. A `fit` is still numbered and recorded, as in any other job.
+They do not divide, try or compare anything. A `fit` is still numbered and recorded, as in any other job. If
+checkpoints are saved, a wrapper of Keras's train function counts its steps.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.errors import ScopeError
-from lockstep.keras.backends.contract import StepKind
-from lockstep.keras.fit.global_step import TrackedTrainFunction
+from lockstep.errors import CheckpointError, ScopeError
+from lockstep.keras.backends.contract import Backend, StepKind, TrainFunctionCall
 from lockstep.keras.fit.mirrored import Mirrored
 from lockstep.keras.fit.trainer import Original, TrainerParts, bind, method_of
 from lockstep.keras.input.fit_inputs import GlobalInput
-from lockstep.keras.numbered_calls import NumberedCall
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.private.common import CACHED_VALIDATION
 from lockstep.keras.sidecar_evaluator import EvaluatorFit
+from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.worker_exchange import Facts
 from lockstep.observability.events import CallStarted
 
@@ -158,3 +159,70 @@ class OneReplica(Checkpointed):
     def step_ended(self, call: NumberedCall) -> None:
         """Count the steps, which Keras's own training function does not."""
         self._parts.record.plain_steps += call.model.steps_per_execution
+
+
+class TrackedTrainFunction:
+    """Wraps Keras's own train function: counts its steps, skips those taken elsewhere, and saves checkpoints.
+
+    Nothing else refers to Keras's function, so it ends with this object. If one lived on after `compile`, JAX
+    would take the function of the new `compile` for it, because both compile the same method of the model:
+    the model would train with its old loss.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        model: Any,
+        calls: NumberedCalls,
+        snapshots: Snapshots,
+    ) -> None:
+        steps = _TrackedSteps(backend, model, calls, snapshots)
+        self._call = backend.intercepted(model, function, steps.execute)
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the train function."""
+        return self._call(*args)
+
+
+class _TrackedSteps:
+    """What a train function does beside training.
+
+    A call of the loop counts as `steps_per_execution` steps, even if the data has fewer left.
+    """
+
+    def __init__(self, backend: Backend, model: Any, calls: NumberedCalls, snapshots: Snapshots) -> None:
+        self._model = model
+        self._calls = calls
+        self._snapshots = snapshots
+        self._held = backend.training_state(model)
+
+    def execute(self, execution: TrainFunctionCall) -> tuple[Any, Any]:
+        """Make a call of the function; return (logs, the state after it)."""
+        call, model = self._calls.current, self._model
+        steps = 1 if call.at_end else model.steps_per_execution
+        if call.steps < call.skipped:
+            execution.skip()
+            self._snapshots.resumable.skip(steps)
+            return self._skipped(execution.state)
+        logs, state = execution.run()
+        call.steps += steps
+        call.logs = logs
+        self._calls.taken += steps
+        if not call.at_end:
+            self._snapshots.end_step(
+                lambda whole: self._snapshots.take(whole, model, logs, self._held, state)
+            )
+        return logs, state
+
+    def _skipped(self, state: Any) -> tuple[Any, Any]:
+        call = self._calls.current
+        if call.steps < call.skipped:
+            return {}, state
+        if call.steps > call.skipped:
+            raise CheckpointError(
+                f"the checkpoint is of step {call.skipped} of {call.name}, where a model with "
+                f"steps_per_execution={self._model.steps_per_execution} does not stop: compile it with "
+                "the steps_per_execution that it had, or start over in another folder"
+            )
+        return self._snapshots.restore(self._model, self._held, state)
