@@ -55,7 +55,8 @@ from lockstep.observability.events import VerificationFailed
 from lockstep.protocol.job_spec import JobSettings, Verification
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
-from lockstep.worker.job import Alone, EnteredView, Job, JobContext
+from lockstep.worker.job import Job, JobContext
+from lockstep.worker.peers import Alone, EnteredView
 
 REPLICAS = 4
 STEPS = 5

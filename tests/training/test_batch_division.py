@@ -37,7 +37,8 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
-from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
+from lockstep.worker.job import Job, JobContext, by_itself
+from lockstep.worker.peers import Alone, EnteredView
 from thread_hub import Hub
 
 SEED = 5

@@ -17,7 +17,8 @@ from lockstep.keras.state.callback_states import attribute_hashes, callback_stat
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
+from lockstep.worker.job import Job, JobContext, by_itself
+from lockstep.worker.peers import Alone, EnteredView
 from thread_hub import Hub
 
 callbacks = keras.callbacks

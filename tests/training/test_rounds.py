@@ -22,7 +22,8 @@ from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
-from lockstep.worker.job import Alone, EnteredView, Job, JobContext
+from lockstep.worker.job import Job, JobContext
+from lockstep.worker.peers import Alone, EnteredView
 from thread_hub import Hub
 
 REPLICAS = 5

@@ -36,7 +36,8 @@ from lockstep.observability.events import VerificationFailed
 from lockstep.protocol.job_spec import JobSettings, Verification
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
-from lockstep.worker.job import Alone, EnteredView, Job, JobContext, by_itself
+from lockstep.worker.job import Job, JobContext, by_itself
+from lockstep.worker.peers import Alone, EnteredView
 from thread_hub import Hub
 
 Launch = Callable[..., Any]

@@ -14,7 +14,8 @@ from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker import job as worker_job
-from lockstep.worker.job import Alone, EnteredView, Job, JobContext, become_alone, by_itself
+from lockstep.worker.job import Job, JobContext, become_alone, by_itself
+from lockstep.worker.peers import Alone, EnteredView
 from thread_hub import Hub
 
 

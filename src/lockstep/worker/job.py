@@ -18,14 +18,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import LoopbackCommunicator
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.errors import DisagreementError, InternalError, PeerLostError, ScopeError
+from lockstep.errors import DisagreementError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import (
     CheckEnded,
@@ -43,7 +43,7 @@ from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.checkpoints import WorkerCheckpoints
-from lockstep.worker.peers import Joiners, NoPeers, Peers
+from lockstep.worker.peers import Alone, EnteredView, Joiners, Membership
 
 Result = TypeVar("Result")
 
@@ -54,116 +54,6 @@ GRACE_FOR_AGENT = 60.0
 _ADVICE_ON_JOINING = (
     "a worker that joins skips finished calls: give each call its own input, equal in every process"
 )
-
-EnteredView = tuple[View, Communicator]
-"""A view, and this worker's end of its exchange."""
-
-
-class Membership(Protocol):
-    """How a worker gets from view to view, as the coordinator decides."""
-
-    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
-        """Wait for the view after the one that ended with `lost`, and enter it.
-
-        Args:
-            lost: why the view ended.
-            expected: whether it ends because this worker has handed over the state, which takes its time.
-
-        Raises:
-            PeerLostError: no view follows; `lost` itself, or an error with another reason.
-        """
-
-    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
-        """End this process at once, because it computes different results from the others.
-
-        Args:
-            differs: the difference.
-            advice: the remedy, for the user.
-
-        Raises:
-            DisagreementError: the process cannot be ended.
-        """
-
-    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
-        """Give the state, or only the position, to joining workers.
-
-        Args:
-            contents: the state, or the position.
-            whole: whether it is the state.
-            view: the number of the view in which it was requested; None for the current view.
-        """
-
-    def refuse_joiners(self, why: str, view: int) -> None:
-        """Tell the coordinator, which has posted a request in a view, that no worker can join."""
-
-    def prepare(self, contents: Contents) -> None:
-        """Prepare to hand over contents like these."""
-
-    def position(self) -> Contents:
-        """Wait for the position, which the members send; for a joining worker.
-
-        Raises:
-            PeerLostError: the job is over.
-        """
-
-    def join(self) -> tuple[Contents, EnteredView]:
-        """Wait for the state, and for the view that admits this worker; for a joining worker.
-
-        Raises:
-            PeerLostError: the job is over.
-        """
-
-    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
-        """Wait for the state, and for the view that admits this worker; leave the view to `next_view`.
-
-        Returns:
-            The state, and the workers of the view.
-
-        Raises:
-            PeerLostError: the job is over.
-        """
-
-    @property
-    def peers(self) -> Peers:
-        """The other processes, for a process that does not wait for them."""
-
-
-class Alone:
-    """The `Membership` of a process without an agent."""
-
-    @property
-    def peers(self) -> Peers:
-        """No other processes."""
-        return NoPeers()
-
-    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
-        """Raise `lost`: no view follows."""
-        raise lost
-
-    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
-        """Raise `differs`: there are no other workers."""
-        raise differs
-
-    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
-        """Do nothing: no worker joins."""
-
-    def refuse_joiners(self, why: str, view: int) -> None:
-        """Do nothing: no worker joins."""
-
-    def prepare(self, contents: Contents) -> None:
-        """Do nothing: no worker joins."""
-
-    def position(self) -> Contents:
-        """Raise InternalError: there is no job to join."""
-        raise InternalError("a process on its own has no job to join")
-
-    def join(self) -> tuple[Contents, EnteredView]:
-        """Raise InternalError: there is no job to join."""
-        raise InternalError("a process on its own has no job to join")
-
-    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
-        """Raise InternalError: there is no job to join."""
-        raise InternalError("a process on its own has no job to join")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.agent_peers import AgentPeers
-from lockstep.worker.job import GRACE_FOR_AGENT, EnteredView
+from lockstep.worker.job import GRACE_FOR_AGENT
+from lockstep.worker.peers import EnteredView
 from lockstep.worker.script import summarize_own
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The other processes of a job, for a process that does not wait for them, and how workers join these.
+"""How a worker gets from view to view, and the other processes, for a process that does not wait for them.
 
 Such a process is apart from its view, or between two calls in which all processes meet. It reads the
 announcements of the coordinator, and connects to others by itself. On the chief, `Joiners` reads them too,
@@ -9,10 +9,13 @@ import math
 import socket
 import time
 from collections.abc import Callable, Collection
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.collectives.contract import Communicator
+from lockstep.errors import DisagreementError, InternalError, PeerLostError
 from lockstep.protocol.worker import Notice
+from lockstep.topology import View
 
 _POSITION_EVERY = 1.0
 """Seconds between two answers to a request for the position, which stays posted for a moment."""
@@ -48,8 +51,115 @@ class Peers(Protocol):
         """
 
 
-class NoPeers:
-    """The `Peers` of a process without an agent."""
+EnteredView = tuple[View, Communicator]
+"""A view, and this worker's end of its exchange."""
+
+
+class Membership(Protocol):
+    """How a worker gets from view to view, as the coordinator decides."""
+
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
+        """Wait for the view after the one that ended with `lost`, and enter it.
+
+        Args:
+            lost: why the view ended.
+            expected: whether it ends because this worker has handed over the state, which takes its time.
+
+        Raises:
+            PeerLostError: no view follows; `lost` itself, or an error with another reason.
+        """
+
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
+        """End this process at once, because it computes different results from the others.
+
+        Args:
+            differs: the difference.
+            advice: the remedy, for the user.
+
+        Raises:
+            DisagreementError: the process cannot be ended.
+        """
+
+    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
+        """Give the state, or only the position, to joining workers.
+
+        Args:
+            contents: the state, or the position.
+            whole: whether it is the state.
+            view: the number of the view in which it was requested; None for the current view.
+        """
+
+    def refuse_joiners(self, why: str, view: int) -> None:
+        """Tell the coordinator, which has posted a request in a view, that no worker can join."""
+
+    def prepare(self, contents: Contents) -> None:
+        """Prepare to hand over contents like these."""
+
+    def position(self) -> Contents:
+        """Wait for the position, which the members send; for a joining worker.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+    def join(self) -> tuple[Contents, EnteredView]:
+        """Wait for the state, and for the view that admits this worker; for a joining worker.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
+        """Wait for the state, and for the view that admits this worker; leave the view to `next_view`.
+
+        Returns:
+            The state, and the workers of the view.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+    @property
+    def peers(self) -> Peers:
+        """The other processes, for a process that does not wait for them."""
+
+
+class Alone:
+    """The `Membership` and the `Peers` of a process without an agent."""
+
+    @property
+    def peers(self) -> Peers:
+        """No other processes."""
+        return self
+
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> EnteredView:
+        """Raise `lost`: no view follows."""
+        raise lost
+
+    def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
+        """Raise `differs`: there are no other workers."""
+        raise differs
+
+    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
+        """Do nothing: no worker joins."""
+
+    def refuse_joiners(self, why: str, view: int) -> None:
+        """Do nothing: no worker joins."""
+
+    def prepare(self, contents: Contents) -> None:
+        """Do nothing: no worker joins."""
+
+    def position(self) -> Contents:
+        """Raise InternalError: there is no job to join."""
+        raise InternalError("a process on its own has no job to join")
+
+    def join(self) -> tuple[Contents, EnteredView]:
+        """Raise InternalError: there is no job to join."""
+        raise InternalError("a process on its own has no job to join")
+
+    def join_later(self) -> tuple[Contents, tuple[int, ...]]:
+        """Raise InternalError: there is no job to join."""
+        raise InternalError("a process on its own has no job to join")
 
     def announced(self) -> tuple[int, tuple[int, ...]]:
         """Return the view of a process on its own."""
@@ -76,28 +186,18 @@ class NoPeers:
         return None
 
 
-class HandsOver(Protocol):
-    """Gives the state to workers that join, or refuses them."""
-
-    def hand_over(self, contents: Contents, *, whole: bool, view: int | None = None) -> None:
-        """Give the state, or only the position; see `Membership`."""
-
-    def refuse_joiners(self, why: str, view: int) -> None:
-        """Tell the coordinator, which has posted a request in a view, that no worker can join."""
-
-
 class Joiners:
     """How the chief lets workers join while others do not wait for it.
 
     Args:
         peers: returns the requests of the coordinator.
-        hands_over: gives the state.
+        membership: gives the state.
         enter_next: called with the number of a view; the next exchange is in a later one.
     """
 
-    def __init__(self, peers: Peers, hands_over: HandsOver, enter_next: Callable[[int], None]) -> None:
+    def __init__(self, peers: Peers, membership: Membership, enter_next: Callable[[int], None]) -> None:
         self._peers = peers
-        self._hands_over = hands_over
+        self._membership = membership
         self._enter_next = enter_next
         self._closed = ""
         self._given_in: int | None = None
@@ -123,11 +223,11 @@ class Joiners:
         now = time.monotonic()
         if notice is Notice.POSITION and now - self._gave_position_at >= _POSITION_EVERY:
             self._gave_position_at = now
-            self._hands_over.hand_over(take(False), whole=False, view=view)
+            self._membership.hand_over(take(False), whole=False, view=view)
         elif notice is Notice.CHANGE and self._given_in != view:
             self._given_in = view
             self._enter_next(view)
-            self._hands_over.hand_over(take(True), whole=True, view=view)
+            self._membership.hand_over(take(True), whole=True, view=view)
             return view
         return None
 
@@ -140,4 +240,4 @@ class Joiners:
         view, notice = self._peers.posted()
         if notice is not Notice.NOTHING and self._refused_in != view:
             self._refused_in = view
-            self._hands_over.refuse_joiners(why, view)
+            self._membership.refuse_joiners(why, view)

@@ -45,7 +45,8 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
 from lockstep.system.prose import count, interval
 from lockstep.topology import View
-from lockstep.worker.job import Alone, Job
+from lockstep.worker.job import Job
+from lockstep.worker.peers import Alone
 
 _PATIENCE = 20.0
 _PART = 1 << 20
