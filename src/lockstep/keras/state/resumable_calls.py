@@ -56,33 +56,6 @@ class CallFinishedElsewhere(Exception):
 
 
 @dataclass(frozen=True)
-class Fresh:
-    """The call is new."""
-
-
-@dataclass(frozen=True)
-class Replay:
-    """The call finished before this process began.
-
-    Attributes:
-        finished: its result.
-    """
-
-    finished: FinishedCall
-
-
-@dataclass(frozen=True)
-class SkipTo:
-    """The training resumes within the call.
-
-    Attributes:
-        steps: how many of its steps were completed before this process began.
-    """
-
-    steps: int
-
-
-@dataclass(frozen=True)
 class Resumption:
     """The position at which the script resumes.
 
@@ -227,8 +200,12 @@ class ResumableCalls:
         """
         return self._resumption is None or self._calls.current.samples < self._resumption.samples
 
-    def next_call(self) -> Fresh | Replay | SkipTo:
-        """Return whether the current call is new, is replayed, or skips steps. This has no effects.
+    def next_call(self) -> FinishedCall | int:
+        """Return how the current call runs, without effects.
+
+        Returns:
+            The result of a call that finished before this process began, to replay it. Otherwise the number
+            of its steps that were completed before, to skip them: 0 for a new call.
 
         Raises:
             DisagreementError: the members of the job have not made this call.
@@ -237,19 +214,19 @@ class ResumableCalls:
         """
         resumption = self._resumption
         if resumption is None or len(self._calls.stack) > 2:
-            return Fresh()
+            return 0
         if self._calls.outermost <= len(resumption.journal):
-            return Replay(self._finished(resumption))
+            return self._finished(resumption)
         if resumption.steps:
             self._refuse_another(resumption.call)
             self._refuse_another_key(resumption.key)
-            return SkipTo(resumption.steps)
+            return resumption.steps
         if self._job.joins:
             raise DisagreementError(
                 f"{self._calls.current.name} of this worker, which is joining, is a call that the others "
                 f"have not made; {ADVICE_ON_CALLS}"
             )
-        return Fresh()
+        return 0
 
     def request_checkpoints(self) -> None:
         """Note that the call in progress requests checkpoints."""
@@ -323,12 +300,12 @@ class ResumableCalls:
         """
         if self._resumption is None and self._job.joins and len(self._calls.stack) == 2:
             self._follow(self._job.membership.position())
-        match self.next_call():
-            case Replay(finished):
-                self._move_past(finished)
-                return finished
-            case SkipTo(steps):
-                self._calls.current.skipped = steps
+        following = self.next_call()
+        if isinstance(following, FinishedCall):
+            self._move_past(following)
+            return following
+        if following:
+            self._calls.current.skipped = following
         return None
 
     def skip(self, steps: int) -> None:
