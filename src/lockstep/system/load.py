@@ -39,49 +39,6 @@ class ProcessCounters(NamedTuple):
     faults: int
 
 
-class HostCounters(NamedTuple):
-    """The resources that all processes of the host have used so far.
-
-    Attributes:
-        busy: seconds of processor time.
-        memory_used: bytes in use, on the host or in the container with the least memory left.
-        memory_total: all bytes of that host or container.
-        swapped: bytes read from and written to swap.
-        throttled: seconds in which a CPU quota has stopped processes of this one's control group.
-    """
-
-    busy: float
-    memory_used: int
-    memory_total: int
-    swapped: int
-    throttled: float
-
-
-class HostCounterFiles:
-    """The files in which the kernel counts the resources that the host uses.
-
-    Args:
-        proc: where the kernel's data on processes are mounted.
-        cgroups: where the cgroup file systems are mounted.
-    """
-
-    def __init__(self, proc: Path, cgroups: Path) -> None:
-        self._proc = proc
-        membership = proc / "self" / "cgroup"
-        self._limited = limited_groups(proc / "meminfo", membership, cgroups)
-        files = dict.fromkeys(group / "cpu.stat" for group in groups(membership, cgroups, "cpu"))
-        self._statistics = [file for file in files if file.exists()]
-
-    def read(self) -> HostCounters:
-        """Read the counters; 0 for counters that the kernel does not report."""
-        columns = read(self._proc / "stat").partition("\n")[0].split()[1:]
-        busy = sum(int(columns[at]) for at in _BUSY if at < len(columns)) * _TICK
-        vmstat = read_numbers(self._proc / "vmstat")
-        pages = vmstat.get("pswpin", 0) + vmstat.get("pswpout", 0)
-        memory = memory_in_use(self._proc / "meminfo", self._limited)
-        return HostCounters(busy, *memory, pages * _PAGE, throttled_seconds(self._statistics))
-
-
 def process_counters(pid: int, proc: Path) -> ProcessCounters | None:
     """Read the counters of a process, or None if it has ended, or this user may not see it."""
     folder = f"{proc}/{pid}"
@@ -144,19 +101,30 @@ class HostSampler:
     """
 
     def __init__(self, clock: Clock, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
-        self._clock = clock
-        self._files = HostCounterFiles(proc, cgroups)
-        self._before, self._read_at = self._files.read(), clock.now()
+        self._clock, self._proc = clock, proc
+        membership = proc / "self" / "cgroup"
+        self._limited = limited_groups(proc / "meminfo", membership, cgroups)
+        files = dict.fromkeys(group / "cpu.stat" for group in groups(membership, cgroups, "cpu"))
+        self._statistics = [file for file in files if file.exists()]
+        self._before, self._read_at = self._counters(), clock.now()
 
     def sample(self) -> HostLoad:
         """Return the load since the last sample, or since this was created."""
-        before, now, read_at = self._before, self._files.read(), self._clock.now()
+        before, memory = self._before, memory_in_use(self._proc / "meminfo", self._limited)
+        now, read_at = self._counters(), self._clock.now()
         seconds = max(read_at - self._read_at, _TICK)
         self._before, self._read_at = now, read_at
-        return HostLoad(
-            busy=round(max(0.0, now.busy - before.busy) / seconds, 3),
-            memory_used=now.memory_used,
-            memory_total=now.memory_total,
-            swapping=round(max(0, now.swapped - before.swapped) / seconds, 1),
-            throttled=round(max(0.0, now.throttled - before.throttled) / seconds, 3),
-        )
+        changes = zip(before, now, strict=True)
+        busy, swapped, throttled = (max(0.0, end - begin) / seconds for begin, end in changes)
+        return HostLoad(round(busy, 3), *memory, swapping=round(swapped, 1), throttled=round(throttled, 3))
+
+    def _counters(self) -> tuple[float, int, float]:
+        """Return processor seconds, bytes read from and written to swap, and throttled seconds so far.
+
+        Those that the kernel does not report are 0.
+        """
+        columns = read(self._proc / "stat").partition("\n")[0].split()[1:]
+        busy = sum(int(columns[at]) for at in _BUSY if at < len(columns)) * _TICK
+        vmstat = read_numbers(self._proc / "vmstat")
+        pages = vmstat.get("pswpin", 0) + vmstat.get("pswpout", 0)
+        return busy, pages * _PAGE, throttled_seconds(self._statistics)
