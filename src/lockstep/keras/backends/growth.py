@@ -259,9 +259,12 @@ def means(model: Any, weight: Any) -> Iterator[None]:
     growths = growths_of(model)
     with ExitStack() as stack:
         if any(growths.losses.values()):
-            stack.enter_context(
-                _replaced_losses(model, lambda i, loss: _Scaled(loss, growths.losses.get(i, MEAN), weight))
-            )
+
+            def scaled_loss(position: int, value: Any) -> Any:
+                growth = growths.losses.get(position, MEAN)
+                return scaled(value, growth, weight) if growth else value
+
+            stack.enter_context(_changed_losses(model, scaled_loss))
         for layer in layers_of(model) if any(growths.layers.values()) else ():
             if growth := growths.layers.get(id(layer), MEAN):
                 stack.enter_context(_scaled_additions(layer, growth, weight))
@@ -297,22 +300,19 @@ def scaled(value: Any, growth: int, weight: Any) -> Any:
     return value / weight if growth == SUM else value * weight
 
 
-class _Scaled:
-    """A compiled loss that is a mean over examples."""
-
-    def __init__(self, loss: Any, growth: int, weight: Any) -> None:
-        self._loss, self._growth, self._weight = loss, growth, weight
-
-    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        value = self._loss(y_true, y_pred, sample_weight)
-        return scaled(value, self._growth, self._weight) if self._growth else value
-
-
 @contextmanager
-def _replaced_losses(model: Any, replacement: Any) -> Iterator[None]:
+def _changed_losses(model: Any, change: Callable[[int, Any], Any]) -> Iterator[None]:
+    """Within the block, each compiled loss returns `change(position, value)` instead of its value."""
     compiled = compiled_loss(model)
     before = getattr(compiled, FLAT_LOSSES)
-    replaced = [entry._replace(loss=replacement(i, entry.loss)) for i, entry in enumerate(before)]
+
+    def changed(position: int, loss: Any) -> Any:
+        def call(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+            return change(position, loss(y_true, y_pred, sample_weight))
+
+        return call
+
+    replaced = [entry._replace(loss=changed(i, entry.loss)) for i, entry in enumerate(before)]
     vars(compiled)[FLAT_LOSSES] = replaced
     try:
         yield
@@ -324,16 +324,11 @@ def _replaced_losses(model: Any, replacement: Any) -> Iterator[None]:
 def observed_losses(model: Any, note: Any) -> Iterator[None]:
     """Within the block, call `note(position, value)` with the value of each compiled loss."""
 
-    class Observed:
-        def __init__(self, position: int, loss: Any) -> None:
-            self._position, self._loss = position, loss
+    def observed(position: int, value: Any) -> Any:
+        note(position, value)
+        return value
 
-        def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            value = self._loss(y_true, y_pred, sample_weight)
-            note(self._position, value)
-            return value
-
-    with _replaced_losses(model, Observed):
+    with _changed_losses(model, observed):
         yield
 
 
