@@ -18,7 +18,6 @@ from lockstep.coordinator.comparison import save_verdict
 from lockstep.errors import ConfigError
 from lockstep.monitoring.past_runs import (
     PastRun,
-    WrittenCheckpoint,
     as_csv,
     as_json,
     past_runs,
@@ -245,7 +244,7 @@ def test_the_run_from_which_another_one_resumed(tmp_path: Path) -> None:
     for name, log in logs.items():
         make_run(tmp_path / name, log, [])
     runs = {run.name: run for run in past_runs([tmp_path], BEGAN + 100)}
-    assert runs["first"].written == (WrittenCheckpoint(BEGAN + 5.0, "/c", 40),)
+    assert runs["first"].written == ((BEGAN + 5.0, "/c", 40),)
     linked = {name: run.resumed_from for name, run in runs.items()}
     assert linked.pop("second") in ("first", "own")
     assert linked.pop("callback") in ("first", "own")

@@ -40,14 +40,6 @@ _END_OF_TIME = 1e11
 _CONDITION = re.compile(r"(.+?)(!=|=|<|>)(.*)", re.DOTALL)
 
 
-class WrittenCheckpoint(NamedTuple):
-    """A checkpoint that a run wrote at a time, in seconds since 1970."""
-
-    time: float
-    folder: str
-    step: int
-
-
 @dataclass(frozen=True)
 class PastRun:
     """The last run in a folder; None or empty for unknown values.
@@ -75,7 +67,7 @@ class PastRun:
         end: how it ended, or that it runs, its troubles, and the verdict of the comparison with one process.
         resumed: the folder and the step of the checkpoint from which it resumed; None if it did not.
         resumed_from: the name of the run that wrote that checkpoint, or else its folder.
-        written: the checkpoints that the runs in the folder wrote.
+        written: the time, the folder and the step of each checkpoint that the runs in the folder wrote.
     """
 
     name: str
@@ -100,7 +92,7 @@ class PastRun:
     end: str = ""
     resumed: tuple[str, int] | None = None
     resumed_from: str = ""
-    written: tuple[WrittenCheckpoint, ...] = ()
+    written: tuple[tuple[float, str, int], ...] = ()
 
 
 def past_runs(folders: Sequence[Path], now: float) -> list[PastRun]:
@@ -166,7 +158,7 @@ def summarize(
         match event.event:
             case "checkpoint":
                 folder, _, _ = str(event.fields.get("path", "")).rpartition("/")
-                written.append(WrittenCheckpoint(event.time, folder, _integer(event.fields.get("step")) or 0))
+                written.append((event.time, folder, _integer(event.fields.get("step")) or 0))
             case "keeps":
                 kept = str(event.fields.get("folder", ""))
     job, done = state.job, state.finished or {}
@@ -219,10 +211,10 @@ def _linked(run: PastRun, runs: Sequence[PastRun]) -> PastRun:
     folder, step = run.resumed
     # A command that is killed may not have recorded its last checkpoint: an earlier one names the run, too.
     before = [
-        (checkpoint.step == step, checkpoint.time, other.name)
+        (written_step == step, time, other.name)
         for other in runs
-        for checkpoint in other.written
-        if checkpoint.folder == folder and checkpoint.step <= step and checkpoint.time < (run.began or 0.0)
+        for time, written_folder, written_step in other.written
+        if written_folder == folder and written_step <= step and time < (run.began or 0.0)
     ]
     return replace(run, resumed_from=max(before)[2] if before else printable(folder))
 
