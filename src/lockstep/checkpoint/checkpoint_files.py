@@ -52,25 +52,16 @@ class Contents:
     checks: Mapping[str, CopyCheck] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The manifest of a checkpoint; the sizes on the disk agree with it.
+class Outline(msgspec.Struct, frozen=True):
+    """The manifest of a checkpoint, apart from the format; the sizes on the disk agree with it.
 
     Attributes:
         step: the step of the contents.
         time: when it was written, in seconds since 1970.
         manifest: the manifest of the contents.
         arrays: (dtype, shape, checksum) by name.
+        bytes: the size of the file with the arrays.
     """
-
-    step: int
-    time: float
-    manifest: Mapping[str, Any]
-    arrays: Mapping[str, tuple[str, list[int], str]]
-
-
-class _Body(msgspec.Struct):
-    """The required fields of the manifest's file, apart from the format."""
 
     step: Annotated[int, msgspec.Meta(ge=0)]
     time: Annotated[float, msgspec.Meta(ge=0, le=_LAST_TIME)]
@@ -173,16 +164,16 @@ def read_outline(path: Path) -> Outline:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
-    body = _unseal(data, file)
+    outline = _unseal(data, file)
     try:
         status = state.stat()
     except OSError as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{state} cannot be read: it is not a regular file")
-    if status.st_size != body.bytes:
-        raise CheckpointError(f"{state} is damaged: it has {status.st_size} bytes instead of {body.bytes}")
-    return Outline(body.step, body.time, body.manifest, body.arrays)
+    if status.st_size != outline.bytes:
+        raise CheckpointError(f"{state} is damaged: it has {status.st_size} bytes instead of {outline.bytes}")
+    return outline
 
 
 def _facts(array: Array) -> tuple[str, list[int], str]:
@@ -194,7 +185,7 @@ def sealed(text: bytes) -> bytes:
     return _SEAL + xxhash.xxh3_128_hexdigest(text).encode() + _SEALED + text
 
 
-def _unseal(data: bytes, file: Path) -> _Body:
+def _unseal(data: bytes, file: Path) -> Outline:
     head, sealed, text = data.partition(_SEALED)
     if not sealed or head != _SEAL + xxhash.xxh3_128_hexdigest(text).encode():
         raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
@@ -208,7 +199,7 @@ def _unseal(data: bytes, file: Path) -> _Body:
             )
         if version != _FORMAT:
             raise ValueError(f"its format is {version!r:.80}")
-        return msgspec.convert(body, _Body)
+        return msgspec.convert(body, Outline)
     except RecursionError:
         raise CheckpointError(f"{file} is not a manifest of Lockstep: it is nested too deeply") from None
     except ValueError as error:
