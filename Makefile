@@ -97,6 +97,7 @@ soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 	$(BIN)/python tests/flips.py --flips 10000
 	$(BIN)/python tests/flips.py --flips 1000 --every 2
+	$(BIN)/python tests/flips.py --clean 100000
 	$(BIN)/python tests/hosts/soak_hosts.py
 	$(BIN)/python tests/ray/soak_ray.py
 	$(BIN)/python tests/supervisor/soak_simulation.py
