@@ -1001,3 +1001,10 @@ def test_a_metric_that_a_program_lists_twice_counts_once(kind: str) -> None:
     total = as_total(steps.compute(None, share(weight=1.0), []))
     steps.apply(None, [total])
     assert float(metered.meter.count) == 4
+
+
+@here
+def test_numpy_sees_scalars_of_bfloat16() -> None:
+    for scalar in (tf.constant(1.5, tf.bfloat16), tf.Variable(tf.constant(1.5, tf.bfloat16))):
+        seen = TensorFlowBackend().to_numpy(scalar)
+        assert (seen.shape, seen.dtype.name, float(seen)) == ((), "bfloat16", 1.5)

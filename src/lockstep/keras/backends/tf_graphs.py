@@ -130,6 +130,15 @@ def read(variable: tf.Variable) -> Any:
     return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
 
 
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """Return a tensor or an array as NumPy sees it: in place, except for a scalar tensor.
+
+    NumPy does not take a scalar tensor of bfloat16.
+    """
+    is_scalar = isinstance(value, tf.Tensor) and value.shape.rank == 0
+    return np.asarray(value.numpy() if is_scalar else value)
+
+
 def assign(variable: tf.Variable, array: npt.NDArray[Any]) -> None:
     """Assign an array of the same shape to a variable; see `read`."""
     if isinstance(variable, tf.distribute.DistributedValues):
