@@ -1,5 +1,6 @@
 """A second worker computes replicas again: what is drawn, who is at fault, and nothing wrong is applied."""
 
+import itertools
 import json
 import random
 import threading
@@ -19,7 +20,7 @@ from lockstep.checkpoint.store import Store
 from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError
-from lockstep.keras import verification
+from lockstep.keras import state_verification, verification
 from lockstep.keras.rounds import Round
 from lockstep.keras.verification import (
     Answer,
@@ -627,6 +628,20 @@ def test_workers_that_differ_in_what_is_zero_sum_again(monkeypatch: pytest.Monke
     training = flips.Training(2, flips.SIZES[0], Verification(1, all=True))
     training.run()
     assert (training.states, training.ended, len(done)) == ({right}, [], 1)
+
+
+def test_a_state_with_a_wrong_hash_is_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, numbers = flips.undisturbed()[flips.SIZES[0]], itertools.count()
+
+    def digest(array: Any, original: Any = state_verification.digest_array) -> bytes:
+        return original(array) if next(numbers) else b"wrong..."
+
+    monkeypatch.setattr(state_verification, "digest_array", digest)
+    training = flips.Training(3, flips.SIZES[0], Verification(1, all=True))
+    training.run()
+    assert (training.states, training.ended) == ({right}, [])
+    (failed,) = training.failed
+    assert (failed.step, failed.part, failed.verdict) == (1, "memory", "repeated")
 
 
 def test_what_is_not_verified_is_not_called_right_or_blamed_on_others() -> None:

@@ -6,7 +6,8 @@ state. A worker whose update is wrong, or whose memory has changed since, has an
 * If states differ after the update, but not before it, each worker restores its copy of the state before the
   step and updates it again. `judge` decides from both attempts of all workers, as it does for partials: the
   worker at fault ends, and the others have the right state. A worker without others compares with itself.
-* If states differ before the step, a wrong state may have been the origin of gradients since the last
+* If states differ before the step, all workers copy and hash theirs again: perhaps only a copy or a hash was
+  wrong. If the states still differ, a wrong one may have been the origin of gradients since the last
   comparison, which are now in the totals, and so in the states of all. No worker has a right state any more.
   The checkpoints that are later than that comparison are removed, and the job ends with `WrongStateError`;
   the command starts it again from the newest one left. Without one, the job ends for good.
@@ -118,13 +119,22 @@ class StateVerifier:
         if any(getattr(value, "is_deleted", bool)() for value in values.values()):
             # Keras itself cannot read them either.
             return None
+        before = self._copied(values, owners)
+        answers = self._answers(before, (before.hashes,), label, lambda: program.published(state))
+        first, differing = _judged(answers, list(values))
+        if first.kind != "equal":
+            before = self._copied(values, owners)
+            answers = self._answers(before, (before.hashes,), label, lambda: program.published(state))
+            self._compare(answers, list(values), f"{label}: the state before the step", "memory")
+            self._verifications.publish(Verdict("repeated", first.workers), differing, "memory")
+        return before
+
+    def _copied(self, values: Mapping[str, Any], owners: Sequence[Any]) -> StateBefore:
+        """Return a copy of the state with these values."""
         arrays = {name: np.array(self._backend.to_numpy(value)) for name, value in values.items()}
         plain = [variable for owner in owners for variable in plain_variables(owner)]
         variables = [(variable, np.array(variable.numpy())) for variable in plain]
-        before = StateBefore(owners, arrays, _hashed(arrays), variables)
-        answers = self._answers(before, (before.hashes,), label, lambda: program.published(state))
-        self._compare(answers, list(arrays), f"{label}: the state before the step", "memory")
-        return before
+        return StateBefore(owners, arrays, _hashed(arrays), variables)
 
     def end(
         self,

@@ -24,11 +24,11 @@ _VERDICTS = {
     "repeated": "wrong bits of {}, which are computed again,",
 }
 """What the verdict of a verification says of its workers."""
-_VERDICTS_ON_SUMS = _VERDICTS | {
-    "repeated": "a wrong sum, which is summed again,",
-    "sum": "a wrong sum, twice,",
+_VERDICTS_ON = {
+    "sum": _VERDICTS | {"repeated": "a wrong sum, which is summed again,", "sum": "a wrong sum, twice,"},
+    "memory": _VERDICTS | {"repeated": "a wrong copy of the state, which is copied again,"},
 }
-"""The same if the part of the step is a sum."""
+"""The same for parts of a step that have other words."""
 
 
 @dataclass
@@ -149,7 +149,7 @@ def _verdict(fields: Mapping[str, Any]) -> str:
     """Return what the verdict of a verification says of its workers, or an empty text for an unknown one."""
     hosts = ", ".join(map(str, _items(fields.get("hosts"))))
     who = _named(fields.get("workers")) + (f" ({hosts})" if hosts else "")
-    verdicts = _VERDICTS_ON_SUMS if fields.get("part") == "sum" else _VERDICTS
+    verdicts = _VERDICTS_ON.get(str(fields.get("part")), _VERDICTS)
     return verdicts.get(str(fields.get("verdict")), "").format(who)
 
 
