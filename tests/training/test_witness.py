@@ -100,6 +100,22 @@ class Squares(keras.layers.Layer):
         return x
 
 
+class Mean(keras.layers.Layer):
+    """Keeps a mean of the examples."""
+
+    def build(self, shape: Any) -> None:
+        self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False, name="mean")
+
+    def call(self, x: Any) -> Any:
+        self.mean.assign(ops.mean(x))
+        return x
+
+
+def first_error(y: Any, p: Any) -> Any:
+    """Return one number for a batch."""
+    return ops.mean(ops.abs(y - p)[:, 0])
+
+
 class WithFigure(keras.Sequential):
     def train_step(self, state: Any, data: Any) -> Any:
         logs, state = super().train_step(state, data)
@@ -205,13 +221,20 @@ def test_a_layer_with_which_a_difference_begins_is_told(compared: Callable[[], l
 
 
 @pytest.mark.parametrize(
-    "name", ["a weight is a little too small", "a gradient is doubled", "a prediction is repeated"]
+    "name",
+    [
+        "a weight is a little too small",
+        "a gradient is doubled",
+        "a prediction is repeated",
+        "a metric counts examples of one replica",
+        "the state of a layer is added up",
+    ],
 )
 def test_a_name_does_not_explain_what_no_replica_computes(
     name: str, compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FAULTS[name].plant(monkeypatch)
-    model = eager(hidden(), Centered(name="centered"), metrics=["mae"])
+    model = eager(hidden(), Mean(), Centered(name="centered"), metrics=["mae", first_error])
     if name == "a prediction is repeated":
         model.predict(X, verbose=0)
     else:
@@ -220,6 +243,18 @@ def test_a_name_does_not_explain_what_no_replica_computes(
     unnamed = [part for part in step.differences if not part.named]
     assert any(part.part.startswith(FAULTS[name].part) for part in unnamed), step
     assert all(part.deviation.endswith("for the rows of each replica") for part in unnamed)
+
+
+@pytest.mark.ci
+def test_a_sum_in_the_loss_does_not_hide_a_state(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS["the state of a layer is added up"].plant(monkeypatch)
+    fit(eager(hidden(), Squares(), Centered(name="centered"), optimizer="sgd"))
+    (step,) = compared()
+    (part,) = (part for part in step.differences if not part.named)
+    assert part.part.startswith("state ")
+    assert "squares" in part.part
 
 
 def test_a_name_does_not_explain_a_sum(
@@ -301,6 +336,9 @@ ALWAYS, OCCURRENCES = (
 )
 
 
+VARIABLE = "the variable dense/mean (possibly: it could not be tested)"
+
+
 def test_constant_draws_are_those_of_other_backends() -> None:
     places = [(31 * 5 + 17 * column + 5) % 1009 for column in range(6)]
     fractions = [(place + 0.5) / 1009 for place in places]
@@ -320,10 +358,12 @@ def test_constant_draws_are_those_of_other_backends() -> None:
         ("gradient dense/kernel", ALWAYS),
         ("mae", ALWAYS | {"the metric mae"}),
         ("update dense/kernel", {OCCURRENCES, "train_step of Model"}),
+        ("state dense/mean", ALWAYS | {OCCURRENCES, VARIABLE}),
+        ("state dense/count", ALWAYS | {OCCURRENCES}),
     ],
 )
 def test_a_name_explains_the_parts_that_it_changes(part: str, explanations: set[str]) -> None:
-    names = [*ALWAYS, OCCURRENCES, "the metric mae", "random numbers of Model.call"]
+    names = [*ALWAYS, OCCURRENCES, "the metric mae", VARIABLE, "random numbers of Model.call"]
     assert set(explaining(part, names)) == explanations
 
 
@@ -406,6 +446,18 @@ def of_update(change: Callable[[Any, Any, Any], Any]) -> Callable[[pytest.Monkey
             return logs, change(self, before, after)
 
         patch.setattr(JaxProgram, "apply", apply)
+
+    return plant
+
+
+def of_metrics(change: Callable[[Any, Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Let the values of metrics after a step be `change(before, total)`."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def after(self: Any, metrics: list[Any], total: Any) -> list[Any]:
+            return [change(before, total[f"metric/{i}"]) for i, before in enumerate(metrics)]
+
+        patch.setattr(JaxProgram, "_metrics_after", after)
 
     return plant
 
@@ -521,6 +573,11 @@ FAULTS: dict[str, Fault] = {
         "gradient ",
         lambda: fit(eager(hidden(dtype="mixed_bfloat16"))),
     ),
+    "a gradient of half precision is a little too large": Fault(
+        of_partial("gradient/", lambda array, r, name: array * 1.01),
+        "gradient ",
+        lambda: fit(eager(hidden(dtype="mixed_bfloat16"))),
+    ),
     "a gradient has the wrong sign": Fault(
         of_partial("gradient/", lambda array, r, name: -array if r == 2 else array), "gradient "
     ),
@@ -540,6 +597,10 @@ FAULTS: dict[str, Fault] = {
     "a metric counts one replica": Fault(of_partial("metric/", only(0)), "loss"),
     "a sum of a metric counts one replica": Fault(of_partial("metric/2", only(0)), "mae"),
     "a metric counts examples of one replica": Fault(of_partial("metric/3", only(0)), "mae"),
+    "a metric forgets": Fault(of_metrics(lambda before, total: total), "state of "),
+    "a metric in an evaluation forgets": Fault(
+        of_metrics(lambda before, total: total), "state of ", evaluating
+    ),
     "a metric in an evaluation is doubled": Fault(
         of_partial("metric/", lambda array, r, name: 2 * array), "state of ", evaluating
     ),
@@ -696,6 +757,33 @@ def test_what_an_earlier_call_has_learned_is_seen(
     model.compile(run_eagerly=True)
     model.predict(3 * X, verbose=0)
     assert differing(compared()) == {}
+
+
+class SwitchedLayer(Centered):
+    contrasts = False
+
+    def call(self, x: Any) -> Any:
+        return super().call(x) if self.contrasts else x
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("eagerly", [True, False])
+def test_a_step_follows_values_of_python_as_plain_keras_does(
+    eagerly: bool,
+    compared: Callable[[], list[StepCompared]],
+    job_of_one_worker: Job,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check("every-fit", job_of_one_worker, monkeypatch)
+    layer = SwitchedLayer(name="switched")
+    model = built(hidden(), layer, run_eagerly=eagerly)
+    fit(model)
+    layer.contrasts = True
+    compared()
+    fit(model)
+    (step,) = compared()
+    assert {part.named for part in step.differences} == ({"the layer switched"} if eagerly else set())
+    assert step.equal
 
 
 class Batches(keras.utils.PyDataset):

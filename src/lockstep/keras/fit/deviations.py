@@ -25,6 +25,9 @@ _EPSILONS, _MOST = 1024, 0.03
 _ALIKE = 0.02
 """A value is a multiple of another one if the remainder is at most this part of it."""
 
+_NOTHING = 1e-5
+"""A value is zero if its elements are at most this part of those that were expected."""
+
 _FACTORS = {0.5: "half", 2.0: "double", -1.0: "the negative of"}
 
 Array = npt.NDArray[Any]
@@ -109,7 +112,7 @@ def _described(reference: Array, value: Array) -> Deviation:
     difference = float(np.max(np.abs(value - reference)))
     if not largest:
         return Deviation(np.inf, "not zero")
-    if not np.any(value):
+    if float(np.max(np.abs(value))) <= _NOTHING * largest:
         return Deviation(1.0, "zero")
     factor = float(np.vdot(reference, value) / np.vdot(reference, reference))
     direction = ""

@@ -21,6 +21,9 @@ Result = TypeVar("Result")
 OCCURRENCES = "with repeated ids of an Embedding"
 """The end of the name of an optimizer that distinguishes occurrences of an id."""
 
+VARIABLES = "the variable "
+"""The beginning of the name of a state of a layer."""
+
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 """Attributes of Keras's layers. A layer whose attributes here are all zero does not draw random numbers."""
 
@@ -181,11 +184,11 @@ def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
     except (DataError, PeerError):
         raise
     except Exception:  # The program may call the model in another way.
-        return [f"the variable {variable.path} (possibly: it could not be tested)" for variable in variables]
+        return [f"{VARIABLES}{variable.path} (possibly: it could not be tested)" for variable in variables]
     if not parts:
         return []
     return [
-        f"the variable {variable.path}"
+        f"{VARIABLES}{variable.path}"
         for variable, old, whole, first, second in zip(variables, before, *parts, strict=True)
         if not np.allclose(whole, (first + second) / 2, 1e-5, 1e-4 * np.max(np.abs(whole - old), initial=0))
     ]

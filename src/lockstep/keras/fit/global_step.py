@@ -6,7 +6,7 @@ It is the same for every backend, whose program computes and applies. What a rep
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,17 @@ class GlobalStep:
         self._digests = recorder_of(job, backend.to_numpy)
         self._divided = DividedUpdate.of(job)
 
+    def follow(
+        self, batch: Batch, published: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        """Before a step, let the model be tried again if the step follows other values of Python than before.
+
+        Args:
+            batch: the batch of the step.
+            published: returns a context in which the variables have their values, if they lack them.
+        """
+        self._follow(self.calls.current, self.model, self.kind, batch, published)
+
     def compute_once(self, batch: Batch) -> tuple[Any, Any, list[Total]]:
         """Take one step from the values of the variables, which does not count.
 
@@ -133,7 +144,7 @@ class GlobalStep:
         self.timer.begin(label)
         batch = self._read(state, element)
         self.timer.lap("input")
-        self._follow(call, self.model, self.kind, batch, partial(self.program.published, state))
+        self.follow(batch, partial(self.program.published, state))
         refuse_other_trace(self.model, self.kind, self._traces.beginning)
         traced = self._programs.traced
         (logs, state), record = self._verified_step(state, batch, call, number)

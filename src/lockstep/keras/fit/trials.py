@@ -1106,11 +1106,11 @@ def _near_outputs(model: Any) -> Iterator[None]:
         yield
 
 
-_HALF_TYPES = ("float16", "bfloat16")
+HALF_TYPES = ("float16", "bfloat16")
 
 
 def _computes_in_half(model: Any) -> bool:
-    return any(layer.compute_dtype in _HALF_TYPES for layer in layers_of(model))
+    return any(layer.compute_dtype in HALF_TYPES for layer in layers_of(model))
 
 
 @contextmanager
@@ -1123,7 +1123,7 @@ def _unscaled(model: Any) -> Iterator[None]:
 
 
 def _tolerance(array: Array) -> float:
-    half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in _HALF_TYPES
+    half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in HALF_TYPES
     return HALF_TOLERANCE if half else TOLERANCE
 
 

@@ -1,7 +1,8 @@
 """Compares a step that replicas compute with the same step of plain Keras, in one process on the whole batch.
 
 So nobody has to trust a list of exact parts. Both compute from the same state and batch, and with the same
-random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages. What
+random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages.
+Layers that compute in half precision do so in single precision, since rounding would hide differences. What
 differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between the training and that
 of one process. It is expected if a note has named the part of the program; any other difference is reported.
 
@@ -9,11 +10,12 @@ The reference is Keras's own function for the kind of step, which knows nothing 
 the step of the training: `GlobalStep`, with one worker that computes all replicas.
 
 Both sides begin with the same values of all variables, which are restored after each computation, and with
-empty metrics. Plain Keras takes its step before the trials of the model, and the replicas take theirs
-afterwards. So what a trial leaves behind is a difference. So is what the `GlobalStep` of the comparison has
-wrongly learned in an earlier call, because it lasts as long as that of the training. A wrapper around
-`train_step` adds the gradients that the optimizers get to the logs, with which they leave a compiled function
-on every backend.
+empty metrics. They then begin once more with metrics that have counted the batch, to compare the states of
+metrics: a step must not forget what they have counted. Plain Keras takes its step before the trials of the
+model, and the replicas take theirs afterwards. So what a trial leaves behind is a difference. So is what the
+`GlobalStep` of the comparison has wrongly learned in an earlier call, because it lasts as long as that of the
+training. A wrapper around `train_step` adds the gradients that the optimizers get to the logs, with which
+they leave a compiled function on every backend.
 
     part                                     reference
     logs, outputs                            those of plain Keras
@@ -26,10 +28,11 @@ on every backend.
 If something differs, the model is called once more with the whole batch and with each replica's rows. The
 first layer with equal inputs and different outputs is where the difference begins. A note that names a
 metric or figure explains a difference in it; one on an optimizer also explains a difference in its update.
-Kinds of layers that draw numbers or normalize explain nothing, because both computations have the same
-constants for them; any other named part of the program explains all. But it explains only values of replicas:
-where these combine means over examples, plain Keras also takes the step with the rows of each replica alone,
-and the loss, the gradients and the outputs must follow from these steps.
+The name of a state of a layer explains only this state. Kinds of layers that draw numbers or normalize
+explain nothing, because both computations have the same constants for them; any other named part of the
+program explains all. But it explains only values of replicas: where these combine means over examples, plain
+Keras also takes the step with the rows of each replica alone, and the loss, the gradients, the outputs, the
+metrics and the states of layers must follow from these steps.
 
 A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
 the same weights and batch (`keras/fit/kept_steps.py`).
@@ -55,15 +58,23 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import Backend, StepKind, Total
-from lockstep.keras.backends.growth import MEAN, SUM, growths_of
+from lockstep.keras.backends.growth import MEAN, SUM, growths_of, runs_python
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
 from lockstep.keras.backends.whole_batch import is_gather
 from lockstep.keras.fit.deviations import Deviation, deviation
-from lockstep.keras.fit.exactness import OCCURRENCES
+from lockstep.keras.fit.exactness import OCCURRENCES, VARIABLES
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.kept_steps import KeptStep, LayerRows, StepOutcome
-from lockstep.keras.fit.trials import DRAWS, LIBRARIES, UNTRIED, LayerCalls, neutral, rows_are_equal
+from lockstep.keras.fit.trials import (
+    DRAWS,
+    HALF_TYPES,
+    LIBRARIES,
+    UNTRIED,
+    LayerCalls,
+    neutral,
+    rows_are_equal,
+)
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.python_state import unchanged
@@ -77,6 +88,8 @@ from lockstep.worker.script import summarize, summarize_own
 
 Array = npt.NDArray[Any]
 _GRADIENT = "lockstep gradient"
+_EPSILONS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+"""The distances from 1 to the next number, by precision."""
 _ROUNDINGS = 2
 """Computations of plain Keras from inputs that differ in the last bits."""
 _OF_OUTPUTS = 1 / 8
@@ -111,6 +124,19 @@ class Witness:
         self.step = step
         self.plainly = plainly
         self.context = context
+        self._functions: tuple[Any, dict[StepKind, _FunctionWithGradients]] = (None, {})
+
+    def function(self, model: Any, kind: StepKind) -> "_FunctionWithGradients":
+        """Return Keras's function for a kind of step, which lasts as long as that of the training.
+
+        A compiled one goes on with the values that Python had in its first step, as that of the training.
+        """
+        compared, functions = self._functions
+        if compared is not model:
+            _, functions = self._functions = (model, {})
+        if kind not in functions or getattr(model, f"{kind}_function") is None:
+            functions[kind] = _FunctionWithGradients(model)
+        return functions[kind]
 
     @contextmanager
     def compared(
@@ -142,6 +168,7 @@ class Witness:
         try:
             if comparison is not None:
                 with replaced(model, "steps_per_execution", 1):
+                    comparison.follow()
                     equal, differences = self._results(comparison, names())
         except Exception as error:
             reason = _reason(error)
@@ -222,9 +249,9 @@ def _reason(error: Exception) -> str:
 def explaining(part: str, names: Sequence[str]) -> list[str]:
     """Return those of the named parts of a program that may make a part of a step differ.
 
-    A metric or a figure explains only itself, and an optimizer what it updates. Random numbers that are equal
-    for all rows explain nothing. Anything else changes the gradients, and with them everything but an update
-    from given gradients, which only the program's own step may change.
+    A metric, a figure or the state of a layer explains only itself, and an optimizer what it updates. Random
+    numbers that are equal for all rows explain nothing. Anything else changes the gradients, and with them
+    everything but an update from given gradients, which only the program's own step may change.
     """
     kind, _, path = part.rpartition(" ")
     return [
@@ -233,6 +260,8 @@ def explaining(part: str, names: Sequence[str]) -> list[str]:
         if (
             any(f"_{path}".endswith(f"_{word}") for word in name.split()[2:])
             if name.startswith(("the metric ", "the figure "))
+            else part == f"state {name.removeprefix(VARIABLES).removesuffix(UNTRIED)}"
+            if name.startswith(VARIABLES)
             else kind.startswith(("state", "update"))
             if name.endswith(OCCURRENCES)
             else name.startswith("train_step of ")
@@ -278,6 +307,26 @@ def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> 
     rows = [None if leaf is None else leaf.shape[1:] for leaf in keras.tree.flatten(batch)]
     theirs_of_rows = [None if leaf is None else leaf.shape[1:] for leaf in kept.batch]
     return f"rows have the shapes {rows} instead of {theirs_of_rows}" if rows != theirs_of_rows else ""
+
+
+@contextmanager
+def single_precision(model: Any) -> Iterator[int]:
+    """Within the block, layers that compute in half precision compute in single precision.
+
+    Rounding to half precision would hide differences of some percent. Yields the number of these layers.
+    """
+    policies = [
+        (layer, layer.dtype_policy) for layer in layers_of(model) if layer.compute_dtype in HALF_TYPES
+    ]
+    # A policy of quantized weights has more than a type, and several layers share a map of policies.
+    policies = [(layer, policy) for layer, policy in policies if type(policy) is keras.DTypePolicy]
+    try:
+        for layer, _ in policies:
+            layer.dtype_policy = keras.DTypePolicy("float32")
+        yield len(policies)
+    finally:
+        for layer, policy in policies:
+            layer.dtype_policy = policy
 
 
 @contextmanager
@@ -336,13 +385,18 @@ class _Comparison:
         self._kind: StepKind = kind
         self._batch = keras.tree.map_structure(self._host, batch)
         self._global = whole_batch(self._batch, self._job.view.replicas)
-        self._function: Any = None
-        self._gradients_in_logs = _GradientsInLogs(model)
+        self._function = witness.function(model, kind)
         self._program = self._backend.program(model, kind)
-        with neutral(model, lambda name: None, constant=True), self._first_values():
+        self._epsilon = self._precision()
+        with self._neutral(), self._first_values():
             self._before = self._state(None)
             self._reference = self._plain()
         self._exchanges = False
+
+    def follow(self) -> None:
+        """Let the model be tried again if Python has other values than before, and runs in each step."""
+        if self._kind != "predict" and runs_python(self._model):
+            self._witness.step(self._model, self._kind).follow(self._global)
 
     def deviations(self, names: Callable[[str], Sequence[str]]) -> dict[str, Deviation | None]:
         """Return what the step computes, by names of its parts, with how replicas deviate.
@@ -352,13 +406,14 @@ class _Comparison:
         """
         reference, step = self._reference, self._witness.step(self._model, self._kind)
         self._program = step.program
-        with neutral(self._model, lambda name: None, constant=True), self._first_values():
+        with self._neutral(), self._first_values():
             # A trial may have created variables.
             self._before = {**self._state(None), **self._before}
             replicas = self._of_replicas(step)
             rounded = [self._rounded(number) for number in range(_ROUNDINGS)]
             expected = self._updated(replicas)
-            deviations = self._deviations(reference, replicas, rounded, expected)
+            counting = self._counting_on(step)
+            deviations = self._deviations(reference, replicas, rounded, expected, counting)
             if not all(difference is None or names(part) for part, difference in deviations.items()):
                 # Equal rows may be rounded differently at different places of a batch. Outputs that cannot
                 # be moved hide no deviation.
@@ -366,7 +421,7 @@ class _Comparison:
                     for size in (2 * self._epsilon, -2 * self._epsilon):
                         with rounded_outputs(self._model, size):
                             rounded.append(self._nearer(self._plain(anew=True)))
-                    deviations = self._deviations(reference, replicas, rounded, expected)
+                    deviations = self._deviations(reference, replicas, rounded, expected, counting)
             named = {part: names(part) for part, difference in deviations.items() if difference is not None}
             # Where the rows of a replica cannot be computed alone, names explain everything.
             with contextlib.suppress(Exception):
@@ -387,27 +442,19 @@ class _Comparison:
         """Return those parts of which a name does not explain that they differ, and why.
 
         They do not have the values of plain Keras for the rows of each replica. Or these values add up to
-        those of the whole batch, so that replicas could have combined them. If replicas do not combine means
-        over the examples, nothing is returned.
+        those of the whole batch, so that replicas could have combined them. Not returned are parts that
+        replicas do not combine as means over the examples.
         """
         growths = growths_of(self._model)
-        measured = (growths.losses, growths.layers, growths.steps.get(self._kind, {}))
-        if (
-            not parts
-            or self._exchanges
-            or growths.whole
-            or growths.divisor != 1
-            or any(growth != MEAN for values in measured for growth in values.values())
-        ):
+        combined = growths.steps.get(self._kind, {}).values()
+        if self._exchanges or growths.whole or any(growth != MEAN for growth in combined):
             return {}
-
-        def deviating(
-            expected: StepOutcome, others: Sequence[StepOutcome], base: StepOutcome | None
-        ) -> set[str]:
-            figures = self._figures(expected, replicas, others, base)
-            found = self._gradients(expected, replicas, others, base)
-            found |= {name: figures[name] for name in expected.figures}
-            return {part for part in parts if found.get(part) is not None}
+        of_losses = (*growths.losses.values(), *growths.layers.values())
+        if growths.divisor != 1 or any(growth != MEAN for growth in of_losses):
+            # States of layers and of metrics do not depend on what becomes of the losses.
+            parts = {part for part in parts if not part.startswith("gradient ") and "loss" not in part}
+        if not parts:
+            return {}
 
         expected, summed = (self._of_shares(growth=growth) for growth in (MEAN, SUM))
         gradients = {part for part in parts if part.startswith("gradient ")}
@@ -415,20 +462,55 @@ class _Comparison:
             deviations = self._gradients(self._reference, summed, rounded)
             if all(difference is None for difference in deviations.values()):
                 return dict.fromkeys(gradients, "although it is the sum over the replicas")
-        suspects = deviating(expected, rounded, self._reference)
+        suspects = parts & self._uncombined(expected, summed, replicas, (rounded, rounded), self._reference)
         if suspects:
-            others = [self._of_shares(_moved(number, self._epsilon)) for number in range(_ROUNDINGS)]
-            suspects &= deviating(expected, others, None)
+            others = tuple(
+                [self._of_shares(_moved(number, self._epsilon), growth) for number in range(_ROUNDINGS)]
+                for growth in (MEAN, SUM)
+            )
+            suspects &= self._uncombined(expected, summed, replicas, others, None)
         return dict.fromkeys(suspects, "and from the values for the rows of each replica")
+
+    def _uncombined(
+        self,
+        means: StepOutcome,
+        sums: StepOutcome,
+        replicas: StepOutcome,
+        others: Sequence[Sequence[StepOutcome]],
+        base: StepOutcome | None,
+    ) -> set[str]:
+        """Return the parts of replicas that are not combined from steps with the rows of each replica.
+
+        Args:
+            means: combined from these steps, as means over the examples.
+            sums: the same with sums over the replicas.
+            replicas: what the replicas compute.
+            others: roundings of both.
+            base: the outcome of which `others` are roundings, if that is not `means` and `sums`.
+        """
+        figures = self._figures(means, replicas, others[0], base)
+        found = {name: figures[name] for name in means.figures}
+        found |= self._gradients(means, replicas, others[0], base)
+        owners = self._metrics()
+        for name, mean in means.state.items():
+            # A metric has a sum over rows, or a mean of single numbers.
+            values = zip((mean, sums.state[name]) if name in owners else (mean,), others, strict=False)
+            ways = [self._state_deviation(name, value, replicas, alike, base) for value, alike in values]
+            if name not in owners:
+                found[f"state {name}"] = ways[0]
+            elif None not in ways:
+                found[f"state of {owners[name]}"] = ways[0]
+                found.setdefault(owners[name], ways[0])
+        return {part for part, difference in found.items() if difference is not None}
 
     def _of_shares(
         self, change: Callable[[Any], Any] = lambda array: array, growth: int = MEAN
     ) -> StepOutcome:
-        """Return the loss and gradients of plain Keras for the rows of each replica, and the outputs.
+        """Return what plain Keras computes for the rows of each replica, as far as replicas combine it.
 
         Args:
             change: changes the weights and the inputs.
-            growth: of the gradients, which are combined by it.
+            growth: of the gradients and of the states of metrics, which are combined by it.
         """
         # Independent of how the training divides a batch.
         examples = self._global.examples
@@ -462,7 +544,15 @@ class _Comparison:
             for key in first.gradients
             if all(update == 0 for update, _ in first.gradients)
         }
-        return StepOutcome(figures, gradients, {})
+        owners = self._metrics()
+        of_layers = {id(variable) for variable in self._model.non_trainable_variables}
+        held = [name for name, each in self._variables().items() if name in owners or id(each) in of_layers]
+        state = {}
+        for name in held:
+            if name in first.state and first.state[name].dtype.kind == "f":
+                changes = [self._change(name, outcome.state[name]) for outcome in outcomes]
+                state[name] = self._before[name] + combined(changes, growth if name in owners else MEAN)
+        return StepOutcome(figures, gradients, state)
 
     def _deviations(
         self,
@@ -470,9 +560,12 @@ class _Comparison:
         replicas: StepOutcome,
         rounded: Sequence[StepOutcome],
         expected: Mapping[str, Array],
+        counting: tuple[StepOutcome, StepOutcome],
     ) -> dict[str, Deviation | None]:
         figures = self._figures(reference, replicas, rounded)
         states = self._states(expected, reference, replicas, rounded)
+        counted = self._states({}, *counting, rounded, self._reference)
+        states |= {part: states.get(part) or difference for part, difference in counted.items()}
         for name, difference in figures.items():
             if difference is not None:
                 # The figure shows it already.
@@ -483,6 +576,37 @@ class _Comparison:
             **self._updated_variables(expected, replicas.state),
             **states,
         }
+
+    def _counting_on(self, step: GlobalStep) -> tuple[StepOutcome, StepOutcome]:
+        """Return the states of metrics that have counted the batch before, of plain Keras and of replicas.
+
+        The states are those after the step, without what was counted before.
+        """
+        metrics, before = self._metrics(), self._before
+        first = {name: array for name, array in self._reference.state.items() if name in metrics}
+        if self._kind == "predict" or not first:
+            return StepOutcome({}, {}, {}), StepOutcome({}, {}, {})
+        self._before = {**before, **first}
+        try:
+            self._program.load(None, self._before)
+            outcomes = self._plain(), self._of_replicas(step)
+        finally:
+            self._before = before
+            self._program.load(None, before)
+
+        def without_first(outcome: StepOutcome) -> StepOutcome:
+            after = {name: (outcome.state[name], array) for name, array in first.items()}
+            return StepOutcome(
+                {},
+                {},
+                {
+                    name: before[name] + (value - array) if value.dtype.kind == "f" else value
+                    for name, (value, array) in after.items()
+                },
+            )
+
+        plain, replicas = map(without_first, outcomes)
+        return plain, replicas
 
     def beginning(self) -> str:
         """Name the first layer whose outputs for some rows depend on whether the others are there."""
@@ -592,10 +716,15 @@ class _Comparison:
     # The calls of layers.
 
     @contextmanager
+    def _neutral(self) -> Iterator[None]:
+        """Within the block, draws are constants, and rounding is as small as it can be."""
+        with neutral(self._model, lambda name: None, constant=True), single_precision(self._model):
+            yield
+
+    @contextmanager
     def _constant(self) -> Iterator[None]:
         """Within the block, layers draw constants, and change nothing that lasts."""
-        model = self._model
-        with neutral(model, lambda name: None, constant=True), random_numbers(0), unchanged(model):
+        with self._neutral(), random_numbers(0), unchanged(self._model):
             yield
 
     def _layer_calls(self, data: Any) -> dict[Any, list[tuple[list[Array], list[Array]]]]:
@@ -640,13 +769,13 @@ class _Comparison:
             batch: the batch, by default the whole one.
         """
         model, kind, batch = self._model, self._kind, self._batch if batch is None else batch
-        function = None if anew else self._function
+        function = None if anew else self._function.made
         with (
             self._undone(),
             self._job.trying(1),
             self._witness.context(model)(),
             self._witness.plainly(model, f"{kind}_function"),
-            self._gradients_in_logs.added(),
+            self._function.adding_gradients(),
             ExitStack() as stack,
         ):
             weights = {variable.path for variable in model.trainable_variables} & self._before.keys()
@@ -664,7 +793,7 @@ class _Comparison:
                 getattr(model, f"make_{kind}_function")(force=True)
                 function = getattr(model, f"{kind}_function")
             if not anew:
-                self._function = function
+                self._function.made = function
             return self._outcome(*self._backend.plain_step(model, kind, function, batch))
 
     def _rounded(self, number: int) -> StepOutcome:
@@ -723,12 +852,12 @@ class _Comparison:
 
     def _updated(self, replicas: StepOutcome) -> dict[str, Array]:
         """Return the variables after Keras's own update from the replicas' gradients, if it is known."""
-        if self._kind != "train" or len(self._gradients_in_logs.updated) != 1:
+        if self._kind != "train" or len(self._function.updated) != 1:
             return {}
-        if self._gradients_in_logs.has_occurrences:
+        if self._function.has_occurrences:
             # Plain Keras may not make the update from the sum of the occurrences.
             return {}
-        (update,) = self._gradients_in_logs.updated
+        (update,) = self._function.updated
         optimizer, positions = update.optimizer, range(len(update.variables))
         if hasattr(optimizer, "inner_optimizer") or not type(optimizer).__module__.startswith("keras."):
             return {}
@@ -773,7 +902,7 @@ class _Comparison:
         deviations: dict[str, Deviation | None] = {}
         largest = [float(np.max(np.abs(array), initial=0)) for array in reference.gradients.values()]
         for (number, position), value in reference.gradients.items():
-            path = self._gradients_in_logs.updated[number].variables[position].path
+            path = self._function.updated[number].variables[position].path
             name = f"gradient {path}" + (f" (update {number + 1})" if number else "")
             of_replicas = replicas.gradients.get((number, position))
             key = number, position
@@ -796,7 +925,7 @@ class _Comparison:
         for name, value in expected.items():
             # A fused kernel rounds in another way than Keras; updates of single precision compute in it.
             single = value.dtype.itemsize > 2
-            epsilon = 4 * float(np.finfo("float32").eps) if single else self._epsilon
+            epsilon = 4 * _EPSILONS["float32"] if single else self._epsilon
             size = float(np.max(np.abs(self._before[name]), initial=0)) if value.dtype.kind == "f" else 0.0
             pair = self._change(name, value), self._change(name, after[name])
             deviations[f"update {name}"] = deviation(*pair, (), epsilon, 16 * size)
@@ -808,8 +937,12 @@ class _Comparison:
         reference: StepOutcome,
         replicas: StepOutcome,
         rounded: Sequence[StepOutcome],
+        exact: StepOutcome | None = None,
     ) -> dict[str, Deviation | None]:
-        """Return the deviations of the variables for which `expected` has no value."""
+        """Return the deviations of the variables for which `expected` has no value.
+
+        `rounded` are roundings of `exact`, by default the reference.
+        """
         owners = self._metrics()
         deviations: dict[str, Deviation | None] = {}
         for name, value in reference.state.items():
@@ -817,15 +950,26 @@ class _Comparison:
             if name in expected or all(np.array_equal(array, self._before[name]) for array in pair):
                 continue
             part = f"state of {owners[name]}" if name in owners else f"state {name}"
-            deviates = deviation(
-                self._change(name, value),
-                self._change(name, replicas.state[name]),
-                [self._change(name, outcome.state[name]) for outcome in rounded],
-                self._epsilon,
-                float(np.max(np.abs(value), initial=0)) if value.dtype.kind == "f" else 0.0,
-            )
+            deviates = self._state_deviation(name, value, replicas, rounded, exact)
             deviations[part] = deviations.get(part) or deviates
         return deviations
+
+    def _state_deviation(
+        self,
+        name: str,
+        value: Array,
+        replicas: StepOutcome,
+        rounded: Sequence[StepOutcome],
+        exact: StepOutcome | None,
+    ) -> Deviation | None:
+        return deviation(
+            self._change(name, value),
+            self._change(name, replicas.state[name]),
+            [self._change(name, outcome.state[name]) for outcome in rounded],
+            self._epsilon,
+            float(np.max(np.abs(value), initial=0)) if value.dtype.kind == "f" else 0.0,
+            base=None if exact is None else self._change(name, exact.state[name]),
+        )
 
     def _change(self, name: str, value: Array) -> Array:
         return value - self._before[name] if value.dtype.kind == "f" else value
@@ -848,13 +992,19 @@ class _Comparison:
     def _variables(self) -> Mapping[str, Any]:
         return step_state(self._model)
 
-    @property
-    def _epsilon(self) -> float:
-        dtype = keras.config.dtype_policy().compute_dtype
-        policies = {getattr(layer, "compute_dtype", dtype) for layer in layers_of(self._model)}
-        if "bfloat16" in policies:
-            return 2.0**-7
-        return float(np.finfo("float16").eps) if "float16" in policies else float(np.finfo("float32").eps)
+    def _precision(self) -> float:
+        """Return the distance from 1 to the next number in the lowest precision of the comparison."""
+        model = self._model
+        with single_precision(model) as changed:
+            dtypes = {layer.compute_dtype for layer in layers_of(model)}
+        dtypes |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.variables}
+        if changed:
+            # The program may cast numbers to half precision itself, or may not be able to call its model.
+            with contextlib.suppress(Exception), self._constant():
+                for layer_calls in self._layer_calls(self._batch).values():
+                    arrays = [array for _, outputs in layer_calls for array in outputs]
+                    dtypes |= {keras.backend.standardize_dtype(array.dtype) for array in arrays}
+        return max(_EPSILONS.get(dtype, 0.0) for dtype in (*dtypes, "float32"))
 
     def _state(self, state: Any) -> dict[str, Array]:
         return {name: self._host(array) for name, array in self._program.named_state(state).items()}
@@ -911,15 +1061,17 @@ class _Comparison:
         return built
 
 
-class _GradientsInLogs:
-    """Adds the gradients that optimizers get to the logs of `train_step`, with which they leave its function.
+class _FunctionWithGradients:
+    """Keras's function for a step, whose logs also have the gradients that the optimizers get.
 
     Attributes:
+        made: the function, once it was made.
         updated: the updates, once the step was traced or has run.
         has_occurrences: whether a gradient is a list of occurrences, as of an Embedding on TensorFlow.
     """
 
     def __init__(self, model: Any) -> None:
+        self.made: Any = None
         self.updated: list[Update] = []
         self.has_occurrences = False
         self._model = model
@@ -937,7 +1089,7 @@ class _GradientsInLogs:
                     self._replacements.append((optimizer, "apply_gradients", self._overridden(optimizer)))
 
     @contextmanager
-    def added(self) -> Iterator[None]:
+    def adding_gradients(self) -> Iterator[None]:
         """Within the block, the logs have the gradients."""
         with ExitStack() as stack:
             for owner, name, replacement in self._replacements:
