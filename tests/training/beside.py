@@ -4,6 +4,7 @@ plain     nothing else
 equal     waits at its end for the result of the comparison
 fault     likewise; replicas are combined wrongly
 writes    likewise; writes files before it trains
+dies      likewise; the process that compares kills itself before it trains
 holds     writes the id of the process to the pipe after the training, and waits for SIGUSR1
 """
 
@@ -19,6 +20,7 @@ import keras
 import numpy as np
 
 from lockstep.data.batch import GlobalBatch
+from lockstep.worker import job
 
 PATIENCE = 600.0
 
@@ -47,6 +49,8 @@ def main(what: str, folder: str, pipe: str = "") -> None:
             Path(temporary, "out.csv").write_text("")
         Path(tempfile.gettempdir(), "note").write_text("")
         Path("out.csv").write_text("")
+    if what == "dies" and job.current().settings.checks:
+        os.kill(os.getpid(), signal.SIGKILL)
     keras.utils.set_random_seed(1)
     x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
     model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])

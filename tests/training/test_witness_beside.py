@@ -96,7 +96,7 @@ def test_a_script_is_compared_once(start: Start, tmp_path: Path) -> None:
 @pytest.mark.ci
 def test_a_script_that_cannot_be_compared_says_why(start: Start) -> None:
     told = lines(start("writes"))
-    reason = "not compared with one process: beside.py:49 writes out.csv"
+    reason = "not compared with one process: beside.py:51 writes out.csv"
     assert f"lockstep: {reason}" in told, "\n".join(told)
     assert f"; {reason}; digest " in told[-1]
 
