@@ -131,12 +131,12 @@ def read(variable: tf.Variable) -> Any:
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:
-    """Return a tensor or an array as NumPy sees it: in place, except for a scalar tensor.
+    """Return a tensor or an array as NumPy sees it: in place, except for a floating-point scalar.
 
     NumPy does not take a scalar tensor of bfloat16.
     """
-    is_scalar = isinstance(value, tf.Tensor) and value.shape.rank == 0
-    return np.asarray(value.numpy() if is_scalar else value)
+    is_number = isinstance(value, tf.Tensor) and value.shape.rank == 0 and value.dtype.is_floating
+    return np.asarray(value.numpy() if is_number else value)
 
 
 def assign(variable: tf.Variable, array: npt.NDArray[Any]) -> None:
