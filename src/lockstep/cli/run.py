@@ -56,6 +56,7 @@ from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
 from lockstep.protocol.job_spec import (
     GRACE,
+    TIMEOUT,
     Checkpoints,
     Devices,
     InputReading,
@@ -338,7 +339,7 @@ _GROUPS = {
 @click.option(
     "--timeout",
     type=Seconds(min=0, max=_TIMES, min_open=True),
-    default=600.0,
+    default=TIMEOUT,
     show_default=True,
     metavar="SECONDS",
     help="Time for which other workers wait for a worker before it is killed as stuck.",

@@ -12,6 +12,9 @@ from lockstep.observability.console import Tee
 from lockstep.system.prose import count, interval
 from lockstep.topology import View, place_on_hosts
 
+TIMEOUT = 600.0
+"""Seconds after which a worker that others wait for counts as stuck, unless the job says otherwise."""
+
 GRACE = 20.0
 """The default number of seconds that a stopped job has to complete its step and write a checkpoint."""
 
@@ -99,7 +102,7 @@ class JobLimits(msgspec.Struct, frozen=True):
             never.
     """
 
-    timeout: float = 600.0
+    timeout: float = TIMEOUT
     grace: float = GRACE
     min_workers: int = 1
     max_restarts: int = 0

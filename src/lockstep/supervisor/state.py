@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lockstep.protocol.host import SILENCE, StartView
-from lockstep.protocol.job_spec import GRACE, JobSpec
+from lockstep.protocol.job_spec import GRACE, TIMEOUT, JobSpec
 from lockstep.protocol.worker import HostMembers, Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
 from lockstep.topology import View, place_on_hosts
@@ -128,7 +128,7 @@ class TimeLimits:
         hold: without an answer of the coordinator, until a host pauses training; None if it does not.
     """
 
-    timeout: float = 600.0
+    timeout: float = TIMEOUT
     blame: float = 1.0
     look: float = 0.5
     abort: float = 3.0
