@@ -341,7 +341,9 @@ class Training:
             self._memberships = [_Next() for _ in entered]
             self._jobs = [
                 Job(
-                    JobContext(worker, Bus(SystemClock(), worker), settings), entry, self._memberships[worker]
+                    JobContext(worker, Bus(SystemClock(), worker), settings, host=f"h{worker % self.hosts}"),
+                    entry,
+                    self._memberships[worker],
                 )
                 for worker, entry in enumerate(entered)
             ]
@@ -478,7 +480,7 @@ def count(seeds: Sequence[int], every: int) -> dict[str, Counter[str]]:
         for seed in seeds:
             where, became = outcome(seed, every, right)
             found[where][became] += 1
-            if became in ("wrong", "missed") and every == 1:
+            if became == "wrong" or (became == "missed" and every == 1):
                 print(f"seed {seed}: {where}: {became}", flush=True)
     return found
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as some
 import flips
 from lockstep.checkpoint.store import Store
 from lockstep.collectives.contract import WaitPolicy
+from lockstep.collectives.layout import Layout
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import state_verification, verification
@@ -26,6 +27,7 @@ from lockstep.keras.verification import (
     Answer,
     Roles,
     StepWithdrawn,
+    TotalPart,
     VerificationPlan,
     Verifier,
     judge,
@@ -612,6 +614,49 @@ def test_a_total_is_made_of_what_was_verified(monkeypatch: pytest.MonkeyPatch) -
     training = flips.Training(1, flips.SIZES[0], Verification(1, all=True))
     training.run()
     assert (training.states, training.failed) == ({right}, [])
+
+
+def train_with_a_wrong_total(step: int, part: int, monkeypatch: pytest.MonkeyPatch) -> flips.Training:
+    """Train on hosts with the workers 0 and 2, and 1: the first has a wrong part of a total in a step."""
+    original, done = Round.sum, set[int]()
+
+    def sum_wrongly(self: Round, *given: Any) -> Any:
+        total = original(self, *given)
+        if self.label != f"step {step} of fit 1" or self.worker not in {0, 2} - done:
+            return total
+        done.add(self.worker)
+        self.sums = [array.copy() for array in self.sums]
+        piece = TotalPart(Layout.of([*self.limits, *self.sums]), REPLICAS, part).pieces[-1]
+        array = self.sums[piece.leaf - len(self.limits)]
+        array.reshape(-1)[piece.start : piece.stop].view(np.uint8)[-1] ^= 1
+        return self.total_of(self.sums, self.limits, REPLICAS)
+
+    monkeypatch.setattr(Round, "sum", sum_wrongly)
+    training = flips.Training(3, flips.SIZES[1], Verification(2), hosts=2)
+    training.run()
+    assert done == {0, 2}
+    return training
+
+
+@pytest.mark.parametrize("part", range(REPLICAS))
+def test_a_wrong_total_of_a_host_does_not_outvote_another_host(
+    part: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = flips.undisturbed()[flips.SIZES[1]]
+    training = train_with_a_wrong_total(2, part, monkeypatch)
+    (failed,) = training.failed
+    assert (failed.part, failed.replica, failed.verdict, failed.workers) == ("sum", part, "worker", (0, 2))
+    assert (training.states, len(training.ended), training.has_stopped) == ({right}, 2, False)
+
+
+def test_a_wrong_total_in_a_step_that_is_not_verified_accuses_no_other_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = train_with_a_wrong_total(3, 0, monkeypatch)
+    (failed,) = training.failed
+    assert (failed.step, failed.part, failed.verdict) == (4, "memory", "undecided")
+    assert "right (workers 0 and 2 agree, but they share host h0); the processor" in str(training.ended[0])
+    assert (training.states, training.has_stopped) == (set(), True)
 
 
 def test_workers_that_differ_in_what_is_zero_sum_again(monkeypatch: pytest.MonkeyPatch) -> None:

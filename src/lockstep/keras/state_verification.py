@@ -177,8 +177,12 @@ class StateVerifier:
         return result
 
     def _compare(self, answers: Sequence[_StateAnswer], names: Sequence[str], label: str, part: str) -> None:
-        """Roll back if the states of workers differ."""
-        verdict, differing = _judged(answers, names)
+        """Roll back if the states of workers differ.
+
+        In a step that was not verified, the workers of a host may have had the same wrong total. So they do
+        not outvote another host.
+        """
+        verdict, differing = _judged(answers, names, _hashes_of(answers))
         if verdict.kind == "equal":
             return
         self._verifications.publish(verdict, differing, part)
@@ -187,7 +191,8 @@ class StateVerifier:
             verdict.accusation(label, shown)
             if verdict.kind == "worker"
             else f"{label} has different bits on {who} in {shown}, and no further worker can decide which "
-            "are right; the processor, the memory or a library of one of their hosts is at fault",
+            f"are right{verdict.why}; the processor, the memory or a library of one of their hosts is at "
+            "fault",
             verdict.workers,
             min(answer.compared for answer in answers),
         )

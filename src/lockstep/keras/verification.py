@@ -17,7 +17,10 @@ floating-point addition rounds, so a checksum of a total is not the sum of the c
 workers compare their hashes of the total, as each of them has it, with the checker's. If they differ, another
 worker adds up the part, too, and `judge_sum` decides.
 
-What follows the sum, the update, is verified in `lockstep.keras.state_verification`.
+All workers also compare their hashes of the other parts with each other's, and verify a part in which they
+differ. So all updates follow from one total, and workers that agree in an update can outvote another one (see
+`lockstep.keras.state_verification`). Otherwise the workers of a host could, which may have the same wrong
+total.
 
 Of two workers that insist on different bits, a third one decides. In a step of `fit`, the workers keep the
 answers as `Doubt`, and go back to the state before the step. There, a new worker takes the place of one of
@@ -667,7 +670,7 @@ class _SumAnswer(NamedTuple):
 
     Attributes:
         worker: its id.
-        readings: by part, the hash of the total as this worker has it.
+        readings: by part, also by those that nobody adds up, the hash of the total as this worker has it.
         sums: by part for which it is the checker, the hash of the sum that it has computed, and the first
             byte of the total at which its own total differs from that sum; -1 if none does.
         changed: by verified replica that it owns, the hashes of its partial, if they are others by now.
@@ -956,10 +959,16 @@ class Verifier:
             self._exchange(round_.sum, round_.catching_up)
 
     def _fault(self, round_: Round, total: _Total, parts: Sequence[int]) -> _Fault | None:
-        """Return the first fault in the `parts` of a total, or in a verified partial, or None without one."""
+        """Return the first fault in a total, or in a verified partial, or None without one.
+
+        In other parts than `parts`, this finds only differences between workers.
+        """
         size = max(1, _ROOM // max(1, total.layout.size))
+        others = [part for part in range(self._verifications.plan.replicas) if part not in parts]
         for start in range(0, len(parts), size):
-            answers = self._sum_answers(round_, total, parts[start : start + size], again=False)
+            summed = parts[start : start + size]
+            read = summed if start else [*summed, *others]
+            answers = self._sum_answers(round_, total, summed, read)
             for answer in answers:
                 for replica, hashes in answer.changed.items():
                     names = self._part_names(round_)
@@ -967,12 +976,14 @@ class Verifier:
                     verdict = Verdict("worker", (answer.worker,), "it has changed since it was computed")
                     label = f"{round_.label}: replica {replica}"
                     return _Fault(verdict, label, names, "gradient", replica)
-            for part in parts[start : start + size]:
+            for part in read:
                 got = {answer.readings[part] for answer in answers}
                 got |= {answer.sums[part][0] for answer in answers if part in answer.sums}
                 if len(got) > 1:
-                    others = self._sum_answers(round_, total, [part], again=True)
-                    return self._judged(round_, total, part, answers, others)
+                    if part in others:
+                        answers = self._sum_answers(round_, total, [part], [part])
+                    again = self._sum_answers(round_, total, [part], [part], again=True)
+                    return self._judged(round_, total, part, answers, again)
         return None
 
     def _judged(
@@ -997,14 +1008,21 @@ class Verifier:
         return _Fault(verdict, f"{round_.label}: {_SUM}", names, "sum", part, byte)
 
     def _sum_answers(
-        self, round_: Round, total: _Total, parts: Sequence[int], *, again: bool
+        self,
+        round_: Round,
+        total: _Total,
+        parts: Sequence[int],
+        read: Sequence[int],
+        *,
+        again: bool = False,
     ) -> list[_SumAnswer]:
         """Return the answers of all workers.
 
         Args:
             round_: the round.
             total: its total, as this worker has it.
-            parts: the parts to verify.
+            parts: the parts to add up.
+            read: the parts to hash: these, and perhaps others.
             again: whether other workers add up, too.
         """
         worker, label = self._job.worker, f"the verification of the sum of {round_.label}"
@@ -1013,7 +1031,7 @@ class Verifier:
                 partial(self._summands, round_, total.layout, parts, again), round_.catching_up
             )
             readings, sums = {}, {}
-            for number in parts:
+            for number in read:
                 part = TotalPart(total.layout, self._verifications.plan.replicas, number)
                 start, stop = part.bounds
                 reading = total.memory[start:stop]
