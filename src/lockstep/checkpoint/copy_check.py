@@ -17,6 +17,9 @@ Array = npt.NDArray[Any]
 Words = npt.NDArray[np.uint64]
 
 _COLUMNS = 1 << 12
+"""The most columns. Small arrays have fewer: about as many as rows."""
+_BLOCK = 1 << 17
+"""The most words of a block, which remains in the cache while all facts about it are computed."""
 
 
 class CopyCheck(NamedTuple):
@@ -35,16 +38,16 @@ class CopyCheck(NamedTuple):
     @classmethod
     def of(cls, array: Array) -> "CopyCheck":
         """Return the facts about an array."""
-        return cls(checksum_of(array), *_sums(_bytes(array)))
+        return cls(*_facts(_bytes(array)))
 
     def correct(self, copy: Array) -> bool:
         """Correct a copy that has changed in one word, in place; return whether it is right then."""
         data = _bytes(copy)
-        rows, columns = (now ^ before for now, before in zip(_sums(data), self[1:], strict=True))
+        rows, columns = (now ^ before for now, before in zip(_facts(data)[1:], self[1:], strict=True))
         (row, *others), (column, *other_columns) = ([*np.flatnonzero(sums), -1] for sums in (rows, columns))
         if others != [-1] or other_columns != [-1]:
             return False
-        start = 8 * (int(row) * _COLUMNS + int(column))
+        start = 8 * (int(row) * columns.size + int(column))
         word = data[start : start + 8]
         word ^= rows[row : row + 1].view(np.uint8)[: word.size]
         copy[...] = data.view(copy.dtype).reshape(copy.shape)
@@ -61,12 +64,19 @@ def _bytes(array: Array) -> npt.NDArray[np.uint8]:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _sums(data: npt.NDArray[np.uint8]) -> tuple[Words, Words]:
-    """Return the XOR of the words of each row and of each column; the last row is filled up with zeros."""
-    size = 8 * _COLUMNS
-    whole = data[: data.size - data.size % size].view(np.uint64).reshape(-1, _COLUMNS)
-    last = np.zeros(size, np.uint8)
-    last[: data.size % size] = data[whole.nbytes :]
-    words = last.view(np.uint64)
-    rows = np.append(np.bitwise_xor.reduce(whole, axis=1), np.bitwise_xor.reduce(words))
-    return rows, np.bitwise_xor.reduce(whole, axis=0) ^ words
+def _facts(data: npt.NDArray[np.uint8]) -> tuple[str, Words, Words]:
+    """Return the facts about bytes, as of `CopyCheck`; the last row is filled up with zeros."""
+    width = min(_COLUMNS, 1 << (data.size // 8).bit_length() // 2)
+    height, rest = divmod(data.size, 8 * width)
+    matrix, last = data[: data.size - rest].view(np.uint64).reshape(height, width), np.zeros(width, np.uint64)
+    last.view(np.uint8)[:rest] = data[data.size - rest :]
+    checksum, rows, columns = xxhash.xxh3_128(), np.empty(height + 1, np.uint64), last.copy()
+    size = _BLOCK // width
+    for start in range(0, height, size):
+        block = matrix[start : start + size]
+        checksum.update(block.data)
+        np.bitwise_xor.reduce(block, axis=1, out=rows[start : start + len(block)])
+        columns ^= np.bitwise_xor.reduce(block, axis=0)
+    checksum.update(last.view(np.uint8)[:rest].data)
+    rows[-1] = np.bitwise_xor.reduce(last)
+    return checksum.hexdigest(), rows, columns

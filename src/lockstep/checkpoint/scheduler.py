@@ -366,7 +366,7 @@ def open_scheduler(
 
     def corrected(name: str, step: int) -> None:
         text = (
-            f"a bit of the array {name!r} changed in the copy for the checkpoint of step {step}, and was "
+            f"one word of the array {name!r} changed in the copy for the checkpoint of step {step}, and was "
             "corrected: the processor or the memory of this host is at fault"
         )
         publish(WarningShown(text))
