@@ -1,7 +1,6 @@
-"""Optimizers whose updates are cut into blocks. As a program, it compares them with whole ones.
+"""Optimizers whose updates are cut into blocks. As a program, it compares them with whole ones on PyTorch.
 
-dividing_optimizers.py THREADS NAME...        on PyTorch
-dividing_optimizers.py graph|large|xla NAME...      on TensorFlow
+dividing_optimizers.py THREADS NAME...
 """
 
 import operator
@@ -123,68 +122,6 @@ def compare(threads: int, names: Sequence[str]) -> None:
                 assert bool((value == 7).all())
 
 
-def compare_on_tensorflow(how: str, names: Sequence[str]) -> None:
-    """Print, for each optimizer and dtype, which variables differ after updates by blocks."""
-    import tensorflow as tf
-
-    from lockstep.keras.backends.tensorflow import GlobalUpdate
-    from lockstep.keras.backends.tensorflow_blocks import TensorFlowBlocks, TensorFlowBlockUpdate
-
-    jit, shapes = how == "xla", SHAPES
-    optimizer_blocks.BLOCK = 64
-    if how == "large":
-        shapes, optimizer_blocks.BLOCK = LARGE, 1 << 14
-    scale = tf.constant(0.25)
-    refused = [built(optimizers.Adam, "float64" if jit else "bfloat16")]
-    refused += [] if jit else [built(optimizers.RMSprop, "float32")]
-    for each in refused:
-        assert "depend on the place" in str(TensorFlowBlocks.of(Update(*each), REPLICAS, jit=jit))
-    for name in names:
-        for dtype in ("float32", "bfloat16" if jit else "float64"):
-            numbers = np.random.default_rng(1)
-            steps = [
-                {i: numbers.normal(size=shape).astype(np.dtype(dtype)) for i, shape in enumerate(shapes)}
-                for _ in range(4)
-            ]
-            whole, weights = built(OPTIMIZERS[name], dtype, shapes)
-            update = GlobalUpdate(Update(whole, weights), jit)
-            for of_step in steps:
-                total = {f"gradient/{i}": tf.constant(array) for i, array in of_step.items()}
-                update.apply_separately(scale, {**total, "density": tf.constant(4.0)}, xla=jit)
-            own, own_weights = built(OPTIMIZERS[name], dtype, shapes)
-            blocks = TensorFlowBlocks.of(Update(own, own_weights), REPLICAS, jit=jit)
-            assert isinstance(blocks, TensorFlowBlocks), blocks
-
-            def make(blocks: Any, gradients: Any, rest: Any) -> Any:
-                return TensorFlowBlockUpdate(blocks, gradients, scale, rest)
-
-            last, shared = divide(blocks, make, steps, forks=False)
-            pairs = zip([*weights, *whole.variables], [*own_weights, *own.variables], strict=True)
-            differing = [
-                a.path for a, b in pairs if np.asarray(a.value).tobytes() != np.asarray(b.value).tobytes()
-            ]
-            print(f"{name}, {dtype}: {', '.join(differing) or 'equal'}", flush=True)
-            # What the script assigns stays in this process, and lasts.
-            before = [slot.copy() for slots in shared.slots for slot in slots]
-            for position in blocks.blocks.slots:
-                variable = own.variables[position]
-                for change in (variable.assign_add, variable.assign):
-                    change(keras.ops.ones_like(variable))
-                    assert not last.has(shared) or not variable.shape.num_elements()
-                    after = [slot for slots in shared.slots for slot in slots]
-                    assert all(np.array_equal(*both) for both in zip(before, after, strict=True))
-                last.release()
-                assert bool(keras.ops.all(variable == 1))
-                blocks.show(shared)
-            # Nor does a whole update write to the shared memory.
-            total = {f"gradient/{i}": tf.constant(array) for i, array in steps[0].items()}
-            update = GlobalUpdate(Update(own, own_weights), jit)
-            update.apply_separately(scale, {**total, "density": tf.constant(4.0)}, xla=jit)
-            after = [slot for slots in shared.slots for slot in slots]
-            assert all(np.array_equal(*both) for both in zip(before, after, strict=True))
-            assert not (blocks.blocks.slots and last.has(shared))
-
-
 def check_changes() -> None:
     """What the program changes in an optimizer after its first update counts."""
     from lockstep.keras.backends.torch_blocks import TorchBlocks
@@ -231,9 +168,7 @@ def check_fork(update: Any, shared: DividedState) -> None:
     assert all(slot.is_in(shared) for slot in update.own_slots())
 
 
-def divide(
-    blocks: Any, make: Any, steps: Sequence[dict[int, Array]], *, forks: bool = True
-) -> tuple[Any, DividedState]:
+def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[Any, DividedState]:
     """Make updates by blocks; return the last one, and the memory."""
     layout = DividedLayout(blocks.blocks.block_groups, blocks.blocks.elements, REPLICAS)
     assert len(layout.places) > REPLICAS
@@ -255,14 +190,11 @@ def divide(
             shared.update(number, replica, compute)
         assert update.finish(shared, lambda: pool.map_privately(layout.size)) == ("logs", None)
         assert update.has(shared)
-        if forks and number == len(steps) - 2:
+        if number == len(steps) - 2:
             check_fork(update, shared)
             update.finish(shared, lambda: pool.map_privately(layout.size))
     return update, shared
 
 
 if __name__ == "__main__":
-    if keras.backend.backend() == "tensorflow":
-        compare_on_tensorflow(sys.argv[1], sys.argv[2:])
-    else:
-        compare(int(sys.argv[1]), sys.argv[2:])
+    compare(int(sys.argv[1]), sys.argv[2:])

@@ -190,8 +190,6 @@ def prepare_update(faults: Faults) -> None:
     update: Any
     if keras.backend.backend() == "jax":
         from lockstep.keras.backends.jax_blocks import JaxBlockUpdate as update
-    elif keras.backend.backend() == "tensorflow":
-        from lockstep.keras.backends.tensorflow_blocks import TensorFlowBlockUpdate as update
     else:
         from lockstep.keras.backends.torch_blocks import TorchBlockUpdate as update
 

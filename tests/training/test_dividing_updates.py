@@ -26,7 +26,7 @@ REST = (
 BY_ITSELF = "each worker computes the whole update: train_on_batch takes one step by itself"
 
 
-BACKENDS = ("jax", "torch", "tensorflow")
+BACKENDS = ("jax", "torch")
 
 
 def results(launch: Launch, backend: str, folder: Path, options: str, *faults: str) -> set[str]:

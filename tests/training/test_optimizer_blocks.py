@@ -15,8 +15,6 @@ from lockstep.keras.backends import optimizer_blocks
 from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, SharedSlot
 
 QUICK = {"Adam", "AdamW", "SGD with momentum"}
-ROOTS = {"RMSprop", "Adagrad", "Adadelta"}
-"""Optimizers that TensorFlow does not divide without XLA."""
 
 
 def unused() -> NoReturn:
@@ -117,25 +115,6 @@ def test_blocks_have_the_bits_of_the_whole_update_on_pytorch(
 ) -> None:
     lines = plain(str(dividing_optimizers.__file__), threads, *names, backend=backend).splitlines()
     assert len(lines) == (3 if threads == "1" else 2) * len(names) - (threads == "1" and "Nadam" in names)
-    assert [line for line in lines if not line.endswith(": equal")] == []
-
-
-@pytest.mark.parametrize("backend", ["tensorflow"], indirect=True)
-@pytest.mark.parametrize(
-    ("how", "names"),
-    [
-        ("graph", ["AdamW"]),
-        pytest.param("graph", sorted(OPTIMIZERS.keys() - ROOTS), marks=pytest.mark.ci),
-        pytest.param("xla", sorted(OPTIMIZERS), marks=pytest.mark.slow),
-        pytest.param("large", sorted(OPTIMIZERS.keys() - ROOTS), marks=pytest.mark.slow),
-    ],
-    ids=["AdamW", "all", "all with XLA", "all with several threads"],
-)
-def test_blocks_have_the_bits_of_the_whole_update_on_tensorflow(
-    plain: Callable[..., str], backend: str, how: str, names: list[str]
-) -> None:
-    lines = plain(str(dividing_optimizers.__file__), how, *names, backend=backend).splitlines()
-    assert len(lines) == 2 * len(names)
     assert [line for line in lines if not line.endswith(": equal")] == []
 
 

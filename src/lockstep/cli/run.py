@@ -288,7 +288,7 @@ _GROUPS = {
     default="whole",
     show_default=True,
     help="Whether each worker updates all weights, or the workers of one machine divide the update and share "
-    "the optimizer's state. Does not affect the result. Without a GPU.",
+    "the optimizer's state. Does not affect the result. Works on JAX, and on PyTorch without a GPU.",
 )
 @click.option(
     "--env",

@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import PrivateMapping
-from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, StandIn, VariableGroup, blocks_of
-from lockstep.keras.private.common import trained_by
+from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, VariableGroup, blocks_of
+from lockstep.keras.private.common import rate_object, trained_by, with_values
 
 Array = npt.NDArray[Any]
 
@@ -59,6 +60,45 @@ def present(values: Sequence[Any]) -> list[Any]:
 def owned(values: Sequence[Any]) -> list[Any]:
     """Return the values of an optimizer's variables as arrays of JAX."""
     return [value.__jax_array__() if isinstance(value, SharedSlot) else value for value in values]
+
+
+class StandIn:
+    """An optimizer like another one, which updates a block of a group of that one's variables.
+
+    Attributes:
+        optimizer: the optimizer, built for one variable with the shape of a block.
+        of_slots: the numbers of the kinds of slots, by their positions among its variables.
+        of_others: the numbers of its other variables, likewise.
+    """
+
+    def __init__(self, optimizer: Any, group: VariableGroup) -> None:
+        source = rate_object(optimizer)
+        variables = [source] if isinstance(source, keras.Variable) else []
+        # Within a `fit`, Keras's trainer has the values.
+        with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
+            settings = optimizer.get_config()
+        # AdamW takes no None at first.
+        settings |= {"learning_rate": 0.0, "weight_decay": settings["weight_decay"] or 0.0}
+        self.optimizer: Any = type(optimizer).from_config(settings)
+        if not variables:
+            self.optimizer.learning_rate = source
+        if not group.decays:
+            self.optimizer.weight_decay = None
+        self.optimizer.build([keras.Variable(np.zeros(group.elements), dtype=group.dtype.name, name="block")])
+        slots = [id(slot) for kind in group.kinds for slot in vars(self.optimizer)[kind]]
+        self.of_slots, self.of_others = dict[int, int](), dict[int, int]()
+        for i, variable in enumerate(self.optimizer.variables):
+            if id(variable) in slots:
+                self.of_slots[i] = slots.index(id(variable))
+            else:
+                self.of_others[i] = len(self.of_others)
+
+    def fits(self, optimizer: Any, blocks: OptimizerBlocks) -> bool:
+        """Whether it has one slot of each kind, and the other variables of the optimizer."""
+        others = [self.optimizer.variables[i].shape for i in self.of_others]
+        return len(self.of_slots) == len(blocks.groups[0].kinds) and others == [
+            optimizer.variables[i].shape for i in blocks.others
+        ]
 
 
 class JaxBlocks:

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, SlotValue
-from lockstep.keras.private.common import has_weight_decay, rate_object, with_values
+from lockstep.keras.private.common import has_weight_decay, rate_object
 from lockstep.keras.variables import named_arrays
 
 BLOCK = 1 << (18 if keras.backend.backend() == "torch" else 16)
@@ -190,47 +190,6 @@ def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> Optimi
     others = tuple(i for i in range(len(optimizer.variables)) if i not in slots)
     names = tuple(named_arrays(optimizer.variables, optimizer.variables))
     return OptimizerBlocks(elements, tuple(groups.values()), slots, others, names)
-
-
-class StandIn:
-    """An optimizer like another one, which updates a block of a group of that one's variables.
-
-    Attributes:
-        optimizer: the optimizer, built for `block`.
-        block: a variable with the shape of a block.
-        of_slots: the numbers of the kinds of slots, by their positions among its variables.
-        of_others: the numbers of its other variables, likewise.
-    """
-
-    def __init__(self, optimizer: Any, group: VariableGroup) -> None:
-        source = rate_object(optimizer)
-        variables = [source] if isinstance(source, keras.Variable) else []
-        # Within a `fit`, Keras's trainer has the values.
-        with with_values(variables, [keras.ops.zeros(()) for _ in variables]):
-            settings = optimizer.get_config()
-        # AdamW takes no None at first.
-        settings |= {"learning_rate": 0.0, "weight_decay": settings["weight_decay"] or 0.0}
-        self.optimizer: Any = type(optimizer).from_config(settings)
-        if not variables:
-            self.optimizer.learning_rate = source
-        if not group.decays:
-            self.optimizer.weight_decay = None
-        self.block = keras.Variable(np.zeros(group.elements), dtype=group.dtype.name, name="block")
-        self.optimizer.build([self.block])
-        slots = [id(slot) for kind in group.kinds for slot in vars(self.optimizer)[kind]]
-        self.of_slots, self.of_others = dict[int, int](), dict[int, int]()
-        for i, variable in enumerate(self.optimizer.variables):
-            if id(variable) in slots:
-                self.of_slots[i] = slots.index(id(variable))
-            else:
-                self.of_others[i] = len(self.of_others)
-
-    def fits(self, optimizer: Any, blocks: OptimizerBlocks) -> bool:
-        """Whether it has one slot of each kind, and the other variables of the optimizer."""
-        others = [self.optimizer.variables[i].shape for i in self.of_others]
-        return len(self.of_slots) == len(blocks.groups[0].kinds) and others == [
-            optimizer.variables[i].shape for i in blocks.others
-        ]
 
 
 def _aligned(size: int) -> int:

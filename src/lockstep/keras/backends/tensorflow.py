@@ -80,7 +80,6 @@ from lockstep.keras.backends.multi_update import (
     refuse_own_update,
 )
 from lockstep.keras.backends.packing import Packings, is_packable
-from lockstep.keras.backends.tensorflow_blocks import TensorFlowBlocks, TensorFlowBlockUpdate
 from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
@@ -111,7 +110,7 @@ from lockstep.keras.backends.whole_batch import (
     with_figures,
 )
 from lockstep.keras.nests import structure_of
-from lockstep.keras.private.common import layers_of, stored_value, trained_by
+from lockstep.keras.private.common import layers_of, stored_value
 from lockstep.keras.private.tensorflow import (
     exempt_from_autograph,
     register_lookups,
@@ -351,8 +350,6 @@ class TensorFlowProgram(VariableState):
         self._packings = Packings()
         self._applies: dict[frozenset[str], Callable[..., Any]] = {}
         self._finish: Callable[..., Any] | None = None
-        self._finishes: dict[frozenset[str], Callable[..., Any]] = {}
-        self._blocks: TensorFlowBlocks | str | None = None
         self._assigned = AssignedVariables()
         self.varies = self._eager
         # Of graphs, which are traced again where they turn out to use the new weights.
@@ -430,34 +427,8 @@ class TensorFlowProgram(VariableState):
         return self._applies[gathered](unit, totals), None
 
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
-        """Return the update by blocks of a step in a graph with one update of an elementwise optimizer."""
-        if self._eager:
-            return "the step is not compiled"
-        updates = self._updates(len(totals))
-        if len(totals) != 1 or len(updates) != 1 or self._metric_arguments is not None:
-            return "a step has several updates, or losses or metrics that compare the examples of a batch"
-        total, (update,) = self.parts(0, totals[0]), self._form.updates(1)
-        if not update.optimizer.built:
-            return "the optimizer is not built"
-        if self._blocks is None:
-            # A graph has the settings of its first step.
-            self._blocks = TensorFlowBlocks.of(update, replicas, jit=updates[0].uses_xla(total))
-        if isinstance(self._blocks, str):
-            return self._blocks
-        positions = {id(variable): i for i, variable in enumerate(trained_by(update.optimizer))}
-        gradients = {
-            positions[id(variable)]: gradient
-            for variable, gradient in zip(update.variables, gradients_in(total, update), strict=True)
-            if gradient is not None
-        }
-        if len(gradients) != len(positions):
-            return "it does not have one gradient for each weight"
-        unit = _shared_constant(1.0, tf.float32)
-        (tensors,) = self._tensors([{n: a for n, a in total.items() if not n.startswith("gradient/")}])
-        scale = self._scale(unit, tensors)
-        return TensorFlowBlockUpdate(
-            self._blocks, gradients, scale, lambda: self._finished_separately(unit, tensors)
-        )
+        """Return the reason why workers cannot divide an update."""
+        return "only the JAX and PyTorch backends divide it"
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
@@ -532,6 +503,7 @@ class TensorFlowProgram(VariableState):
             if not self._eager:
                 whole = executable(self._applied, False, unit, [_specs(t) for t in self._tensors(totals)])
             return lambda unit, totals: whole(unit, self._tensors(totals))
+        finish: list[Any] = []
 
         def apply(unit: Any, totals: Sequence[Total]) -> dict[str, Any] | None:
             # XLA takes longer to compile the slices of a packed array than to compile an update.
@@ -542,17 +514,12 @@ class TensorFlowProgram(VariableState):
             ):
                 update.apply_separately(scale, total, xla=uses_xla)
             rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
-            return self._finished_separately(unit, rest)
+            if not finish:
+                finish.append(executable(self._finished, self._jit, unit, _specs(rest)))
+            logs: dict[str, Any] | None = finish[0](unit, rest)
+            return logs
 
         return apply
-
-    def _finished_separately(self, unit: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Do what `_finished` does, in a graph of its own."""
-        names = frozenset(total)
-        if names not in self._finishes:
-            self._finishes[names] = executable(self._finished, self._jit, unit, _specs(total))
-        logs: dict[str, Any] | None = self._finishes[names](unit, total)
-        return logs
 
     def _applied(self, unit: Any, totals: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         """Apply totals, which may be packed; return the logs."""
