@@ -72,7 +72,7 @@ OF_MEMORY = ("total", "state", "scales")
 """Places whose bits only other workers have, too: `scales` after the verification of the sum."""
 SHARED = ("published", "summed", "frame")
 """Places in the memory of a host, where the worker that is named may be another one."""
-PASSES = {**dict.fromkeys(SHARED, 2), "limits": REPLICAS, "scales": 4}
+PASSES = {**dict.fromkeys(SHARED, 2), "limits": REPLICAS, "scales": 8}
 """How often a worker passes places in a step: in sums of limits and summands, and when they are verified."""
 
 _PATIENCE = WaitPolicy(timeout=120.0)

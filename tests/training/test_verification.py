@@ -659,6 +659,31 @@ def test_a_wrong_total_in_a_step_that_is_not_verified_accuses_no_other_host(
     assert (training.states, training.has_stopped) == (set(), True)
 
 
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", ["summands", "limits_of"])
+def test_a_worker_that_always_rounds_wrongly_is_found(
+    name: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, original = flips.undisturbed()[flips.SIZES[0]], getattr(Round, name)
+
+    def wrongly(self: Round, *given: Any) -> Any:
+        of_replicas = original(self, *given)
+        for arrays in of_replicas.values() if self.worker == 1 else ():
+            array = arrays[self.summed.index("scaled/0") if name == "summands" else 0]
+            array[:1] += 1
+        return of_replicas
+
+    monkeypatch.setattr(Round, name, wrongly)
+    training = flips.Training(workers, flips.SIZES[0], Verification(1, all=True))
+    training.run()
+    (failed,) = training.failed
+    assert (failed.step, failed.part, failed.arrays[:1]) == (1, "gradient", ("scaled/0",))
+    if workers == 2:
+        assert (failed.verdict, training.has_stopped) == ("undecided", True)
+    else:
+        assert (failed.verdict, failed.workers, training.states) == ("worker", (1,), {right})
+
+
 def test_workers_that_differ_in_what_is_zero_sum_again(monkeypatch: pytest.MonkeyPatch) -> None:
     right = flips.undisturbed()[flips.SIZES[0]]
     original, done = Round.summands, list[str]()

@@ -15,7 +15,8 @@ the tree. If changes are sent as small integers, the total includes the sums of 
 scales follow (see `lockstep.keras.scaled_sums`). No sum that can be computed from the total alone would do:
 floating-point addition rounds, so a checksum of a total is not the sum of the checksums of its summands. All
 workers compare their hashes of the total, as each of them has it, with the checker's. If they differ, another
-worker adds up the part, too, and `judge_sum` decides.
+worker adds up the part, too, and `judge_sum` decides. The checker of a replica also computes its limits and
+small integers once more.
 
 All workers also compare their hashes of the other parts with each other's, and verify a part in which they
 differ. So all updates follow from one total, and workers that agree in an update can outvote another one (see
@@ -825,17 +826,19 @@ class Verifier:
             DisagreementError: workers compute different bits, and it is unknown which are right.
         """
         self._verified = {}
-        self._verify_partials(round_)
+        drawn = self._verify_partials(round_)
         total = self._exchange(round_.sum, round_.catching_up)
         parts = self._verifications.drawn
-        if not parts or not round_.sums or self._job.joins:
-            return total
-        return self._verified_total(round_, parts)
+        if parts and round_.sums and not self._job.joins:
+            total = self._verified_total(round_, parts)
+        self._verifications.note(drawn)
+        return total
 
-    def _verify_partials(self, round_: Round) -> None:
+    def _verify_partials(self, round_: Round) -> Sequence[int]:
+        """Verify the drawn partials of a round; return their replicas."""
         drawn, compares_hosts = self._verifications.drawn, self._verifications.compares_hosts
         if not (drawn or compares_hosts) or not round_.anywhere or round_.verified or self._job.joins:
-            return
+            return ()
         if self._attempts is None or self._attempts.round_ is not round_:
             self._attempts = _Attempts(round_)
         if compares_hosts:
@@ -843,6 +846,7 @@ class Verifier:
         if drawn:
             self._verify(round_, drawn)
         round_.verified, self._attempts = True, None
+        return drawn
 
     def _compare_hosts(self, round_: Round, view: View, communicator: Communicator) -> None:
         """Let the first worker of each host compute replica 0, with all operations of the program."""
@@ -867,7 +871,9 @@ class Verifier:
     def _verify(self, round_: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""
         while True:
-            answers_of = self._exchange(partial(self._answers, round_, drawn, 1), round_.catching_up)
+            answers_of = self._exchange(
+                partial(self._answers, round_, drawn, 1, self._made), round_.catching_up
+            )
             doubted = [replica for replica in drawn if self._answers_before(round_, replica)]
             differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
             if not (doubted or differing):
@@ -875,10 +881,11 @@ class Verifier:
                 break
             # The others follow if they still differ without the worker at fault.
             first = [*doubted, *differing][:1]
-            answers_of = self._exchange(partial(self._answers, round_, first, 2), round_.catching_up)
+            answers_of = self._exchange(
+                partial(self._answers, round_, first, 2, self._made), round_.catching_up
+            )
             for replica, answers in answers_of.items():
                 self._judge(round_, replica, answers)
-        self._verifications.note(drawn)
 
     def _judge(self, round_: Round, replica: int, answers: Answers) -> None:
         """End the workers that are at fault for a replica; return on the others."""
@@ -901,9 +908,24 @@ class Verifier:
         return self._verifications.answers_before("gradient", replica, round_.number)
 
     def _answers(
-        self, round_: Round, replicas: Sequence[int], attempts: int, view: View, communicator: Communicator
+        self,
+        round_: Round,
+        replicas: Sequence[int],
+        attempts: int,
+        made: Callable[[int, int], list[Hashes]],
+        view: View,
+        communicator: Communicator,
     ) -> dict[int, Answers]:
-        """Compute what this worker has to, and return the answers of all workers, by replica."""
+        """Compute what this worker has to, and return the answers of all workers, by replica.
+
+        Args:
+            round_: the round.
+            replicas: the replicas to compute.
+            attempts: how often their owners and checkers do.
+            made: computes a replica a number of times, and returns the hashes.
+            view: the view of the exchange.
+            communicator: its communicator.
+        """
         round_.entered()
         worker, turn = self._job.worker, self._verifications.turn
         round_.begin(view.replicas_of(worker))
@@ -913,11 +935,11 @@ class Verifier:
             if worker == roles.owner:
                 # A worker without others checks itself.
                 number = max(attempts, 2) if roles.checker is None else attempts
-                made_here.append((replica, "owner", self._made(replica, number)))
+                made_here.append((replica, "owner", made(replica, number)))
             elif worker == roles.checker:
-                made_here.append((replica, "checker", self._made(replica, attempts)))
+                made_here.append((replica, "checker", made(replica, attempts)))
             elif worker == roles.third and attempts > 1:
-                made_here.append((replica, "third", self._made(replica, 1)))
+                made_here.append((replica, "third", made(replica, 1)))
         round_.settle()
         blob = msgspec.msgpack.encode((worker, self._verifications.places, made_here))
         answers_of: dict[int, dict[str, Answer]] = {replica: {} for replica in replicas}
@@ -934,6 +956,30 @@ class Verifier:
         assert self._attempts is not None
         return self._attempts.made(replica, number)[:number]
 
+    def _rounded(self, round_: Round, replica: int, number: int) -> list[Hashes]:
+        """Round a partial to small integers a number of times; return the hashes."""
+        round_.begin([replica])
+        replicas = self._verifications.plan.replicas
+        return [_rounded_hashes_of(round_, replica, replicas) for _ in range(number)]
+
+    def _verify_rounding(self, round_: Round, replicas: Sequence[int]) -> bool:
+        """Return whether owners and checkers round partials to the same integers; end a worker that does not.
+
+        The check of the sum adds up what owners send. So it does not show limits or integers that an owner
+        always computes wrongly.
+        """
+        made = partial(self._rounded, round_)
+        answers_of = self._exchange(partial(self._answers, round_, replicas, 1, made), round_.catching_up)
+        differing = [replica for replica, answers in answers_of.items() if not answers.are_equal][:1]
+        if differing:
+            act = partial(self._answers, round_, differing, 2, made)
+            for replica, answers in self._exchange(act, round_.catching_up).items():
+                if answers.are_equal:
+                    self._verifications.publish(Verdict("repeated"), (), "gradient", replica)
+                else:
+                    self._judge(round_, replica, answers)
+        return not differing
+
     def _verified_total(self, round_: Round, parts: Sequence[int]) -> Total:
         """Return the total of a round that was summed, once its `parts` are right."""
         was_wrong = False
@@ -941,6 +987,10 @@ class Verifier:
             total = _Total(round_.limits, round_.sums)
             fault = self._fault(round_, total, parts)
             if fault is None:
+                assert round_.layout is not None
+                if round_.layout.scaled and not self._verify_rounding(round_, parts):
+                    self._exchange(round_.sum, round_.catching_up)
+                    continue
                 return round_.total_of(total.sums, total.limits, self._verifications.plan.replicas)
             verdict, is_single = fault.verdict, len(self._job.view.workers) == 1
             if verdict.kind == "sum":
@@ -1101,7 +1151,8 @@ class Verifier:
 
     def _part_names(self, round_: Round) -> list[str]:
         assert round_.layout is not None
-        return [self._describe(name) for name in round_.named_parts(round_.layout.zeros)]
+        parts = round_.named_parts(round_.layout.zeros)
+        return [self._describe(name) for name in (*parts, *round_.layout.limited)]
 
 
 _PackedAnswer = tuple[int, dict[int, bytes], dict[int, tuple[bytes, int]], dict[int, bytes]]
@@ -1112,6 +1163,18 @@ def _hashes_of(round_: Round, replica: int) -> Hashes:
     (arrays,) = round_.partials([replica]).values()
     parts = round_.named_parts(arrays).values() if replica in round_.started else ()
     return b"".join(map(digest_array, parts))
+
+
+def _rounded_hashes_of(round_: Round, replica: int, replicas: int) -> Hashes:
+    """Return the hashes of the arrays of one of R replicas, some as small integers, and of its limits."""
+    assert round_.layout is not None
+    partials = round_.partials([replica])
+    (arrays,), (limits,) = partials.values(), round_.limits_of(partials).values()
+    (summands,) = round_.summands(partials, replicas).values()
+    rounded, scaled = dict(zip(round_.summed, summands, strict=True)), round_.layout.scaled
+    pairs = zip(round_.layout.names, arrays, strict=True)
+    parts = round_.named_parts([rounded[name] if name in scaled else array for name, array in pairs])
+    return b"".join(map(digest_array, [*parts.values(), *limits]))
 
 
 def _summands_in(data: Bytes, sizes: Mapping[int, int]) -> Iterator[tuple[int, int, Bytes]]:
