@@ -210,7 +210,8 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
         "_call_has_training_arg _compile_loss _compile_metrics _compute_loss _functional _loss_tracker",
     ),
     ("", model, "metrics_variables"),
-    ("", compiled_metrics, "_flat_weighted_metrics"),
+    ("", compiled_metrics, "_flat_metrics _flat_weighted_metrics"),
+    ("", lambda: compiled_metrics()._flat_weighted_metrics[0], "output_name"),
     ("", lambda: model().layers[0], "_inbound_nodes _outbound_nodes _seed_generators"),
     (
         "",

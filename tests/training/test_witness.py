@@ -20,7 +20,7 @@ from lockstep.data import batch as batches
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.jax import JaxProgram
-from lockstep.keras.fit import global_step, mirrored, outputs
+from lockstep.keras.fit import global_step, introductions, mirrored, outputs, witness
 from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.random_rows import equal_draws
@@ -269,6 +269,39 @@ def test_a_name_does_not_explain_a_sum(
     assert all(part.deviation.endswith(", although it is the sum over the replicas") for part in unnamed)
 
 
+def test_the_name_of_an_optimizer_does_not_hide_the_state_of_a_layer(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(introductions, "summed_occurrences", lambda model: [OCCURRENCES])
+    # As if a gradient were a list of occurrences, from which plain Keras may make another update.
+    monkeypatch.setattr(witness._Comparison, "_updated", lambda self, replicas: {})
+    for fault in ("the state of a layer is added up", "an update is too large"):
+        FAULTS[fault].plant(monkeypatch)
+    fit(eager(hidden(), Mean()))
+    (step,) = compared()
+    named = {part.part: part.named for part in step.differences}
+    assert [name for part, name in named.items() if part.endswith("/mean")] == [""]
+    assert {name for part, name in named.items() if not part.endswith("/mean")} == {OCCURRENCES}
+
+
+@pytest.mark.parametrize("method", ["_uncombined", "_plain"])
+def test_only_a_failure_of_the_program_lets_a_name_explain_all(
+    method: str, compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(witness._Comparison, method)
+
+    def failing(self: Any, *args: Any, **options: Any) -> Any:
+        if method == "_uncombined" or options.get("batch") is not None:
+            raise KeyError("dense")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(witness._Comparison, method, failing)
+    fit(eager(hidden(), Centered(name="centered")))
+    (step,) = compared()
+    assert bool(step.reason) == (method == "_uncombined")
+    assert step.reason or {part.named for part in step.differences} == {"the layer centered"}
+
+
 class Twice(keras.layers.Layer):
     """Repeats a column; in batches of odd numbers of rows, the second one differs in the last bits."""
 
@@ -336,6 +369,8 @@ ALWAYS, OCCURRENCES = (
 )
 
 
+EXCHANGED = "its rows, 20 MiB a step, are exchanged only with --exact-batch"
+MAE = f"the metric mae ({EXCHANGED})"
 VARIABLE = "the variable dense/mean (possibly: it could not be tested)"
 
 
@@ -356,15 +391,24 @@ def test_constant_draws_are_those_of_other_backends() -> None:
     [
         ("loss", ALWAYS),
         ("gradient dense/kernel", ALWAYS),
-        ("mae", ALWAYS | {"the metric mae"}),
+        ("mae", ALWAYS | {MAE}),
+        ("out_mae", ALWAYS | {MAE}),
+        ("out_weighted_mae", ALWAYS | {MAE}),
+        ("state of mae", ALWAYS | {MAE}),
+        ("their_mae", ALWAYS),
+        ("error_a", ALWAYS),
+        ("of my error", ALWAYS | {"the figure of my error of train_step"}),
         ("update dense/kernel", {OCCURRENCES, "train_step of Model"}),
-        ("state dense/mean", ALWAYS | {OCCURRENCES, VARIABLE}),
-        ("state dense/count", ALWAYS | {OCCURRENCES}),
+        ("state embedding/embeddings", ALWAYS | {OCCURRENCES}),
+        ("state dense/mean", ALWAYS | {VARIABLE}),
+        ("state dense/count", ALWAYS),
     ],
 )
 def test_a_name_explains_the_parts_that_it_changes(part: str, explanations: set[str]) -> None:
-    names = [*ALWAYS, OCCURRENCES, "the metric mae", VARIABLE, "random numbers of Model.call"]
-    assert set(explaining(part, names)) == explanations
+    names = [*ALWAYS, OCCURRENCES, MAE, VARIABLE, "the figure of my error of train_step"]
+    names += ["random numbers of Model.call", f"random numbers of Model.call ({EXCHANGED})"]
+    updated, outputs = {"embedding/embeddings"}, ["out"]
+    assert set(explaining(part, names, updated, outputs)) == explanations
 
 
 # Planted faults.

@@ -96,7 +96,10 @@ LARGEST_EXCHANGE = 16 << 20
 """The most bytes of rows that replicas exchange in a step for losses and metrics of the whole batch."""
 
 _OF_LOSSES = ("the loss ", "the sum of losses ", "compute_loss of ", "train_step of ", "test_step of ")
-_OF_METRICS = ("the metric ", "the figure ")
+METRIC, FIGURE = "the metric ", "the figure "
+"""The beginnings of the names of a metric, and of a figure that no metric has."""
+
+_OF_METRICS = (METRIC, FIGURE)
 """The beginnings of the names of parts that may be exact if they are computed from the whole batch."""
 
 DRAWS = "random numbers of "
@@ -189,7 +192,7 @@ class Trial:
                 continue
             size = trial._row_bytes * self._batch.examples
             if size > LARGEST_EXCHANGE and not self._job.exact_batch:
-                large = f"its rows, {size / (1 << 20):.0f} MiB a step, are exchanged only with --exact-batch"
+                large = f"{_ROWS}{size / (1 << 20):.0f} MiB a step, are exchanged only with --exact-batch"
                 self.names = [f"{name} ({large})" if name in exact else name for name in self.names]
                 self._refused = {name: f"{why}; {large}" for name, why in self._refused.items()}
                 break
@@ -476,7 +479,7 @@ class Trial:
         if not (overrides or doubtful):
             return
         functions = [metric for metric in doubtful if wrapped_function(metric)[0] is not None]
-        names = [f"the metric {metric.name}" for metric in doubtful]
+        names = [f"{METRIC}{metric.name}" for metric in doubtful]
         attempts = self._tried(names or ["compute_metrics"], self._metric_states)
         if not attempts:
             return
@@ -491,7 +494,7 @@ class Trial:
             else:
                 growths_by_name[name] = _NOTHING
                 if any(self._owner(name, owners) is metric for metric in functions):
-                    self._name(f"the metric {self._owner(name, owners).name}", tried=False)
+                    self._name(f"{METRIC}{self._owner(name, owners).name}", tried=False)
         measured = {(0, name): growth for name, growth in self._to_set(growths_by_name, owners).items()}
         steps = {kind: measured for kind in kinds if measured}
         self.growths = replace(self.growths, steps={**self.growths.steps, **steps})
@@ -519,12 +522,12 @@ class Trial:
             with random_numbers(0), unchanged(self._model):
                 self._refuse(metric, why_not_a_sum(metric, *updates))
                 if self._runs_python and keeps_examples(metric, *updates):
-                    self._name(f"the metric {metric.name}")
+                    self._name(f"{METRIC}{metric.name}")
 
     def _refuse(self, metric: Any, why: str | None) -> None:
         """Name a metric, and keep why the model is refused unless the whole batch updates it."""
         if why is not None:
-            name = f"the metric {metric.name}"
+            name = f"{METRIC}{metric.name}"
             self._refused.setdefault(name, why)
             self._name(name)
 
@@ -577,7 +580,7 @@ class Trial:
         follows = self._context is not nullcontext and self._job.settings.tf_distribute
         summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
-        names = names or [f"the metric {metric.name}" for metric in of_layers.values()] or [f"{kind}_step"]
+        names = names or [f"{METRIC}{metric.name}" for metric in of_layers.values()] or [f"{kind}_step"]
         attempts = self._tried(names, lambda: [self._rounds(kind, summed)])
         if attempts and "compute_loss" in methods:
             # All distances of the outputs may exceed a margin, so a comparison has no effect yet.
@@ -834,9 +837,9 @@ class Trial:
         kind, _, rest = name.partition("/")
         owner = self._owner(name, owners)
         if kind == "metric" and (owner is None or owner is not loss_tracker(self._model)):
-            self._name(f"the metric {owner.name if owner is not None else rest}")
+            self._name(f"{METRIC}{owner.name if owner is not None else rest}")
         elif kind == "log":
-            figure = f"the figure {rest.replace('//', '/')} of"
+            figure = f"{FIGURE}{rest.replace('//', '/')} of"
             if f"{figure} compute_metrics" not in self.names:
                 self._name(f"{figure} {step}")
         else:
@@ -866,8 +869,16 @@ _HALVES = (0.5, 0.5)
 UNTRIED = " (possibly: it could not be tested)"
 """The end of the name of a part that a trial did not show."""
 
+_ROWS = "its rows, "
+"""The beginning of the reason why a part is not computed from the whole batch."""
+
 _NOTHING = object()
 """Represents the growth of a value that is zero for all rows and for each part, or not a number."""
+
+
+def without_remarks(name: str) -> str:
+    """Return the name of a part without what notes add to it in brackets."""
+    return name.partition(f" ({_ROWS}")[0].removesuffix(UNTRIED)
 
 
 class LayerCalls:

@@ -26,13 +26,13 @@ they leave a compiled function on every backend.
     states of layers and metrics, others     those of plain Keras, as changes from the common beginning
 
 If something differs, the model is called once more with the whole batch and with each replica's rows. The
-first layer with equal inputs and different outputs is where the difference begins. A note that names a
-metric or figure explains a difference in it; one on an optimizer also explains a difference in its update.
-The name of a state of a layer explains only this state. Kinds of layers that draw numbers or normalize
-explain nothing, because both computations have the same constants for them; any other named part of the
-program explains all. But it explains only values of replicas: where these combine means over examples, plain
-Keras also takes the step with the rows of each replica alone, and the loss, the gradients, the outputs, the
-metrics and the states of layers must follow from these steps.
+first layer with equal inputs and different outputs is where the difference begins. A note that names a metric
+or figure explains a difference in it; one on an optimizer, in what it updates. The name of a state of a layer
+explains only this state. Kinds of layers that draw numbers or normalize explain nothing, because both
+computations have the same constants for them. Any other named part of the program explains all but updates
+from given gradients, which only a `train_step` may change. But it explains only values of replicas: where
+these combine means over examples, plain Keras also takes the step with the rows of each replica alone, and
+the loss, the gradients, the outputs, the metrics and the states of layers must follow from these steps.
 
 A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
 the same weights and batch (`keras/fit/kept_steps.py`).
@@ -46,7 +46,7 @@ and KerasTuner: Landlock refuses these (`system/landlock.py`).
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -68,15 +68,18 @@ from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.kept_steps import KeptStep, LayerRows, StepOutcome
 from lockstep.keras.fit.trials import (
     DRAWS,
+    FIGURE,
     HALF_TYPES,
     LIBRARIES,
+    METRIC,
     UNTRIED,
     LayerCalls,
     neutral,
     rows_are_equal,
+    without_remarks,
 )
 from lockstep.keras.input.readings import whole_batch
-from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
+from lockstep.keras.private.common import layers_of, mask_of, outputs_with_metrics, set_mask, trained_by
 from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
@@ -226,7 +229,12 @@ class Witness:
 
     @staticmethod
     def _results(comparison: "_Comparison", names: Sequence[str]) -> tuple[list[str], list[Difference]]:
-        deviations = comparison.deviations(lambda part: explaining(part, names))
+        updated, outputs = comparison.updated(), outputs_with_metrics(comparison.model)
+
+        def names_of(part: str) -> list[str]:
+            return explaining(part, names, updated, outputs)
+
+        deviations = comparison.deviations(names_of)
         equal = [part for part, difference in deviations.items() if difference is None]
         begins = comparison.beginning() if len(equal) < len(deviations) else ""
         return equal, [
@@ -234,7 +242,7 @@ class Witness:
                 part,
                 str(difference),
                 begins,
-                "" if difference.unexplained else ", ".join(explaining(part, names)),
+                "" if difference.unexplained else ", ".join(names_of(part)),
             )
             for part, difference in deviations.items()
             if difference is not None
@@ -246,29 +254,41 @@ def _reason(error: Exception) -> str:
     return summarize_own(error) if isinstance(error, LockstepError) else summarize(error)
 
 
-def explaining(part: str, names: Sequence[str]) -> list[str]:
+def explaining(
+    part: str, names: Sequence[str], updated: Container[str] = (), outputs: Sequence[str] = ()
+) -> list[str]:
     """Return those of the named parts of a program that may make a part of a step differ.
 
     A metric, a figure or the state of a layer explains only itself, and an optimizer what it updates. Random
     numbers that are equal for all rows explain nothing. Anything else changes the gradients, and with them
     everything but an update from given gradients, which only the program's own step may change.
+
+    Args:
+        part: the part of a step.
+        names: the named parts of the program.
+        updated: the paths of the variables that optimizers change.
+        outputs: the names of outputs, with which Keras begins the figures of their metrics.
     """
-    kind, _, path = part.rpartition(" ")
-    return [
-        name
-        for name in names
-        if (
-            any(f"_{path}".endswith(f"_{word}") for word in name.split()[2:])
-            if name.startswith(("the metric ", "the figure "))
-            else part == f"state {name.removeprefix(VARIABLES).removesuffix(UNTRIED)}"
-            if name.startswith(VARIABLES)
-            else kind.startswith(("state", "update"))
-            if name.endswith(OCCURRENCES)
-            else name.startswith("train_step of ")
-            if kind.startswith("update")
-            else not name.startswith(DRAWS) or name.removeprefix(DRAWS) in LIBRARIES
-        )
-    ]
+    return [name for name in names if _explains(without_remarks(name), part, updated, outputs)]
+
+
+def _explains(name: str, part: str, updated: Container[str], outputs: Sequence[str]) -> bool:
+    if name.startswith(METRIC):
+        metric = name.removeprefix(METRIC)
+        starts = ["", *(f"{output}_" for output in outputs)]
+        figures = [f"{start}{weighted}{metric}" for start in starts for weighted in ("", "weighted_")]
+        return part in (f"state of {metric}", *figures)
+    if name.startswith(FIGURE):
+        figure, _, _ = name.removeprefix(FIGURE).rpartition(" of ")
+        return part in (figure, f"state of {figure}")
+    if name.startswith(VARIABLES):
+        return part == f"state {name.removeprefix(VARIABLES)}"
+    kind, _, path = part.partition(" ")
+    if name.endswith(OCCURRENCES):
+        return kind == "update" or (kind == "state" and path in updated)
+    if kind == "update":
+        return name.startswith("train_step of ")
+    return not name.startswith(DRAWS) or name.removeprefix(DRAWS) in LIBRARIES
 
 
 def _is_float(array: Array) -> bool:
@@ -375,13 +395,16 @@ class _Comparison:
     """One comparison: the two computations, and where they begin to differ.
 
     The first one, of plain Keras, is made at once.
+
+    Attributes:
+        model: the model.
     """
 
     def __init__(self, witness: Witness, model: Any, kind: StepKind, batch: Any) -> None:
         self._witness = witness
         self._backend = witness.backend
         self._job = witness.job
-        self._model = model
+        self.model = model
         self._kind: StepKind = kind
         self._batch = keras.tree.map_structure(self._host, batch)
         self._global = whole_batch(self._batch, self._job.view.replicas)
@@ -395,8 +418,15 @@ class _Comparison:
 
     def follow(self) -> None:
         """Let the model be tried again if Python has other values than before, and runs in each step."""
-        if self._kind != "predict" and runs_python(self._model):
-            self._witness.step(self._model, self._kind).follow(self._global)
+        if self._kind != "predict" and runs_python(self.model):
+            self._witness.step(self.model, self._kind).follow(self._global)
+
+    def updated(self) -> set[str]:
+        """Return the paths of the variables that optimizers change."""
+        optimizers = optimizers_of(self.model)
+        changed = [*self.model.trainable_variables, *(v for each in optimizers for v in each.variables)]
+        ids = {id(variable) for variable in changed}
+        return {name for name, variable in self._variables().items() if id(variable) in ids}
 
     def deviations(self, names: Callable[[str], Sequence[str]]) -> dict[str, Deviation | None]:
         """Return what the step computes, by names of its parts, with how replicas deviate.
@@ -404,7 +434,7 @@ class _Comparison:
         Args:
             names: returns the names in notes that explain a deviation of a part.
         """
-        reference, step = self._reference, self._witness.step(self._model, self._kind)
+        reference, step = self._reference, self._witness.step(self.model, self._kind)
         self._program = step.program
         with self._neutral(), self._first_values():
             # A trial may have created variables.
@@ -419,18 +449,17 @@ class _Comparison:
                 # be moved hide no deviation.
                 with contextlib.suppress(Exception):
                     for size in (2 * self._epsilon, -2 * self._epsilon):
-                        with rounded_outputs(self._model, size):
+                        with rounded_outputs(self.model, size):
                             rounded.append(self._nearer(self._plain(anew=True)))
                     deviations = self._deviations(reference, replicas, rounded, expected, counting)
             named = {part: names(part) for part, difference in deviations.items() if difference is not None}
-            # Where the rows of a replica cannot be computed alone, names explain everything.
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(_NotAloneError):
                 explained = {
                     part
                     for part in named
                     if named[part] and not any(name.startswith(DRAWS) for name in named[part])
                 }
-                untried = any(name.endswith(UNTRIED) for part in explained for name in named[part])
+                untried = any(UNTRIED in name for part in explained for name in named[part])
                 for part, why in self._unexplained(explained, replicas, rounded, untried=untried).items():
                     if (difference := deviations[part]) is not None:
                         deviations[part] = replace(difference, unexplained=why)
@@ -444,8 +473,11 @@ class _Comparison:
         They do not have the values of plain Keras for the rows of each replica. Or these values add up to
         those of the whole batch, so that replicas could have combined them. Not returned are parts that
         replicas do not combine as means over the examples.
+
+        Raises:
+            _NotAloneError: the rows of a replica cannot be computed alone, so names explain everything.
         """
-        growths = growths_of(self._model)
+        growths = growths_of(self.model)
         combined = growths.steps.get(self._kind, {}).values()
         if self._exchanges or growths.whole or any(growth != MEAN for growth in combined):
             return {}
@@ -511,6 +543,9 @@ class _Comparison:
         Args:
             change: changes the weights and the inputs.
             growth: of the gradients and of the states of metrics, which are combined by it.
+
+        Raises:
+            _NotAloneError: the program fails with the rows of one replica, or computes other parts.
         """
         # Independent of how the training divides a batch.
         examples = self._global.examples
@@ -521,7 +556,17 @@ class _Comparison:
                 lambda array: None if array is None else array[share], self._batch
             )
 
-        outcomes = [self._plain(change, batch=rows_of(share)) for share in shares]
+        batches = [rows_of(share) for share in shares]
+        try:
+            outcomes = [self._plain(change, batch=batch) for batch in batches]
+        except Exception as error:
+            raise _NotAloneError from error
+        first, *others = outcomes
+        if any(
+            other.figures.keys() != first.figures.keys() or other.gradients.keys() != first.gradients.keys()
+            for other in others
+        ):
+            raise _NotAloneError
 
         def combined(values: Sequence[Array], growth: int) -> Array:
             parts = [
@@ -531,12 +576,14 @@ class _Comparison:
             total: Array = np.sum(parts, axis=0)
             return total.astype(values[0].dtype)
 
-        first, figures = outcomes[0], dict[str, Array]()
+        figures = dict[str, Array]()
         for name in first.figures:
             values = [outcome.figures[name] for outcome in outcomes]
             if self._kind == "predict":
-                figures[name] = np.concatenate(values)
-            elif name == "loss" and not has_own(self._model, f"{self._kind}_step"):
+                # Other outputs than rows, or rows of different lengths, are not joined.
+                if all(value.ndim and value.shape[1:] == values[0].shape[1:] for value in values):
+                    figures[name] = np.concatenate(values)
+            elif name == "loss" and not has_own(self.model, f"{self._kind}_step"):
                 figures[name] = combined(values, MEAN)
         # A second update follows from the first one, and so from the rows of all replicas.
         gradients = {
@@ -545,7 +592,7 @@ class _Comparison:
             if all(update == 0 for update, _ in first.gradients)
         }
         owners = self._metrics()
-        of_layers = {id(variable) for variable in self._model.non_trainable_variables}
+        of_layers = {id(variable) for variable in self.model.non_trainable_variables}
         held = [name for name, each in self._variables().items() if name in owners or id(each) in of_layers]
         state = {}
         for name in held:
@@ -681,7 +728,7 @@ class _Comparison:
 
     def _kept_values(self, kept: KeptStep) -> dict[str, Array]:
         """Return the values of this model's variables before a kept step; a learning rate stays as it is."""
-        optimizers = optimizers_of(self._model)
+        optimizers = optimizers_of(self.model)
         rates = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
         return {
             name: kept.before[name].astype(self._before[name].dtype)
@@ -693,7 +740,7 @@ class _Comparison:
         }
 
     def _shapes(self) -> dict[str, list[int]]:
-        return {variable.path: list(variable.shape) for variable in self._model.trainable_variables}
+        return {variable.path: list(variable.shape) for variable in self.model.trainable_variables}
 
     def _first_unlike(self, layers: Sequence[LayerRows]) -> str:
         """Name the first layer with the inputs of another backend and other outputs."""
@@ -718,18 +765,18 @@ class _Comparison:
     @contextmanager
     def _neutral(self) -> Iterator[None]:
         """Within the block, draws are constants, and rounding is as small as it can be."""
-        with neutral(self._model, lambda name: None, constant=True), single_precision(self._model):
+        with neutral(self.model, lambda name: None, constant=True), single_precision(self.model):
             yield
 
     @contextmanager
     def _constant(self) -> Iterator[None]:
         """Within the block, layers draw constants, and change nothing that lasts."""
-        with self._neutral(), random_numbers(0), unchanged(self._model):
+        with self._neutral(), random_numbers(0), unchanged(self.model):
             yield
 
     def _layer_calls(self, data: Any) -> dict[Any, list[tuple[list[Array], list[Array]]]]:
         """Call the model; return the inputs and outputs of its layers, in the order of their first calls."""
-        model = self._model
+        model = self.model
         layers = [layer for layer in layers_of(model) if layer is not model]
         order: list[Any] = []
         records = {id(layer): LayerCalls() for layer in layers}
@@ -768,7 +815,7 @@ class _Comparison:
             anew: whether the function is made anew, for this computation only.
             batch: the batch, by default the whole one.
         """
-        model, kind, batch = self._model, self._kind, self._batch if batch is None else batch
+        model, kind, batch = self.model, self._kind, self._batch if batch is None else batch
         function = None if anew else self._function.made
         with (
             self._undone(),
@@ -831,7 +878,7 @@ class _Comparison:
                 "density" in step.program.parts(number, total) for number, total in rounds
             )
             for update, (number, total) in enumerate(rounds):
-                named: Total = divided(self._model, step.program.parts(number, total))
+                named: Total = divided(self.model, step.program.parts(number, total))
                 outcome.gradients |= {
                     (update, int(name.partition("/")[2])): np.array(array)
                     for name, array in named.items()
@@ -978,7 +1025,7 @@ class _Comparison:
         """Return the names of the metrics by the paths of their variables."""
         owners = {
             id(variable): metric.name
-            for metric in flat_metrics(self._model.metrics)
+            for metric in flat_metrics(self.model.metrics)
             for variable in metric.variables
         }
         return {
@@ -990,11 +1037,11 @@ class _Comparison:
     # The state.
 
     def _variables(self) -> Mapping[str, Any]:
-        return step_state(self._model)
+        return step_state(self.model)
 
     def _precision(self) -> float:
         """Return the distance from 1 to the next number in the lowest precision of the comparison."""
-        model = self._model
+        model = self.model
         with single_precision(model) as changed:
             dtypes = {layer.compute_dtype for layer in layers_of(model)}
         dtypes |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.variables}
@@ -1020,11 +1067,11 @@ class _Comparison:
         Loss scales are small. At a large one, the gradients of the whole batch may overflow, but not those of
         replicas.
         """
-        scaling = [each for each in optimizers_of(self._model) if hasattr(each, "initial_scale")]
+        scaling = [each for each in optimizers_of(self.model) if hasattr(each, "initial_scale")]
         scales = [optimizer.dynamic_scale for optimizer in scaling if optimizer.built]
-        variables = [*self._model.metrics_variables, *scales]
+        variables = [*self.model.metrics_variables, *scales]
         before = [(variable, self._host(variable.value)) for variable in variables]
-        self._model.reset_metrics()
+        self.model.reset_metrics()
         for variable in scales:
             variable.assign(min(_SCALE, float(self._host(variable.value))))
         with ExitStack() as stack:
@@ -1043,8 +1090,8 @@ class _Comparison:
 
         Those that an optimizer creates in its first update get their first values.
         """
-        with random_numbers(0), unchanged(self._model), ExitStack() as stack:
-            for optimizer in optimizers_of(self._model):
+        with random_numbers(0), unchanged(self.model), ExitStack() as stack:
+            for optimizer in optimizers_of(self.model):
                 if not optimizer.built:
                     stack.enter_context(replaced(optimizer, "build", self._noting(optimizer.build)))
             try:
@@ -1059,6 +1106,10 @@ class _Comparison:
             self._before = {**self._state(None), **self._before}
 
         return built
+
+
+class _NotAloneError(Exception):
+    """Plain Keras cannot compute the same parts of a step for the rows of one replica alone."""
 
 
 class _FunctionWithGradients:

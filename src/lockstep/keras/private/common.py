@@ -462,6 +462,13 @@ def weighted_metrics(model: Any) -> list[Any]:
     return [metrics for metrics in lists or () if metrics is not None]
 
 
+def outputs_with_metrics(model: Any) -> list[str]:
+    """Return the names of outputs with which the figures of their metrics begin, once metrics are built."""
+    compiled = getattr(model, "_compile_metrics", None)
+    lists = [*(getattr(compiled, "_flat_metrics", None) or ()), *weighted_metrics(model)]
+    return [metrics.output_name for metrics in lists if metrics is not None and metrics.output_name]
+
+
 def compiled_metrics(model: Any) -> list[Any]:
     """Return the metrics that `compile` made. Once they are built, some are containers with `metrics`."""
     loss, metrics = (getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics"))
