@@ -488,9 +488,9 @@ def test_a_failed_verification_names_workers_and_hosts() -> None:
         "step 9, gradient: different bits of workers 0 and 1 (node1, node2), and another worker decides "
         "which are right, in out/kernel",
         "step 9, gradient: wrong bits of worker 1, which are computed again, in out/kernel",
-        "step 9, sum: a wrong sum, which is summed again, in out/kernel",
+        "step 9, sum: a wrong sum or check of it, which is summed again, in out/kernel",
         "step 9, gradient: different bits of workers 0 and 1 (node1, node2), and another worker decides "
         "which are right, in its examples",
         "step 9, update: different bits of worker 1, and nobody decides which are right",
-        "step 9, sum: a wrong sum, which is summed again",
+        "step 9, sum: a wrong sum or check of it, which is summed again",
     ]

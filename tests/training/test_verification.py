@@ -340,6 +340,28 @@ def test_a_model_is_right_since_its_own_last_comparison() -> None:
     assert verifications.compared([second, Model()]) == 3
 
 
+def test_a_worker_without_others_that_gets_other_bits_may_be_at_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = itertools.count()
+    (error,) = verified(1, lambda worker, replica: gradient(next(numbers)), monkeypatch)
+    assert isinstance(error, DisagreementError)
+    assert "the processor, the memory or a library of its host is at fault, or the step is not det" in str(
+        error
+    )
+
+
+def test_workers_that_add_up_differently_need_not_get_the_same_bits_twice() -> None:
+    hub = Hub(ReducePlan.of(view := place(REPLICAS, (0, 1))), WaitPolicy(timeout=60.0))
+    context = JobContext(0, Bus(SystemClock(), 0), JobSettings(workers=2, threads=1))
+    verifications = verification.Verifications(Job(context, (view, hub.member(0))))
+    verdict = judge_sum({0: b"r", 1: b"r"}, (0, b"x"), {0: b"y", 1: b"z"})
+    with pytest.raises(
+        DisagreementError, match="workers 0 and 1 add up the summands in loss to different bits"
+    ):
+        verifications.follow(verdict, "step 1 of fit 1: the sum over all replicas", ["loss"], "sum")
+
+
 def test_of_two_workers_that_always_differ_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute(worker: int, replica: int) -> dict[str, Any]:
         return wrong(replica) if worker else gradient(replica)

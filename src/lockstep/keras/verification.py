@@ -75,9 +75,16 @@ _ENDS = {
     "undecided": "{who} get different bits in {shown}, each time the same, and no third worker can decide "
     "which are right{why}: the processor, the memory or a library of one of their hosts is at fault, or the "
     "step depends on the worker",
+    "undecided sum": "{who} add up the summands in {shown} to different bits, also when they are sent once "
+    "more, and no other worker decides which are right: the processor, the memory or a library of one of "
+    "their hosts is at fault",
     "step": "the step is not deterministic: computed again from the same state and examples, {who} got other "
     "bits in {shown}; look for random numbers that no seed of Keras determines, for the time, and for "
     "operations that are not deterministic",
+    "step of one": "computed again from the same state and examples, {who} got other bits in {shown}: the "
+    "processor, the memory or a library of its host is at fault, or the step is not deterministic; look for "
+    "random numbers that no seed of Keras determines, for the time, and for operations that are not "
+    "deterministic",
     "everyone": "{who} get different bits in {shown}: the step depends on the worker; look for random "
     "numbers that no seed of Keras determines, for the time, and for hosts that differ",
     "sum": "it is wrong in {shown}, twice: the memory that the workers of a host share is at fault",
@@ -198,8 +205,9 @@ class Verdict(NamedTuple):
     Attributes:
         kind: `equal`; `worker`: the `workers` are at fault; `undecided`: some of them are; `step`: the step
             is not deterministic; `everyone`: each worker computes something else; `sum`: all workers have
-            the same wrong sum; `repeated`: likewise, or a check was wrong, and it is summed again; `third`:
-            some of them are at fault, and another worker decides.
+            the same wrong sum; `repeated`: likewise, or something that one computation made was wrong
+            (a check, a copy, a hash), and it is made again; `third`: some of them are at fault, and another
+            worker decides.
         workers: see above.
         why: the reason, for people; follows the names of the workers at fault. If `undecided`: why a third
             worker has not decided; empty if there is none.
@@ -215,6 +223,15 @@ class Verdict(NamedTuple):
             f"{label}, computed on {name_workers(self.workers)}, has the wrong bits in {shown}: "
             f"{self.why}; its processor, its memory or a library of its host is at fault"
         )
+
+
+def _ending(verdict: Verdict, part: str) -> str:
+    """Return the key of the text with which a verdict on a part of a step ends the job."""
+    if part == "sum" and verdict.kind == "undecided":
+        return "undecided sum"
+    if verdict.kind == "step" and len(verdict.workers) == 1:
+        return "step of one"
+    return verdict.kind
 
 
 def judge(answers: Sequence[Answer]) -> Verdict:
@@ -511,7 +528,7 @@ class Verifications:
                 message = verdict.accusation(label, shown)
                 self._job.membership.end_differing(DisagreementError(message, verdict.workers))
         elif verdict.kind != "repeated":
-            end = _ENDS[verdict.kind].format(who=who, shown=shown, why=verdict.why)
+            end = _ENDS[_ending(verdict, part)].format(who=who, shown=shown, why=verdict.why)
             raise DisagreementError(f"{label}: {end}{self._advice()}")
 
     def _is_present(self, workers: tuple[int, ...]) -> bool:

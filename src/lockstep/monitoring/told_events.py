@@ -25,8 +25,9 @@ _VERDICTS = {
 }
 """What the verdict of a verification says of its workers."""
 _VERDICTS_ON = {
-    "sum": _VERDICTS | {"repeated": "a wrong sum, which is summed again,", "sum": "a wrong sum, twice,"},
-    "memory": _VERDICTS | {"repeated": "a wrong copy of the state, which is copied again,"},
+    "sum": _VERDICTS
+    | {"repeated": "a wrong sum or check of it, which is summed again,", "sum": "a wrong sum, twice,"},
+    "memory": _VERDICTS | {"repeated": "a wrong copy or hash of the state, which is made again,"},
 }
 """The same for parts of a step that have other words."""
 
