@@ -61,6 +61,8 @@ from lockstep.system.prose import count, name_workers
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
+_MOST_WRONG_CHECKS = 3
+"""The most checks of one sum that are wrong once, while the sum is right, until the job stops."""
 _NAMED = 3
 """How many arrays that differ a message names."""
 _HOSTS_EVERY = 1000
@@ -999,7 +1001,7 @@ class Verifier:
 
     def _verified_total(self, round_: Round, parts: Sequence[int]) -> Total:
         """Return the total of a round that was summed, once its `parts` are right."""
-        was_wrong = False
+        was_wrong, wrong_checks = False, 0
         while True:
             total = _Total(round_.limits, round_.sums)
             fault = self._fault(round_, total, parts)
@@ -1022,6 +1024,10 @@ class Verifier:
             elif fault.part == "gradient" and is_single:
                 round_.started.pop(fault.replica)
                 verdict = Verdict("repeated", verdict.workers)
+            elif verdict.kind == "repeated":
+                wrong_checks += 1
+                if wrong_checks > _MOST_WRONG_CHECKS:
+                    verdict = Verdict("undecided", self._job.view.workers)
             self._verifications.follow(verdict, fault.label, fault.names, fault.part, fault.replica)
             self._exchange(round_.sum, round_.catching_up)
 
@@ -1120,7 +1126,8 @@ class Verifier:
 
             blobs = self._exchange(gather, round_.catching_up)
             answers = [_SumAnswer(*msgspec.msgpack.decode(other, type=_PackedAnswer)) for other in blobs]
-            if all(any(number in answer.sums for answer in answers) for number in parts):
+            needed = min(2, len(answers)) if again else 1
+            if all(sum(number in answer.sums for answer in answers) >= needed for number in parts):
                 return answers
             # A checker was lost in between.
 
