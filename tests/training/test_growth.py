@@ -383,7 +383,7 @@ def with_own_maximum() -> Built:
     return model, Y
 
 
-@pytest.mark.ci("cosine", "correlation", "f1 loss", "maximum")
+@pytest.mark.ci("cosine", "correlation", "f1", "f1 loss", "maximum", "sparse")
 @pytest.mark.parametrize(
     ("build", "names"),
     [

@@ -83,6 +83,7 @@ class ListsTwice(keras.Sequential):
         return super().compute_loss(x, y, y_pred, sample_weight)
 
 
+@pytest.mark.ci
 def test_a_metric_that_a_program_lists_twice_counts_once() -> None:
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = ListsTwice([keras.layers.Input((2,)), keras.layers.Dense(1)])

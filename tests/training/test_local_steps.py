@@ -198,7 +198,10 @@ def numbers(text: str) -> Any:
 
 @pytest.mark.parametrize(
     "backend",
-    ["jax", *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow"))],
+    [
+        pytest.param("jax", marks=pytest.mark.ci),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("torch", "tensorflow")),
+    ],
     indirect=True,
 )
 def test_one_local_step_of_sgd_is_a_synchronous_step(launch: Launch, plain: Launch, backend: str) -> None:

@@ -99,6 +99,7 @@ def test_a_mean_that_a_train_step_updates_with_a_number_weighs_it_by_the_example
     np.testing.assert_allclose(history["mine"][0], X.mean(), rtol=1e-5)
 
 
+@pytest.mark.ci("a vector")
 @pytest.mark.parametrize("kind", ["a vector", "an old id"])
 def test_losses_that_layers_add_are_those_of_plain_keras(kind: str) -> None:
     """Keras adds up the elements of a vector. A loss may have the id of one that a layer added before."""

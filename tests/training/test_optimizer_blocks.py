@@ -50,7 +50,10 @@ def divided(
 @pytest.mark.ci(*OPTIMIZERS.keys() - QUICK)
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [*((name, "float32") for name in OPTIMIZERS), ("AdamW", "bfloat16"), ("Adam", "float16")],
+    [
+        *((name, "float32") for name in OPTIMIZERS),
+        *(pytest.param(*half, marks=pytest.mark.ci) for half in (("AdamW", "bfloat16"), ("Adam", "float16"))),
+    ],
 )
 def test_blocks_have_the_bits_of_the_whole_update(
     name: str, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -156,7 +156,7 @@ class Adds(keras.layers.Layer):
         return x
 
 
-@pytest.mark.ci("layers5", "layers15")
+@pytest.mark.ci("layers4", "layers5", "layers7", "layers15")
 @pytest.mark.parametrize(
     ("cls", "layers", "loss", "parts"),
     [
@@ -422,7 +422,7 @@ def test_a_part_is_named_again_for_another_model(
         pytest.param(True, 2, False, True, marks=pytest.mark.ci),
         (False, 2, False, False),
         (True, 1, False, False),
-        (False, 2, True, True),
+        pytest.param(False, 2, True, True, marks=pytest.mark.ci),
         (False, 1, True, False),
     ],
 )

@@ -435,7 +435,7 @@ BATCHED: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.ci("rows, too", "batches")
+@pytest.mark.ci("rows, too", "batches", "counted", "full")
 @pytest.mark.parametrize("name", BATCHED)
 def test_maps_of_batches_draw_by_the_place_of_the_batch(name: str) -> None:
     found = []

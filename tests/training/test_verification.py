@@ -508,7 +508,7 @@ def test_a_worker_with_a_wrong_bit_in_an_example_is_named(
 @pytest.mark.parametrize(
     ("how", "what", "guilty", "replicas"),
     [
-        ("flip", "replica ", 1, 2),
+        pytest.param("flip", "replica ", 1, 2, marks=pytest.mark.ci),
         pytest.param("flip", "replica ", 0, 4, marks=pytest.mark.slow),
         pytest.param("updates", "the state after the update", 1, 4, marks=pytest.mark.ci),
         pytest.param("updates", "the state after the update", 0, 2, marks=pytest.mark.slow),
