@@ -139,3 +139,21 @@ def test_a_job_that_starts_again_knows_the_hosts_that_were_named(tmp_path: Path)
     assert isinstance(change, HostRetired)
     assert change.host == "host1"
     assert earlier_starts(tmp_path, 0).named_hosts == ("host1",)
+
+
+def test_a_host_that_is_avoided_when_it_comes_back_counts_as_retired(tmp_path: Path) -> None:
+    job = ManyHosts(tmp_path, 3, 3)
+    job.coordinator.state = replace(job.coordinator.state, avoid_host_after=1, named=("host3",))
+
+    def scenario() -> Iterator[Callable[[], bool]]:
+        yield lambda: job.coordinator.state.elastic
+        job.arrive(0.0)
+        yield lambda: job.coordinator.state.retiring == {3}
+        job.finish()
+        yield lambda: False
+
+    retired: list[HostRetired] = []
+    job.coordinator.events.subscribe(lambda published: retired.append(published.event), HostRetired)
+    assert job.run(scenario()) == 0
+    assert [change.host for change in retired] == ["host3"]
+    assert "its workers were found at fault 1 time" in retired[0].reason

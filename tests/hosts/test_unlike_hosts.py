@@ -76,7 +76,7 @@ def test_a_job_that_goes_back_starts_without_the_host_that_was_named(
     assert job.end() == 0, job.err
     assert ", computed on worker 1, has the wrong bits in " in job.err
     assert "and the job continues from that of step 4" in job.err
-    assert "workers of host node2 computed wrong bits 1 time: the job starts without it" in job.err
+    assert "workers of host node2 were found at fault 1 time: the job starts without it" in job.err
     assert job.err.count("starts again") == 1
     right = start(hosts, lean, "", "--replicas", "3", where=())
     assert right.end() == 0, right.err

@@ -115,7 +115,7 @@ def trusted_hosts(
             break
         trusted = rest
     texts = [
-        f"workers of host {host.name} computed wrong bits {count(named.count(host.name), 'time')}"
+        f"workers of host {host.name} were found at fault {count(named.count(host.name), 'time')}"
         for host in hosts
         if host not in trusted
     ]

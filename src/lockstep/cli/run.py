@@ -422,8 +422,8 @@ _GROUPS = {
     "--avoid-host-after",
     type=click.IntRange(min=1, max=_TIMES),
     metavar="N",
-    help="With --verify-every, start no more workers on a host whose workers had wrong bits N times, if "
-    "there is another host.  [default: never]",
+    help="With --verify-every, start no more workers on a host whose workers were found at fault N times, "
+    "if there is another host.  [default: never]",
 )
 @click.option(
     "--allow-unlike",

@@ -147,7 +147,10 @@ class HostLost(_Event, frozen=True, tag="host lost"):
 
 
 class HostRetired(_Event, frozen=True, tag="host retired"):
-    """Workers leave a host and no worker starts there: it is about to go, or is avoided; it is not lost."""
+    """No worker starts on a host any more, and those there leave: it is about to go, or is avoided.
+
+    This is published once, also if the host is lost later, which is not counted then.
+    """
 
     host: str
     reason: str
@@ -255,7 +258,8 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
         lost: number of lost workers.
         joined: number of workers that joined.
         lost_hosts: number of lost hosts.
-        retired_hosts: number of hosts that workers left, because they were about to go or are avoided.
+        retired_hosts: number of hosts on which no worker starts any more, because they were about to go or
+            are avoided.
         joined_hosts: number of hosts that joined.
         pauses: how often training paused because the workers changed.
         paused: seconds of these pauses.

@@ -109,7 +109,12 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
         Family("lockstep_workers_lost", "counter", "Workers that were lost.", lost),
         Family("lockstep_hosts_joined", "counter", "Hosts that have joined.", single(totals.joined_hosts)),
         Family("lockstep_hosts_lost", "counter", "Hosts that were lost.", single(totals.lost_hosts)),
-        Family("lockstep_hosts_retired", "counter", "Hosts that workers left.", single(totals.retired_hosts)),
+        Family(
+            "lockstep_hosts_retired",
+            "counter",
+            "Hosts on which no worker starts any more, because they were about to go or are avoided.",
+            single(totals.retired_hosts),
+        ),
         Family(
             "lockstep_steps", "counter", "Training steps of the job, with those before it resumed.", trained
         ),

@@ -449,7 +449,7 @@ def _with_missing(state: State, lost: int) -> State:
 
 
 def _host_joined(state: State, event: HostJoined) -> Decision:
-    """Note a host that has room for workers; one that was named too often gets none."""
+    """Note a host that has room for workers; one whose workers were found at fault too often gets none."""
     others, host = state.hosts, len(state.slots)
     slots, cores = (*state.slots, event.workers), (*state.cores, event.cores)
     state = replace(state, slots=slots, cores=cores, names=(*state.names, event.host))
@@ -457,9 +457,8 @@ def _host_joined(state: State, event: HostJoined) -> Decision:
     if others and state.is_untrusted(host) and not (state.size.by_hand or state.vital):
         state = replace(state, retiring=state.retiring | {host})
         reason = (
-            f"host {event.host} has joined, but no worker starts there: its workers computed wrong "
-            f"bits {count(state.named.count(event.host), 'time')} "
-            f"(--avoid-host-after {state.avoid_host_after})"
+            f"host {event.host} has joined, but no worker starts there: its workers were found at fault "
+            f"{count(state.named.count(event.host), 'time')} (--avoid-host-after {state.avoid_host_after})"
         )
     return Decision(state, (ShowMessage(reason),) if state.active else (), reason)
 
@@ -538,7 +537,7 @@ def _workers_named(state: State, event: VerificationFailed, now: float) -> Decis
     avoided = sorted(often, key=lambda host: (-times[host], host))[: len(state.hosts) - 1]
     told = tuple(sorted(avoided)) or tuple(often)
     named = " and ".join(
-        f"workers of host {state.names[host]} computed wrong bits {count(times[host], 'time')}"
+        f"workers of host {state.names[host]} were found at fault {count(times[host], 'time')}"
         for host in told
     )
     if not avoided:
