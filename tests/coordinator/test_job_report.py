@@ -99,7 +99,7 @@ FULL = "cannot write a checkpoint to /c: No space left on device"
         ),
     ],
 )
-def test_what_did_not_hold_is_counted_and_named(totals: JobTotals, texts: list[str]) -> None:
+def test_problems_are_counted_and_named(totals: JobTotals, texts: list[str]) -> None:
     assert troubles(totals) == texts
     if totals.steps:
         line = last_line(totals, 5.0, 2)

@@ -111,7 +111,7 @@ def test_membership_and_checkpoints() -> None:
     assert found["lockstep_checkpoint_step"] == {(): 20}
 
 
-def test_what_did_not_hold() -> None:
+def test_problems_are_counted() -> None:
     began = JobStarted(versions={}, script=None, cores=2, host="a", directory="/", job={"workers": 2})
     metrics = JobMetrics(LABELS, 2)
     for time, event in (

@@ -130,7 +130,7 @@ def after(state: RunState, *events: tuple[int | None, Event]) -> RunState:
 
 
 @pytest.mark.parametrize("keeps_history", [True, False])
-def test_what_did_not_hold(keeps_history: bool) -> None:
+def test_problems_are_counted(keeps_history: bool) -> None:
     failure = "cannot write a checkpoint to /c: No space left on device; free space there"
     wrong = VerificationFailed(step=9, replica=0, arrays=("a",), workers=(1,), verdict="worker")
     # The step is taken again before somebody is named: this is one fault.

@@ -20,7 +20,7 @@ from lockstep.errors import ConfigError
     "--env",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Set a variable of the script to another value than in RUN. With NAME alone, the value here is "
+    help="Set a variable of the script to a different value than in RUN. With NAME alone, the value here is "
     "used, and not recorded. Can be repeated.",
 )
 @click.option(

@@ -308,7 +308,8 @@ _GROUPS = {
     multiple=True,
     metavar="TEXT",
     type=Tag(),
-    help="A word for this run, such as lr=0.1, which lockstep runs shows. Can be repeated.",
+    help="A word for this run, such as lr=0.1. lockstep runs shows it and selects runs by it (--where "
+    "tags=TEXT). Can be repeated.",
 )
 @click.option(
     "--tee",

@@ -231,8 +231,8 @@ class Narrator:
             if outcome.stopped and state.distributes:
                 said = replace(outcome, message=f"{outcome.message}{self._what_remains()}")
             self._console.say(explain(said, evidence, self._has_shown, self._name_log))
-            if held_not := troubles(self.run.totals):
-                self._console.say(f"until then: {'; '.join(held_not)}")
+            if problems := troubles(self.run.totals):
+                self._console.say(f"until then: {'; '.join(problems)}")
         elif spec.workers > 1 and not self.used_strategy:
             usage = "used no strategy and compiled no model" if spec.adopts else "used no strategy"
             self.warn(f"the script {usage}: each of the {spec.workers} workers ran all of it by itself")

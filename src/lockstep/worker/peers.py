@@ -151,18 +151,18 @@ class Alone:
 
     def position(self) -> Contents:
         """Raise InternalError: there is no job to join."""
-        raise InternalError("a process on its own has no job to join")
+        raise InternalError("a process by itself has no job to join")
 
     def join(self) -> tuple[Contents, EnteredView]:
         """Raise InternalError: there is no job to join."""
-        raise InternalError("a process on its own has no job to join")
+        raise InternalError("a process by itself has no job to join")
 
     def join_later(self) -> tuple[Contents, tuple[int, ...]]:
         """Raise InternalError: there is no job to join."""
-        raise InternalError("a process on its own has no job to join")
+        raise InternalError("a process by itself has no job to join")
 
     def announced(self) -> tuple[int, tuple[int, ...]]:
-        """Return the view of a process on its own."""
+        """Return the view of a process by itself."""
         return 1, (0,)
 
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
