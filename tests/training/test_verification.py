@@ -357,7 +357,7 @@ def test_workers_that_add_up_differently_need_not_get_the_same_bits_twice() -> N
     verifications = verification.Verifications(Job(context, (view, hub.member(0))))
     verdict = judge_sum({0: b"r", 1: b"r"}, (0, b"x"), {0: b"y", 1: b"z"})
     with pytest.raises(
-        DisagreementError, match="workers 0 and 1 add up the summands in loss to different bits"
+        DisagreementError, match="again on workers 0 and 1, gave different bits in loss, and nothing"
     ):
         verifications.follow(verdict, "step 1 of fit 1: the sum over all replicas", ["loss"], "sum")
 
