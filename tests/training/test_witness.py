@@ -537,9 +537,10 @@ def double(total: dict[str, Any], prefix: str) -> None:
 
 
 def lose(total: dict[str, Any], prefix: str) -> None:
+    """Lose the largest element of each array."""
     for name in total:
         if name.startswith(prefix) and total[name].size:
-            total[name].flat[0] = 0
+            total[name].flat[np.argmax(np.abs(total[name]))] = 0
 
 
 def swap(total: dict[str, Any], one: str, other: str) -> None:
