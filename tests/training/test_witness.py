@@ -685,7 +685,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a total of a metric is lost": Fault(of_total(lambda total: lose(total, "metric/")), "loss"),
     "an element of the whole batch is lost": Fault(
-        of_total(lambda total: lose(total, GATHERED)), "loss", with_whole_batch
+        of_total(lambda total: lose(total, GATHERED)), "gradient ", with_whole_batch
     ),
     "the whole batch is doubled": Fault(
         of_total(lambda total: double(total, GATHERED)), "gradient ", with_whole_batch
