@@ -22,7 +22,7 @@ TRAININGS = [
 TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
 """Trainings in which one replica has the bits of plain Keras, although XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
-SMALL = {"jax": ("cnn", "custom"), "torch": ("cnn", "eager")}
+SMALL = {"jax": ("cnn", "custom"), "torch": ("cnn", "weighted")}
 """What `make test` compares with plain Keras."""
 ALIKE_SMALL = {"jax": ("cnn",), "torch": SMALL["torch"]}
 """Those of them that `make test` trains on three workers."""
