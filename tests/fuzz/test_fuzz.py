@@ -24,7 +24,7 @@ ALL = ["jax", "tensorflow", "torch"]
 ASKED = os.environ.get("BACKENDS", "")
 INSTALLED = ALL if find_spec("torch") else ALL[:2]
 BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
-FIRST = {"jax": 1, "tensorflow": 2, "torch": 8}
+FIRST = {"jax": 2, "tensorflow": 2, "torch": 6}
 """Programs in `make test-ci`: JAX takes four times as long as PyTorch, and TensorFlow three times."""
 
 PROGRAMS = 80
@@ -69,7 +69,7 @@ def test_random_programs(backend: str, part: str, bench: Callable[[str], Bench])
     kinds = [verdict.kind for verdict in verdicts.values()]
     assert len(kinds) == len(seeds)
     assert kinds.count("true") >= len(seeds) // 4
-    assert kinds.count("invalid") + kinds.count("refused") < len(seeds) // 3
+    assert kinds.count("invalid") + kinds.count("refused") <= len(seeds) // 3
 
 
 def test_the_first_programs_have_parts_of_each_kind() -> None:
