@@ -323,6 +323,24 @@ def test_the_chief_publishes_a_verdict_before_a_worker_leaves(monkeypatch: pytes
     assert events == [(0, "worker"), (2, "ends")]
 
 
+def test_a_sum_whose_first_check_is_always_wrong_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, first, add = threading.local(), Verifier._sum_answers, verification.TotalPart.sum
+
+    def answers(self: Verifier, *arguments: Any, again: bool = False) -> Any:
+        checks.again, checks.count = again, getattr(checks, "count", 0) + 1
+        assert checks.count < 20, "the workers check one sum again and again"
+        return first(self, *arguments, again=again)
+
+    def added(self: verification.TotalPart, summands: Any, adder: Any) -> Any:
+        return add(self, summands, adder) ^ (not checks.again)
+
+    monkeypatch.setattr(Verifier, "_sum_answers", answers)
+    monkeypatch.setattr(verification.TotalPart, "sum", added)
+    errors = verified(3, lambda worker, replica: gradient(replica), monkeypatch)
+    assert [type(error) for error in errors] == [DisagreementError] * 3
+    assert all("the same summands, added up again on workers 0, 1 and 2" in str(error) for error in errors)
+
+
 def test_a_model_is_right_since_its_own_last_comparison() -> None:
     class Model:
         pass
