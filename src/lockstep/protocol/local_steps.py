@@ -18,7 +18,7 @@ Slots = Literal["average", "reset"]
 or their initial values (`reset`), which are not sent."""
 
 _FORM = (
-    "give H, and then those that you need of nesterov or nesterov,LEARNING_RATE,MOMENTUM; int8; reset: "
+    "give H, then any of nesterov (or nesterov,LEARNING_RATE,MOMENTUM), int8 and reset, in this order: "
     "20,nesterov,0.7,0.9,int8,reset"
 )
 
