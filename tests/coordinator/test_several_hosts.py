@@ -1,10 +1,11 @@
 """The coordinator with the fake agents of two hosts, the second of which is another machine."""
 
 import itertools
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.worker import EventReport, FailureReport, HostMembers, StateGiven, StateSource
 from lockstep.supervisor.actions import JobOutcome
-from lockstep.supervisor.state import JobSize, Phase, State, TimeLimits
+from lockstep.supervisor.state import JobSize, Phase, Stage, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
@@ -174,8 +175,8 @@ def test_a_view_is_announced_before_agents_hear_of_it(make: Callable[[Reaction],
     """With a standby, they hear nothing from a coordinator that does not lead the job any more."""
     job = make(well)
 
-    def announce(view: StartView, show_life: Callable[[], None]) -> None:
-        assert view == StartView(1, FIRST)
+    def announce(view: StartView, show_life: Callable[[], None], limit: float) -> None:
+        assert (view, limit) == (StartView(1, FIRST), math.inf)
         show_life()
         raise SupersededError("another one leads")
 
@@ -185,6 +186,46 @@ def test_a_view_is_announced_before_agents_hear_of_it(make: Callable[[Reaction],
     job._receive(0)
     job._receive(1)
     assert job.instructions == []
+
+
+@pytest.mark.parametrize("stage", [Stage.RUNNING, Stage.SAVING])
+def test_a_job_that_is_stopped_before_its_next_view_ends(
+    make: Callable[[Reaction], Job], stage: Stage
+) -> None:
+    """A user does not wait for an object store that does not answer."""
+    limits: list[float] = []
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartWorker(2):
+            state = job.coordinator.state
+            job.coordinator.state = replace(
+                state,
+                elastic=True,
+                shutdown=replace(
+                    state.shutdown,
+                    stage=stage,
+                    deadline=None if stage is Stage.RUNNING else job.clock.now() + 20.0,
+                    outcome=None if stage is Stage.RUNNING else JobOutcome(143, "stopped by SIGTERM"),
+                ),
+            )
+            return [exited(2, -9)]
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
+
+    def announce(view: StartView, show_life: Callable[[], None], limit: float) -> StopRequest | None:
+        limits.append(limit)
+        return StopRequest(signal.SIGINT) if view.number > 1 else None
+
+    job = make(react)
+    job.coordinator.announce = announce
+    assert job.coordinator.run() == (130 if stage is Stage.RUNNING else 143)
+    name = "SIGINT" if stage is Stage.RUNNING else "SIGTERM"
+    assert f"stopped by {name}; no checkpoint of the last steps, because the object store" in job.notes()
+    first, second = limits
+    assert first == math.inf
+    assert second == math.inf if stage is Stage.RUNNING else 0.0 < second <= 20.0
+    for host in (0, 1):
+        assert job.to(host)[-1] == EndHost(0.0, (), 130 if stage is Stage.RUNNING else 143)
+        assert [each.number for each in job.to(host) if isinstance(each, StartView)] == [1]
 
 
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
@@ -278,7 +319,7 @@ def test_with_a_standby_a_coordinator_without_workers_does_not_end_the_job(
 
     job = make(react)
     if has_standby:
-        job.coordinator.announce = lambda view, show_life: None
+        job.coordinator.announce = lambda view, show_life, limit: None
     if has_standby and not is_stopped:
         with pytest.raises(SupersededError, match="no workers remain within reach"):
             job.coordinator.run()

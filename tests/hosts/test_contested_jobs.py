@@ -1,8 +1,10 @@
 """What the processes of a job with a standby do, one at a time: who may lead, who listens, who only lives."""
 
+import math
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from lockstep.hosts.agent_process import LeftOut
 from lockstep.hosts.agent_server import AgentServer
 from lockstep.hosts.coordinator_process import CoordinatorProcess
 from lockstep.hosts.gate import Gate
+from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import WITHOUT_KEY, HostListener
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.hosts.keeper import ConnectedHost, Keeper
@@ -28,10 +31,10 @@ from lockstep.hosts.roster import OpenRoster
 from lockstep.hosts.standby import Standby, is_led_at
 from lockstep.hosts.where import Listen
 from lockstep.observability.console import Console
-from lockstep.protocol.admin import StopChannel
+from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.coordinator import Coordinate, CoordinatorCommand, CoordinatorReport
-from lockstep.protocol.host import BeginJob, HostReport, Instruction, KeepAlive, KeepRecord
+from lockstep.protocol.host import BeginJob, HostReport, Instruction, KeepAlive, KeepRecord, ShowNote
 from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -78,6 +81,63 @@ def test_a_coordinator_that_cannot_lead_leaves_a_job_that_another_one_may_contin
         with pytest.raises(LockstepError) as caught:
             process.run()
         assert process.leaves(caught.value) is leaves
+
+
+@pytest.fixture
+def waiting() -> Iterator[tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]]]:
+    """A coordinator that may wait for its store, and the channel of its keeper."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
+    channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
+    with EventLoop() as loop, closing(keeper), closing(channel):
+        yield CoordinatorProcess(channel, loop, _patience=600.0), keeper
+
+
+@pytest.mark.parametrize(
+    ("signals", "grace", "limit", "number"),
+    [
+        ([signal.SIGINT], 0.0, math.inf, signal.SIGINT),
+        ([signal.SIGTERM, signal.SIGINT], 600.0, math.inf, signal.SIGINT),
+        ([signal.SIGINT], 600.0, 600.0, signal.SIGINT),
+        ([], 600.0, 0.0, signal.SIGTERM),
+    ],
+    ids=["one signal", "two signals", "a signal to a stopped job", "the limit of a stopped job"],
+)
+def test_a_wait_for_the_store_ends_if_the_user_stops_the_job(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+    signals: Sequence[int],
+    grace: float,
+    limit: float,
+    number: int,
+) -> None:
+    process, keeper = waiting
+    process._grace = grace
+    answers = threading.Event()
+    for each in signals:
+        keeper.send(StopRequest(each))
+    with pytest.raises(Stopped) as stopped:
+        process._persist(answers.wait, lambda: None, limit)
+    answers.set()
+    assert stopped.value.signal == number
+
+
+def test_what_the_keeper_says_during_a_wait_for_the_store_is_not_lost(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+) -> None:
+    """The store answers within `--grace`: the job then stops as always, with a checkpoint."""
+    process, keeper = waiting
+    process._grace = 600.0
+    answers = threading.Event()
+    said: list[CoordinatorCommand] = [ShowNote("a note"), StopRequest(signal.SIGINT)]
+    for message in said:
+        keeper.send(message)
+
+    def show_life() -> None:
+        if process._postponed:
+            answers.set()
+
+    assert process._persist(answers.wait, show_life)
+    assert list(process._postponed) == said
 
 
 @pytest.mark.parametrize("coordinates", [True, False])

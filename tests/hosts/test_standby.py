@@ -105,6 +105,25 @@ def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) ->
 
 
 @pytest.mark.slow
+def test_a_job_that_is_stopped_while_the_store_does_not_answer_ends_everywhere(
+    begin: Begin, nodes: Sequence[Host]
+) -> None:
+    """The next view waits for the store. The standby does not continue a job that the user has stopped."""
+    job = begin()
+    nodes[4].signal_all(signal.SIGSTOP)
+    nodes[2].signal_all(signal.SIGKILL)
+    job.first.wait_until(lambda: "the object store has not answered for 5 s" in job.first.err)
+    os.kill(job.first.process.pid, signal.SIGINT)
+    job.first.wait_until(lambda: "stopping (SIGINT): waiting up to 20 s for" in job.first.err)
+    os.kill(job.first.process.pid, signal.SIGINT)
+    assert (job.first.end(), job.agents[0].end()) == (130, 130)
+    assert "because the object store did not answer" in job.first.err
+    assert "takes the job over" not in job.agents[0].err
+    nodes[4].signal_all(signal.SIGKILL)
+    nodes[2].remove_abandoned()
+
+
+@pytest.mark.slow
 def test_a_coordinator_that_stands_still_is_replaced_on_its_host(begin: Begin, nodes: Sequence[Host]) -> None:
     """That takes longer than agents wait for a silent host, but its other process lives."""
     job = begin()

@@ -5,6 +5,7 @@ events. `Narrator` tells the user about them, `HostWatch` exchanges signs of lif
 `Requests` answers other terminals.
 """
 
+import math
 import os
 import signal
 import socket
@@ -73,6 +74,7 @@ from lockstep.supervisor.decide import decide
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop, wait_for
+from lockstep.system.exit_status import signal_name
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import name_workers
 from lockstep.worker.script import Script
@@ -123,8 +125,10 @@ class Coordinator:
         before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get the instructions that follow from it.
-        announce: called with each view before agents hear of it, and with a function to call every second
-            meanwhile. If it raises CheckpointError, this coordinator may not lead the job any more.
+        announce: called with each view before agents hear of it, with a function to call every second
+            meanwhile, and with the seconds left to a job that the user has stopped, otherwise infinity. If it
+            raises CheckpointError, this coordinator may not lead the job any more. If it returns the request
+            of the user to stop the job, that cannot wait for the view.
         notifies: whether the agents of other hosts show the notes of this process.
         term: the term of this coordinator; each one that takes over a job has a higher one.
         record: the record of the job that this coordinator takes over; None for a new job.
@@ -144,7 +148,7 @@ class Coordinator:
     before_loss: Callable[[], None] = lambda: None
     when_lost: Callable[[int], None] = lambda host: None
     keep: Callable[[KeepRecord], None] = lambda record: None
-    announce: Callable[[StartView, Callable[[], None]], None] | None = None
+    announce: Callable[[StartView, Callable[[], None], float], StopRequest | None] | None = None
     notifies: bool = False
     term: int = 1
     record: JobRecord | None = None
@@ -376,7 +380,7 @@ class Coordinator:
         match action:
             case AbortExchange() | AskMembers():
                 self._tell_all(action)
-            case StartView():
+            case StartView() if self._outcome is None:
                 self._start_view(action)
             case SendState(host):
                 self.agents[host].send(action)
@@ -420,9 +424,18 @@ class Coordinator:
         hosts = tuple(self._addressed(members) for members in view.hosts)
         self._view = msgspec.structs.replace(view, hosts=hosts, term=self.term)
         self.console.chief = self.state.view.chief
-        if self.announce is not None:
-            self.announce(self._view, self._show_life)
-        self._tell_all(self._view)
+        shutdown = self.state.shutdown
+        ends = shutdown.deadline if shutdown.stage is Stage.SAVING else None
+        limit = math.inf if ends is None else max(0.0, ends - self.clock.now())
+        stop = None if self.announce is None else self.announce(self._view, self._show_life, limit)
+        if stop is None:
+            self._tell_all(self._view)
+            return
+        outcome = shutdown.outcome or actions.JobOutcome(
+            128 + stop.signal, f"stopped by {signal_name(stop.signal)}", stopped=True
+        )
+        text = f"{outcome.message}; no checkpoint of the last steps, because the object store did not answer"
+        self._stopped, self._outcome = True, replace(outcome, message=text)
 
     def _show_life(self) -> None:
         """Tell the agents of other hosts that this process lives, while it cannot take their reports."""

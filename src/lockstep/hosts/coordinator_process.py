@@ -4,6 +4,7 @@ A coordinator that takes over asks the agents for their standing. It continues f
 job that an agent has, and then receives the reports that the record does not contain.
 """
 
+import math
 import os
 import select
 import signal
@@ -28,6 +29,7 @@ from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
 from lockstep.coordinator.notifications import notified
 from lockstep.errors import CheckpointError, LockstepError, SupersededError, UnfitError, with_code
+from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.leadership import Leader
 from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
@@ -66,6 +68,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop, wait_for
+from lockstep.system.exit_status import signal_name
 from lockstep.system.notes import note
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -183,12 +186,15 @@ class CoordinatorProcess:
     _contested: bool = False
     _leads: bool = False
     _patience: float = 0.0
+    _grace: float = 0.0
+    _postponed: deque[CoordinatorCommand | Unreadable] = field(default_factory=deque)
 
     def run(self) -> int:
         """Coordinate the job to its end; return its exit status.
 
         Raises:
             UnfitError: it cannot continue the job.
+            Stopped: the user has stopped it before it could know whether it leads the job.
             SystemExit: the keeper has ended.
         """
         first = self._next(Coordinate)
@@ -289,7 +295,7 @@ class CoordinatorProcess:
                 record=record if has_begun else None,
                 requests=_listener(first.requests),
             )
-            self.loop.before_each_wait(lambda: self._tend(coordinator))
+            self.loop.before_each_wait(lambda: self._tend(coordinator, user))
             self.loop.watch(self.keeper.fileno(), lambda: self._hear(coordinator, user))
             return coordinator.run()
 
@@ -303,10 +309,10 @@ class CoordinatorProcess:
         lease = spec.checkpoints.store if spec.checkpoints is not None else None
         if not spec.standby or lease is None:
             return None
-        self._patience = spec.limits.timeout
+        self._patience, self._grace = spec.limits.timeout, spec.limits.grace
         return Leader(open_leased(lease), lease.job, address)
 
-    def _begin_view(self, view: StartView, show_life: Callable[[], None]) -> None:
+    def _begin_view(self, view: StartView, show_life: Callable[[], None], limit: float) -> StopRequest | None:
         assert self._leader is not None
         hosts = [members.host for members in view.hosts]
 
@@ -314,26 +320,60 @@ class CoordinatorProcess:
             self.keeper.send(KeepAlive())
             show_life()
 
-        self._persist(partial(self._leader.begin_view, view.term, view.number, hosts), all_alive)
+        try:
+            self._persist(partial(self._leader.begin_view, view.term, view.number, hosts), all_alive, limit)
+        except Stopped as stopped:
+            return StopRequest(stopped.signal)
+        return None
 
-    def _persist(self, act: Callable[[], Result], show_life: Callable[[], None]) -> Result:
+    def _persist(
+        self, act: Callable[[], Result], show_life: Callable[[], None], limit: float = math.inf
+    ) -> Result:
         """Write to the store, or read there, until it answers or the limit has passed; return the result.
 
         Args:
             act: does it; called in a thread.
             show_life: called every second.
+            limit: the seconds that are left to a job that the user has stopped already; infinite otherwise.
+                If the user stops the job now, it has `--grace`, and ends at the second signal.
 
         Raises:
             CheckpointError: the store has not answered in time; SupersededError if another one leads the job.
+            Stopped: the user has stopped the job, and the store has not answered.
         """
         clock = SystemClock()
-        begun, noted = clock.now(), False
+        begun, noted, until = clock.now(), "", clock.now() + limit
+        stop = int(signal.SIGTERM) if limit < math.inf else 0
+
+        def tell(why: str) -> None:
+            nonlocal noted
+            if why != noted and not stop:
+                noted = why
+                note(f"{why}; the next change of workers waits for it, for up to {self._patience:g} s")
+
+        def look() -> None:
+            nonlocal until, stop
+            self._end_without_keeper()
+            show_life()
+            now = clock.now()
+            if not noted and now - begun >= SILENCE:
+                tell(f"the object store has not answered for {SILENCE:g} s")
+            for number in self._postpone():
+                if stop:
+                    raise Stopped(number)
+                stop, until = number, now + self._grace
+                note(
+                    f"stopping ({signal_name(stop)}): waiting up to {self._grace:g} s for the object store, "
+                    "which decides whether this coordinator leads the job; Ctrl-C again ends the job at once"
+                )
+            if now >= until:
+                raise Stopped(stop)
+
         while True:
             done: Future[Result] = Future()
             threading.Thread(target=_settle, args=(done, act), daemon=True).start()
             while not wait([done], ALIVE_EVERY).done:
-                self._end_without_keeper()
-                show_life()
+                look()
             try:
                 return done.result()
             except SupersededError:
@@ -344,12 +384,19 @@ class CoordinatorProcess:
                         f"for {waited:.0f} s, this coordinator cannot know whether it leads the job, and "
                         f"ends: {error}"
                     ) from None
-                if not noted:
-                    noted = True
-                    note(f"{error}; the next change of workers waits for it, for up to {self._patience:g} s")
-                self._end_without_keeper()
-                show_life()
-                wait_for([], _PAUSE)
+                tell(str(error))
+                look()
+                wait_for([self.keeper.fileno()], _PAUSE)
+
+    def _postpone(self) -> list[int]:
+        """Keep the messages of the keeper for later; return the signals of the user among them."""
+        postponed = []
+        while (message := self.keeper.receive()) is not None:
+            if isinstance(message, PeerGone):
+                sys.exit(1)
+            postponed.append(message)
+        self._postponed.extend(postponed)
+        return [message.signal for message in postponed if isinstance(message, StopRequest)]
 
     def _drop(self, host: int) -> None:
         self.keeper.send(HostDropped(host))
@@ -365,7 +412,9 @@ class CoordinatorProcess:
             sys.exit(1)
 
     def _hear(self, coordinator: Coordinator, user: StopChannel) -> None:
-        while (message := self.keeper.receive()) is not None:
+        while (
+            message := self._postponed.popleft() if self._postponed else self.keeper.receive()
+        ) is not None:
             match message:
                 case HostChannel():
                     agent = HostAgent(_channel(message), message.name, message.peer, remote=True)
@@ -380,12 +429,14 @@ class CoordinatorProcess:
                 case PeerGone():
                     sys.exit(1)
 
-    def _tend(self, coordinator: Coordinator) -> float:
+    def _tend(self, coordinator: Coordinator, user: StopChannel) -> float:
         """Admit hosts that have joined, report when no more can join, and show that this process lives."""
         if not self._turned:
             # The first turn of the loop finds losses, which came before.
             self._turned = True
             return 0.0
+        if self._postponed:
+            self._hear(coordinator, user)
         while self._late:
             host, agent = self._late.popleft()
             coordinator.add_host(agent, host.workers, host.cores)
@@ -449,6 +500,10 @@ def main(descriptor: int) -> int:
         except (LockstepError, OSError) as error:
             note(with_code(error))
             ended = JobEnded(LEFT_OUT if process.leaves(error) else 2, with_code(error))
+        except Stopped as stopped:
+            text = f"stopped by {signal_name(stopped.signal)} while the store did not answer"
+            note(text)
+            ended = JobEnded(128 + stopped.signal, text)
     keeper.send(ended)
     return ended.status
 
