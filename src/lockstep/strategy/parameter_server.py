@@ -80,7 +80,7 @@ class ParameterServerStrategy(Strategy):
             raise InputError(f"max_staleness is {max_staleness}; expected 0 or more, or None for any")
         take_part_with_servers()
         super().__init__()
-        if self._job.context.tasks is None and self._job.view.replicas > 1:
+        if not self._job.context.has_servers and self._job.view.replicas > 1:
             if self._job.settings.checks:
                 self._job.end_check(
                     "the script trains with parameter servers, whose steps are not those of one process"
@@ -95,7 +95,7 @@ class ParameterServerStrategy(Strategy):
         self._runner = SingleReplicaRunner()
         self._coordinator: Any = None
         self._program: _Program = _LocalProgram()
-        if self._job.context.tasks is not None:
+        if self._job.context.has_servers:
             self._program = _ServedProgram(self._job, self._methods.functions, self._options)
 
     @contextmanager

@@ -55,7 +55,7 @@ class Strategy:
         self._job = job.current()
         self._job.exact_batch |= exact_batch
         self._job.local_steps = local_steps or self._job.local_steps
-        if self._job.local_steps is not None and self._job.context.tasks is not None:
+        if self._job.local_steps is not None and self._job.context.has_servers:
             raise ConfigError(
                 "local steps are for mirrored replicas: a job with parameter servers does not support them"
             )

@@ -80,10 +80,15 @@ class JobContext:
     state_pool: SharedPool | None = None
 
     @property
-    def tasks(self) -> Tasks | None:
-        """The tasks of the processes of a job with parameter servers, or None for other jobs."""
-        servers = self.settings.parameter_servers
-        return Tasks(self.settings.replicas, servers) if servers else None
+    def has_servers(self) -> bool:
+        """Whether parameter servers have the weights."""
+        return self.settings.parameter_servers > 0
+
+    @property
+    def tasks(self) -> Tasks:
+        """The tasks of the processes of a job with parameter servers."""
+        assert self.has_servers
+        return Tasks(self.settings.replicas, self.settings.parameter_servers)
 
 
 class Job:

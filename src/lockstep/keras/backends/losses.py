@@ -44,7 +44,7 @@ def replica_step(
     growths = growths_of(model)
     divisor = growths.divisor if kind == "train" else 1
     # A worker of parameter servers trains with a whole batch.
-    trains_whole_batch = kind == "train" and job.current().context.tasks is not None
+    trains_whole_batch = kind == "train" and job.current().context.has_servers
     whole = growths.whole if kind == "test" else growths.whole - {"test_step"}
     with (
         computing_with(model, None if trains_whole_batch else gathers, whole),

@@ -83,7 +83,7 @@ class ModelMethods:
         self._outside: Trainer
         self._one_replica: Trainer
         self._together: Trainer
-        if job.context.tasks is None:
+        if not job.context.has_servers:
             self._outside = outside = Outside(parts)
             self._one_replica, self._together = OneReplica(parts, outside), Mirrored(parts)
         else:

@@ -85,7 +85,6 @@ class ScheduleContext:
     def task(self) -> TaskType:
         """The type of this process's task."""
         tasks, process = self.job.context.tasks, self.job.process
-        assert tasks is not None
         # A worker that joins has no task yet.
         return "worker" if process >= tasks.processes else tasks.of(process)[0]
 
@@ -299,13 +298,13 @@ class FunctionCalls(ABC):
             "variables of the optimizers": str([len(update.changed) for update in new]),
         }
         self._compare_trial(label, created, self._runner.shown_by(scheduled.function), state)
-        tasks = self._job.context.tasks
-        assert tasks is not None
         if not self._opened:
             self._opened = True
             self._meet(label)
             self._open()
-        placed = place_weights(self._runner.updates, tasks.servers, self._program.options.partitioner)
+        placed = place_weights(
+            self._runner.updates, self._job.context.tasks.servers, self._program.options.partitioner
+        )
         added, self._shards = placed[len(self._shards) :], placed
         for number, update in enumerate(new, first_new):
             first = self._runner.first_of(number)

@@ -41,7 +41,6 @@ class Mesh:
     """
 
     def __init__(self, job: Job) -> None:
-        assert job.context.tasks is not None
         self._job, self._tasks = job, job.context.tasks
         self.workers: dict[int, int] = {}
         self.addresses: dict[int, bytes] = {}

@@ -81,9 +81,7 @@ class ServedCall:
     @property
     def tasks(self) -> Tasks:
         """The tasks of the job's processes."""
-        tasks = self.job.context.tasks
-        assert tasks is not None
-        return tasks
+        return self.job.context.tasks
 
     @property
     def task(self) -> TaskType:
@@ -138,7 +136,6 @@ class TaskProcess:
     tables: ServerTables | None = None
 
     def __init__(self, job: Job, call: NumberedCall, order: str) -> None:
-        assert job.context.tasks is not None
         self.job, self.call, self.tasks = job, call, job.context.tasks
         self.mesh = mesh_of_job(job)
         self.timeout = job.policy.timeout

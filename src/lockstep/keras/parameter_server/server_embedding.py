@@ -101,7 +101,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         self._table: ServerTable | None = None
         self.built: bool
         # TensorFlow cannot compile a call of Python with XLA.
-        if keras.backend.backend() == "tensorflow" and job.current().context.tasks is not None:
+        if keras.backend.backend() == "tensorflow" and job.current().context.has_servers:
             self.supports_jit = False
 
     def build(self, input_shape: Any = None) -> None:
@@ -109,7 +109,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
         if self.built:
             return
         current_job, rows = job.current(), self.input_dim
-        served = current_job.context.tasks is not None
+        served = current_job.context.has_servers
         self._embeddings = self.add_weight(
             shape=(1 if served else rows, self.output_dim),
             initializer="zeros" if served else self._created,

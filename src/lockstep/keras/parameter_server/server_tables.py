@@ -264,7 +264,6 @@ class ServerTables:
     """
 
     def __init__(self, job: Job) -> None:
-        assert job.context.tasks is not None
         self._job, self._tasks = job, job.context.tasks
         # A table lasts as long as its layer.
         self._tables_by_number: weakref.WeakValueDictionary[int, ServerTable] = weakref.WeakValueDictionary()
