@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from lockstep.collectives.contract import Span
+from lockstep.collectives.contract import Span, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
@@ -65,7 +65,11 @@ class Lockstep:
         plan = ReducePlan.of(place(members, tuple(range(members))))
         self._span = Span(position, position + 1)
         self._communicator = SharedCommunicator(
-            ControlSegment.attach(segment), Buffers(SharedPool.attach(pool)), position, plan
+            ControlSegment.attach(segment),
+            Buffers(SharedPool.attach(pool)),
+            position,
+            plan,
+            WaitPolicy(600.0),
         )
 
     def barrier(self) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from allreduce_member import GLOO, LOCKSTEP, Array, Exchange, Gloo, Member
-from lockstep.collectives.contract import Span
+from lockstep.collectives.contract import Span, WaitPolicy
 from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
 from lockstep.collectives.network.lane import Link
 from lockstep.collectives.network.last_call import LastCall
@@ -53,6 +53,7 @@ class Hosts:
             plan,
             ViewOfJob(bytes(16), 1, 1, tuple(range(hosts)), tuple(map(address, range(hosts)))),
             links,
+            WaitPolicy(600.0),
         )
 
     def barrier(self) -> None:

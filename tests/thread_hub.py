@@ -60,7 +60,7 @@ class Hub:
         clock: Clock | None = None,
     ) -> None:
         self.plan = plan
-        self._policy = policy or WaitPolicy()
+        self._policy = policy or WaitPolicy(timeout=600.0)
         self._observe = observe
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lockstep.collectives.contract import Communicator
+from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
@@ -27,7 +27,7 @@ def enter(exchange: ControlSegment, view: View, position: int) -> Communicator:
     decoder: PacketDecoder[EnterView] = PacketDecoder(EnterView)
     segment = ControlSegment.attach(decoder.decode(packet, own).endpoint.control.take())
     buffers = Buffers(SharedPool.attach(SharedPool.create().fd))
-    return SharedCommunicator(segment, buffers, position, ReducePlan.of(view))
+    return SharedCommunicator(segment, buffers, position, ReducePlan.of(view), WaitPolicy(timeout=60.0))
 
 
 def opened() -> tuple[ControlSegment, list[Communicator]]:

@@ -111,7 +111,7 @@ Script = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    policy: WaitPolicy = dataclasses.field(default_factory=WaitPolicy)
+    policy: WaitPolicy = dataclasses.field(default_factory=lambda: WaitPolicy(timeout=600.0))
     clock_step: float | None = None
     available: int | None = None
 

@@ -376,7 +376,7 @@ def test_waiting_time_is_counted(world: World) -> None:
             reported = wait.seconds
             control.release(1)
 
-    settings = Settings(WaitPolicy(report_every=0.3))
+    settings = Settings(WaitPolicy(timeout=600.0, report_every=0.3))
     outcomes = world.run(plan_of(2, 2), wait_for_the_last, settings=settings, listen=listen)
     (before, waited), (before_last, waited_last) = values(outcomes)
     assert before == before_last == 0

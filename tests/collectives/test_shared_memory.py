@@ -137,7 +137,7 @@ def test_views_reuse_the_pool() -> None:
     for replicas, shape in ((1, (1000,)), (3, (1000,)), (1, (10,)), (2, (5000,))):
         segment = ControlSegment.create(1)
         plan = plan_of(replicas, 1)
-        communicator = SharedCommunicator(segment, buffers, 0, plan)
+        communicator = SharedCommunicator(segment, buffers, 0, plan, WaitPolicy(timeout=60.0))
         for seed in (1, 2):
             case = Reduce(seed, (shape,), ("float32",))
             total = communicator.reduce(partials_of(plan, 0, case))

@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from lockstep.cluster.tf_config import parse
-from lockstep.doctor.addresses import LONGEST_WAIT, TaskAddress, judge_tf_config
+from lockstep.doctor.addresses import TaskAddress, judge_tf_config
 from lockstep.doctor.check import Finding, Rating, Sources, judge, look, resolve_host
 from lockstep.doctor.checkup import CHECKS
 from lockstep.errors import ConfigError, PeerStuckError
+from lockstep.hosts.where import GATHERING
 from lockstep.rendezvous.addresses import check_free, has_place
 from lockstep.rendezvous.waiting import WaitMessages
 from lockstep.system.environment import tf_config
@@ -98,9 +99,9 @@ def test_two_workers_on_this_machine_are_fine(free: Callable[[], int]) -> None:
 
 def test_the_stated_limit_is_that_of_a_script() -> None:
     patient = WaitMessages("worker 0", 0.0)
-    patient.line(LONGEST_WAIT - 1)
+    patient.line(GATHERING - 1)
     with pytest.raises(PeerStuckError):
-        patient.line(LONGEST_WAIT)
+        patient.line(GATHERING)
 
 
 def test_addresses_that_are_not_loopback_are_fine() -> None:

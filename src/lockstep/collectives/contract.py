@@ -40,12 +40,12 @@ class WaitPolicy:
     """How long a member waits for its peers; its creator may change it.
 
     Attributes:
-        report_every: seconds between two reports to the observer.
         timeout: seconds after which the wait ends in `PeerStuckError`.
+        report_every: seconds between two reports to the observer.
     """
 
+    timeout: float
     report_every: float = 5.0
-    timeout: float = 600.0
 
 
 class Communicator(Protocol):

@@ -18,11 +18,10 @@ import psutil
 from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
 from lockstep.doctor.check import Finding, Rating, Sources, fine, warning
 from lockstep.errors import ConfigError
+from lockstep.hosts.where import GATHERING
 from lockstep.system.environment import RUN
 from lockstep.system.prose import count, first_of
 
-LONGEST_WAIT = 600
-"""Maximum seconds that a process started by hand waits for the others."""
 _MAX_THREADS = 16
 _MAX_NAMED = 4
 
@@ -118,7 +117,7 @@ def _judge_config(config: TaskConfig, trainers: Sequence[str], usable: bool, exa
     reason = f"this process is {task}, one of {len(trainers)} tasks that train"
     if usable:
         others = _listed([other for other in trainers if other != task])
-        reason += f": a script that is started by hand waits for {others}, {LONGEST_WAIT} s at most"
+        reason += f": a script that is started by hand waits for {others}, {GATHERING:g} s at most"
     reason += "; lockstep run sets its own TF_CONFIG"
     if not example:
         return fine(reason, facts)

@@ -20,6 +20,7 @@ from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.gathering import Stopped, heed_stop
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
+from lockstep.hosts.where import GATHERING
 from lockstep.local_job.job_process import run_in_job_process
 from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.credentials import Credentials
@@ -121,7 +122,7 @@ class AgentOptions:
     listen: str = ""
     port: int = 0
     encrypted: bool = True
-    patience: float = 600.0
+    patience: float = GATHERING
     shows: bool = False
     quiet: bool = False
     grace: float | None = None

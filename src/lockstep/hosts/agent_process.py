@@ -30,6 +30,7 @@ from lockstep.hosts.host_listener import HostListener
 from lockstep.hosts.joining import CoordinatorAddress, CoordinatorDialer
 from lockstep.hosts.shared_checkpoints import AgentCheckpoints
 from lockstep.hosts.standby import Standby
+from lockstep.hosts.where import GATHERING
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
@@ -273,7 +274,7 @@ class AgentProcess:
     grace: float | None = None
     first: Arrival | None = None
     engine: EngineLink | None = None
-    patience: float = 600.0
+    patience: float = GATHERING
     again: bool = False
     children: set[int] = field(default_factory=set)
     leads_at: str = ""

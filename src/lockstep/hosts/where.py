@@ -21,6 +21,9 @@ from lockstep.transport.addresses import split_address, with_port
 if TYPE_CHECKING:
     from lockstep.hosts.engine_link import EngineLink
 
+GATHERING = 600.0
+"""Seconds for which the hosts of a job, or the tasks of a cluster, wait for each other before it begins."""
+
 _ENGINE = re.compile(r"ray|ray://\S+:[0-9]+")
 
 
@@ -97,7 +100,7 @@ class Listen:
     processes: int
     address: str
     here: int = 1
-    patience: float = 600.0
+    patience: float = GATHERING
     retries: bool = False
     task: str = ""
     tasks: tuple[Task, ...] = ()

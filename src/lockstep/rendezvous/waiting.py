@@ -4,6 +4,7 @@ import socket
 import time
 
 from lockstep.errors import ConfigError, PeerStuckError
+from lockstep.hosts.where import GATHERING
 from lockstep.protocol.rendezvous import MAX_PACKET, Admitted, Answer, KeepWaiting, Rejected, decode_answer
 from lockstep.system.event_loop import wait_for
 from lockstep.system.notes import note
@@ -11,7 +12,6 @@ from lockstep.system.socket_owners import peer
 
 _SOON = 1.0
 _EVERY = 5.0
-_LONGEST = 600.0
 
 
 class WaitMessages:
@@ -43,9 +43,9 @@ class WaitMessages:
             PeerStuckError: the wait exceeds its limit.
         """
         waited = now - self._since
-        if waited >= _LONGEST:
+        if waited >= GATHERING:
             raise PeerStuckError(
-                f"{self._name} has waited {_LONGEST:g} s for {self._awaited} and gives up; start all tasks "
+                f"{self._name} has waited {GATHERING:g} s for {self._awaited} and gives up; start all tasks "
                 "of TF_CONFIG within that time"
             )
         if now < self._due:

@@ -136,7 +136,7 @@ class Job:
         self.peers = self.membership.peers
         self.joiners = Joiners(self.peers, self.membership, self._enter_after)
         self.checkpoints = checkpoints or WorkerCheckpoints()
-        self.policy = policy or WaitPolicy()
+        self.policy = policy or WaitPolicy(context.settings.limits.timeout + GRACE_FOR_AGENT)
         self.exact_batch = context.settings.exact_batch
         text = context.settings.local_steps
         self.local_steps = LocalSteps.parse(text) if text else None

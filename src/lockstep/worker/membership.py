@@ -54,7 +54,7 @@ _REPORT_EVERY = 0.5
 
 def wait_policy(timeout: float) -> WaitPolicy:
     """Return how a worker waits if the agent ends waits after `timeout` seconds."""
-    return WaitPolicy(_REPORT_EVERY, timeout + GRACE_FOR_AGENT)
+    return WaitPolicy(timeout + GRACE_FOR_AGENT, _REPORT_EVERY)
 
 
 def take_welcome(client: AgentClient) -> Welcome:

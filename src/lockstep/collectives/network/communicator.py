@@ -162,7 +162,7 @@ class NetworkCommunicator:
         hosts: HostPlan,
         view: ViewOfJob,
         links: Mapping[int, Link],
-        policy: WaitPolicy | None = None,
+        policy: WaitPolicy,
         observe: WaitObserver | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -195,7 +195,7 @@ class NetworkCommunicator:
         self._is_only_member = len(hosts.workers_here) == 1
         self._rank = hosts.rank(local)
         self._lane: Lane | None = None
-        policy, clock = policy or WaitPolicy(), clock or SystemClock()
+        clock = clock or SystemClock()
         self._barrier = Barrier(
             segment=segment,
             rank=local,

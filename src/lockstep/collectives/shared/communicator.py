@@ -35,7 +35,7 @@ class SharedCommunicator:
         buffers: Buffers,
         rank: int,
         plan: ReducePlan,
-        policy: WaitPolicy | None = None,
+        policy: WaitPolicy,
         observe: WaitObserver | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -45,9 +45,7 @@ class SharedCommunicator:
             )
         self._rank = rank
         self._plan = plan
-        self._barrier = Barrier(
-            segment, rank, plan.workers, policy or WaitPolicy(), observe, clock or SystemClock()
-        )
+        self._barrier = Barrier(segment, rank, plan.workers, policy, observe, clock or SystemClock())
         self._buffers = buffers
         self._has_room = False
         self._adder = Adder()
