@@ -5,9 +5,12 @@ import re
 from functools import cache
 from pathlib import Path
 
+import click
 import pytest
 
 import lockstep
+from lockstep.cli.main import cli
+from lockstep.cli.run import run
 
 ROOT = Path(lockstep.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -42,6 +45,22 @@ def test_the_map_names_every_module() -> None:
     named = {name for page in PAGES for name in FILE.findall(page.read_text())}
     modules = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not path.name.startswith("__")}
     assert modules - named == set(), "name them in the tables of docs/rooms.md or docs/asynchronous.md"
+
+
+def rows_below(heading: str) -> list[str]:
+    """Return the words in backticks of the first column of the table below a heading of docs/rooms.md."""
+    section = (REPOSITORY / "docs" / "rooms.md").read_text().split(f"### {heading}\n")[1].split("\n###")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    return [word for cell in cells for word in re.findall(r"`([\w-]+)`", cell)]
+
+
+def test_each_option_of_run_has_a_row() -> None:
+    options = [max(param.opts, key=len) for param in run.params if isinstance(param, click.Option)]
+    assert sorted(rows_below("Each option of `lockstep run`")) == sorted(options)
+
+
+def test_each_command_has_a_row() -> None:
+    assert sorted(rows_below("Each command")) == sorted(cli.list_commands(click.Context(cli)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
