@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pytest
 
 from lockstep.checkpoint.checkpoint_files import load
 from lockstep.checkpoint.scheduler import Every, open_scheduler
@@ -122,8 +123,10 @@ def plain(method: str) -> Any:
     return original if method == "compile" else replacement
 
 
+# With one replica, Keras itself builds models, and asks for a batch when their metrics are not built.
+@pytest.mark.parametrize("replicas", [1, 3])
 def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_calls_have_built(
-    tmp_path: Path,
+    replicas: int, tmp_path: Path
 ) -> None:
     """Reading a batch to build a model with draws random numbers, which decide the order of the examples."""
     x = np.arange(20, dtype="float32")[:, None]
@@ -132,7 +135,7 @@ def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_ca
         """Run a script; return the order of the examples in its last call."""
         keras.utils.clear_session()
         keras.utils.set_random_seed(3)
-        view = place(3, (0,))
+        view = place(replicas, (0,))
         events = Bus(SystemClock(), 0)
         own = Job(
             JobContext(0, events, JobSettings(seed=7, threads=1)),
@@ -140,6 +143,21 @@ def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_ca
             checkpoints=checkpoints,
         )
         methods = ModelMethods(own, JaxBackend())
+        build = inspect.unwrap(keras.Model._symbolic_build)
+
+        def call(method: str, model: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+            original = plain(method)
+
+            @functools.wraps(original)
+            def building(model: Any, x: Any, y: Any = None, *rest: Any, **others: Any) -> Any:
+                if replicas == 1 and isinstance(x, GlobalInput):
+                    methods.symbolic_build(build, model, SimpleNamespace(data_adapter=x))
+                elif replicas == 1:
+                    methods.symbolic_build(build, model, data_batch=(x, y))
+                return original(model, x, y, *rest, **others)
+
+            return methods.call(method, building, model, x, *arguments, **options)
+
         models = []
         with methods.scope(nullcontext):
             for _ in range(2):
@@ -147,10 +165,10 @@ def test_a_process_that_resumes_reads_no_other_batch_for_a_model_that_skipped_ca
                 methods.compile(plain("compile"), model, "sgd", "mse", metrics=["mae"])
                 models.append(model)
         other, model = models
-        methods.call("evaluate", plain("evaluate"), other, x, x, verbose=0)
-        methods.call("train_on_batch", plain("train_on_batch"), model, x[:6], x[:6])
+        call("evaluate", other, x, x, verbose=0)
+        call("train_on_batch", model, x[:6], x[:6])
         assert not methods.behind
-        return methods.call("fit", plain("fit"), other, x, x, batch_size=6, verbose=0)
+        return call("fit", other, x, x, batch_size=6, verbose=0)
 
     saved = open_scheduler(Store(tmp_path), Every(steps=1), lambda _: None)
     wanted = run(WorkerCheckpoints(saved))
