@@ -58,6 +58,25 @@ def test_what_a_job_waits_for() -> None:
     assert waits(7, waits=True) == "0 more workers"
 
 
+def test_a_job_names_the_tasks_of_its_cluster_for_which_it_waits() -> None:
+    roster = OpenRoster(4, HERE, tasks=CLUSTER)
+    task = [HostOffer(1, tasks=CLUSTER, task=number) for number in range(4)]
+    refused = RefusedOffer("10.0.0.9", task[3], "it is refused")
+    assert roster.missing([("10.0.0.2", task[2])], ()) == (
+        "2 more workers: worker 1 (node1:2222), worker 3 (node3:2222)"
+    )
+    assert roster.missing([("10.0.0.2", task[2]), ("10.0.0.3", task[1])], (refused,)) == (
+        "1 more worker: worker 3 (node3:2222); 10.0.0.9 was refused: it is refused"
+    )
+    assert roster.missing([("10.0.0.2", HostOffer(3))], (refused,)) == ""
+    twice = RefusedOffer("10.0.0.2", task[2], "it runs already")
+    assert "refused" not in roster.missing([("10.0.0.2", task[2]), ("10.0.0.3", task[1])], (twice,))
+    more = tuple(Task("worker", index, f"n{index}:1", f"n{index}:1") for index in range(9))
+    assert OpenRoster(9, HERE, tasks=more).missing([], ()) == (
+        "8 more workers: worker 1 (n1:1), worker 2 (n2:1), worker 3 (n3:1), worker 4 (n4:1), ..."
+    )
+
+
 def test_objections() -> None:
     def objects(peer: str, own: str = "10.0.0.1", **offer: Any) -> str:
         return OpenRoster(3, HERE, own).objection(
@@ -95,6 +114,10 @@ def test_objections_to_tasks_that_a_scheduler_starts() -> None:
         "worker 1 (node1:2222) already runs on 10.0.0.2: start each task once"
     )
     assert objects(CLUSTER, 0).startswith("worker 0 (node0:2222) already runs on the coordinator")
+    # The same task twice on one host; and another one there.
+    others[0] = ("10.0.0.3", HostOffer(1, tasks=CLUSTER, task=1))
+    assert "worker 1 (node1:2222) already runs on 10.0.0.3" in objects(CLUSTER, 1)
+    assert "tell it with --workers-here how many" in objects(CLUSTER, 2)
     for task in (-1, 4):
         assert "names tasks that do not exist" in objects(CLUSTER, task)
 

@@ -155,7 +155,9 @@ class _ListeningJob:
         key = f"{KEY_FILE}=... " if gate.credentials.greeting_key else ""
         plain = " --plain" if self.spec.plain else ""
         address = gate.listener.listener.address
-        join = f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
+        join = "" if engine else f"{key}lockstep agent --join {address}{plain} [-n WORKERS]"
+        if self.where.task and engine is None:
+            join = "the same command"
         host, port = gate.listener.host_and_port
         passes = f"a firewall must let TCP connections to port {port} through"
         if is_loopback(host):
@@ -171,11 +173,11 @@ class _ListeningJob:
                 gate.server.keep_waiting(f"other hosts to join with {missing}, {waited:.0f} s")
             if waited >= patience:
                 gate.server.turn_away(f"too few hosts have joined within {patience:g} s")
-                advice = f"; run on each: {join}" if engine is None else ""
+                advice = f"; run on each: {join}" if join else ""
                 raise UnfitError(f"no host has joined with {missing} within {patience:g} s{advice}")
             if now >= due:
                 due = now + SAY_EVERY
-                advice = f"; run there: {join} ({passes})" if engine is None else ""
+                advice = f"; run there: {join} ({passes})" if join else ""
                 self.console.say(
                     f"waiting at {address} for other hosts to join with {missing}, {waited:.0f} s{advice}"
                 )

@@ -19,6 +19,8 @@ Offers = Sequence[tuple[str, HostOffer]]
 """What agents offer, with the IP addresses of their hosts; the first one first."""
 
 
+_NAMED = 4
+"""The most missing tasks in a message."""
 _NO_SUCH_TASK = "its message names tasks that do not exist; use one version of Lockstep on all hosts"
 
 
@@ -94,12 +96,15 @@ class OpenRoster:
             return "it offers no worker"
         if offer.first is not None:
             return "this job does not follow TF_CONFIG: start its workers with lockstep agent --join"
+        if self.tasks and offer.tasks and (why := self._objection_to_task(offer, others)):
+            return why
         if self.address and peer in (self.address, *(name for name, _ in others)):
+            option = "--workers-here" if offer.tasks else "-n"
             return (
                 f"the job already has an agent on host {peer}: start one agent on each host, and tell it "
-                "with -n how many workers to run"
+                f"with {option} how many workers to run"
             )
-        return self._objection_to_task(offer, others) if self.tasks and offer.tasks else ""
+        return ""
 
     def _objection_to_task(self, offer: HostOffer, others: Sequence[tuple[str, HostOffer | None]]) -> str:
         if not 0 <= offer.task < len(offer.tasks):
@@ -119,7 +124,20 @@ class OpenRoster:
     def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
         """See `Roster`."""
         vacancies = self._vacancies(offers)
-        return count(vacancies, "more worker") if vacancies or self.waits else ""
+        if not vacancies and not self.waits:
+            return ""
+        started = {self.tasks[:1], *(offer.tasks[offer.task : offer.task + 1] for _, offer in offers)}
+        absent = [task for task in self.tasks if (task,) not in started]
+        names = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
+        text = ": ".join(filter(None, (count(vacancies, "more worker"), names)))
+        # A task of another cluster has its name in common with the one that is missing.
+        missing = {task.name for task in absent}
+        whys = [
+            f"{peer} was refused: {why}"
+            for peer, offer, why in refused
+            if 0 <= offer.task < len(offer.tasks) and offer.tasks[offer.task].name in missing
+        ]
+        return "; ".join((text, *whys[:1]))
 
     def name(self, peer: str, offer: HostOffer) -> str:
         """See `Roster`."""
