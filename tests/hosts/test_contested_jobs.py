@@ -1,8 +1,10 @@
 """What the processes of a job with a standby do, one at a time: who may lead, who listens, who only lives."""
 
+import dataclasses
 import math
 import signal
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,7 +17,7 @@ import pytest
 from lockstep.checkpoint.object_store import StoreLease
 from lockstep.cli import run
 from lockstep.coordinator.job_record import JobRecord, encode_record
-from lockstep.errors import LockstepError, NetworkError, UnfitError
+from lockstep.errors import ConfigError, LockstepError, NetworkError, UnfitError
 from lockstep.hosts import agent_command, coordinator_process, gate, standby
 from lockstep.hosts.agent_command import AgentOptions
 from lockstep.hosts.agent_process import LeftOut
@@ -269,3 +271,26 @@ def test_a_standby_waits_on_if_the_agents_that_run_the_job_leave(
     monkeypatch.setattr(gate, "wait_for_hosts", lambda *_: there.clear())
     with pytest.raises(UnfitError, match="waits for "):
         standby_gate.gather(wait)
+
+
+def test_a_standby_whose_disk_is_full_takes_the_job_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have no room for its run folder. The job continues, and a note names the folder of its logs."""
+    said: list[str] = []
+    full, temporary = tmp_path / "full", tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    free = dataclasses.replace(SPEC, run_dir=tmp_path / "free/run")
+    assert standby._run_folder(free, said.append) == free.run_dir
+    # Also root cannot create a folder in a file.
+    full.write_text("")
+    job = dataclasses.replace(SPEC, run_dir=full / "run")
+    folder = standby._run_folder(job, said.append)
+    assert folder.parent == temporary
+    (note,) = said
+    assert note.startswith(f"the run's folder {full / 'run'} cannot be used: Not a directory; ")
+    assert note.endswith(f"the run folder of this host is {folder} instead")
+    monkeypatch.setattr(tempfile, "tempdir", str(full))
+    with pytest.raises(ConfigError, match="cannot take the job over: the run's folder"):
+        standby._run_folder(job, said.append)

@@ -12,14 +12,16 @@ import importlib.util
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 
-from lockstep.errors import LockstepError, NetworkError, UnfitError, with_code
+from lockstep.errors import ConfigError, LockstepError, NetworkError, UnfitError, with_code
 from lockstep.hosts.gate import Gate
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import own_credentials
@@ -216,19 +218,34 @@ def lead(begin: BeginJob, command: StopChannel) -> int:
 
             console.say(f"no coordinator for {SILENCE:g} s: this host takes the job over at {spec.standby}")
             gate.gather(wait)
-            spec = replace(spec, run_dir=_run_folder(spec))
+            spec = replace(spec, run_dir=_run_folder(spec, console.say))
             try:
                 return gate.run(spec, begins=False)
             finally:
                 leave_folder(spec.run_dir)
 
 
-def _run_folder(spec: JobSpec) -> Path:
-    """Return the locked run folder of this host: the one that the user named, if it is free here."""
-    folder = spec.run_dir
-    if folder.exists():
-        name = spec.target if spec.module else Path(spec.target).stem
-        folder = fresh_folder(RUNS, name, time.time())
+def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:
+    """Return the locked run folder of this host: the one that the user named, if it is free here.
+
+    If it cannot be used, for example because the disk is full, the job continues with a temporary folder.
+
+    Raises:
+        ConfigError: that cannot be used either.
+    """
+    name = spec.target if spec.module else Path(spec.target).stem
+    try:
+        return _claimed(fresh_folder(RUNS, name, time.time()) if spec.run_dir.exists() else spec.run_dir)
+    except (ConfigError, OSError) as error:
+        try:
+            folder = _claimed(Path(tempfile.mkdtemp(prefix="lockstep-run-")))
+        except OSError:
+            raise ConfigError(f"this host cannot take the job over: {error}") from None
+        say(f"{error}; the run folder of this host is {folder} instead")
+        return folder
+
+
+def _claimed(folder: Path) -> Path:
     claim_folder(folder)
     empty_folder(RunPaths(folder).sources)
     return folder
@@ -244,7 +261,7 @@ def main(descriptor: int) -> int:
         return LEFT_OUT
     try:
         return lead(begin, PacketChannel(connection, StopRequest))
-    except LockstepError as error:
+    except (LockstepError, OSError) as error:
         note(with_code(error))
         return LEFT_OUT
     except Stopped:
