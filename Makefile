@@ -97,6 +97,9 @@ soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 	$(BIN)/python tests/flips.py --flips 10000
 	$(BIN)/python tests/flips.py --flips 1000 --every 2
+	for backend in jax tensorflow torch; do \
+		KERAS_BACKEND=$$backend $(BIN)/python tests/flips.py --keras --flips 1000 || exit 1; \
+	done
 	$(BIN)/python tests/flips.py --clean 100000
 	$(BIN)/python tests/hosts/soak_hosts.py
 	$(BIN)/python tests/ray/soak_ray.py

@@ -1,11 +1,12 @@
-"""Flips a bit at a seeded random place of a training, without a framework, and says what becomes of it.
+"""Flips a bit at a seeded random place of a training, and says what becomes of it.
 
-    flips.py [--flips N] [--first-seed N] [--every K]
-    flips.py --clean N
+    flips.py [--flips N] [--first-seed N] [--every K] [--keras]
+    flips.py --clean N [--keras]
 
 Workers are threads that take the steps of a small training with the exchange of workers on one host or on
-two, and verify them. With `--clean`, they take N steps without a wrong bit, and nothing may be found.
-Otherwise one of them has one wrong bit once, at one of `PLACES`. What became of it is one of
+two, and verify them. NumPy computes the steps, or with `--keras`, a program of Keras's backend does. With
+`--clean`, they take N steps without a wrong bit, and nothing may be found. Otherwise one of them has one
+wrong bit once, at one of `PLACES`. What became of it is one of
 
 * found: a verification has failed, and whoever is left has the right state;
 * stopped: the job has ended with an error, and no wrong worker was named;
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -44,6 +46,7 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.packed_reduce import SMALL, PackedReduce
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.collectives.shared.slice_reduce import SliceReduce
+from lockstep.data.batch import Share
 from lockstep.data.digest import digest_array
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import rounds, state_verification, verification
@@ -67,6 +70,8 @@ PLACES = (
     *("frame", "limits", "scales"),
 )
 """`frame`: data from another host; `limits` and `scales`: of sums of small integers."""
+OF_KERAS = tuple(name for name in PLACES if name not in ("limits", "scales"))
+"""The places of a training that `keras_program` takes: only local steps round to small integers."""
 KINDS = ("found", "stopped", "harmless", "unseen", "missed", "wrong")
 OF_MEMORY = ("total", "state", "scales")
 """Places whose bits only other workers have, too: `scales` after the verification of the sum."""
@@ -198,6 +203,10 @@ class Program:
         """Return the array."""
         return array
 
+    def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays."""
+        return arrays
+
     def named_state(self, state: Arrays) -> Arrays:
         """Return the state."""
         return state
@@ -226,21 +235,125 @@ class Program:
             flip.strike(list(partial.values()))
         return partial
 
-    def apply(self, state: Arrays, total: Mapping[str, Any], flip: Flip | None) -> tuple[None, Arrays]:
+    def apply(self, state: Arrays, total: Mapping[str, Any]) -> tuple[None, Arrays]:
         """Return the state after an update."""
         with np.errstate(all="ignore"):
             added = total["gradient/0"] + total["scaled/0"] + total["rare/0"]
             slots = np.float32(0.9) * state["slots"] + added
-            updated = {"weights": state["weights"] - np.float32(0.01) * slots, "slots": slots}
-        if flip is not None and flip.due("update"):
-            flip.strike(list(updated.values()))
-        return None, updated
+            return None, {"weights": state["weights"] - np.float32(0.01) * slots, "slots": slots}
+
+
+class KerasProgram:
+    """The training step of a Keras model, for one worker at a time.
+
+    Attributes:
+        state: before the first step.
+    """
+
+    turn = threading.RLock()
+    """Keras, TensorFlow and PyTorch compute in one thread at a time."""
+
+    def __init__(self, size: int) -> None:
+        import keras
+
+        from lockstep.keras.backends.adapter import adapter
+
+        with self.turn:
+            keras.utils.set_random_seed(1)
+            hidden = keras.layers.Dense(size // 10, "tanh", name="hidden")
+            normal = keras.layers.BatchNormalization(name="normal")
+            layers = [hidden, normal, keras.layers.Dropout(0.2, seed=2, name="dropout")]
+            self._model = keras.Sequential(
+                [keras.Input((8,)), *layers, keras.layers.Dense(1, name="out")], name="flipped"
+            )
+            optimizer = keras.optimizers.Adam(0.01, name="adam")
+            self._model.compile(optimizer, "mse", metrics=[keras.metrics.MeanAbsoluteError(name="mae")])
+            self._backend = adapter().steps()
+            self._backend.build(self._model, "train", lambda: self._rows(0, 0))
+            self._program = self._backend.program(self._model, "train")
+            present = self._program.named_state(self._program.present())
+            self._initial = {name: np.array(self.to_numpy(value)) for name, value in present.items()}
+
+    @property
+    def state(self) -> Any:
+        """The state before the first step, also if this program has trained before."""
+        with self.turn:
+            return self._program.load(self._program.present(), self._initial)
+
+    @staticmethod
+    def _rows(step: int, replica: int) -> tuple[Any, Any]:
+        x = np.random.default_rng((step, replica)).normal(size=(4, 8)).astype("f4")
+        return x, x[:, :1].copy()
+
+    def published(self, state: Any) -> Any:
+        """Return a context in which the variables have their values."""
+        return self._program.published(state)
+
+    def settle(self) -> None:
+        """Wait until no update reads a total."""
+        self._backend.settle()
+
+    def to_numpy(self, array: Any) -> Any:
+        """Return an array of the backend as NumPy sees it."""
+        return self._backend.to_numpy(array)
+
+    def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of a partial by their own names."""
+        return self._program.parts(0, arrays)
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return the state by name."""
+        with self.turn:
+            return self._program.named_state(state)
+
+    def load(self, state: Any, arrays: Mapping[str, Any]) -> Any:
+        """Return the state with the values of the arrays."""
+        with self.turn:
+            return self._program.load(state, arrays)
+
+    def compute(self, state: Any, step: int, replica: int, flip: Flip | None) -> Arrays:
+        """Return the partial of a replica."""
+        data = self._rows(step, replica)
+        if flip is not None and flip.due("input"):
+            flip.strike(list(data))
+        share = Share(replica, 4, 1 / REPLICAS, step, lambda: data)
+        with self.turn:
+            partial = dict(self._program.compute(state, share, ()))
+            if flip is not None and flip.due("gradient"):
+                partial = {name: np.array(self.to_numpy(array)) for name, array in partial.items()}
+                flip.strike(list(partial.values()))
+        return partial
+
+    def apply(self, state: Any, total: Mapping[str, Any]) -> tuple[None, Any]:
+        """Return the state after an update."""
+        with self.turn:
+            _, state = self._program.apply(state, [total])
+            self._backend.settle()
+        return None, state
+
+
+def numpy_program(worker: int, size: int) -> Program:
+    """Return a program without a framework."""
+    return Program(size)
+
+
+@cache
+def keras_program(worker: int, size: int) -> KerasProgram:
+    """Return the program of Keras's backend that a worker always has, so that it is compiled once."""
+    return KerasProgram(size)
+
+
+def _struck(program: Any, state: Any, flip: Flip) -> Any:
+    """Return a state with a flipped bit."""
+    arrays = {name: np.array(program.to_numpy(value)) for name, value in program.named_state(state).items()}
+    flip.strike(list(arrays.values()))
+    return program.load(state, arrays)
 
 
 class FlippedRound(Round):
     """The round of a step."""
 
-    def __init__(self, worker: int, program: Program, state: Arrays, step: int, flip: Flip | None) -> None:
+    def __init__(self, worker: int, program: Any, state: Any, step: int, flip: Flip | None) -> None:
         super().__init__(f"step {step} of fit 1", worker)
         self._of = program, state, step, flip
 
@@ -249,12 +362,27 @@ class FlippedRound(Round):
         program, state, step, flip = self._of
         return program.compute(state, step, replica, flip)
 
+    def to_numpy(self, array: Any) -> Any:
+        """Return an array as NumPy sees it."""
+        return self._of[0].to_numpy(array)
+
+    def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arrays of a partial by their own names."""
+        return self._of[0].parts(arrays)
+
+    def settle(self) -> None:
+        """Wait until no update reads a total."""
+        self._of[0].settle()
+
     def sum(self, view: View, communicator: Any) -> Any:
         """Sum, perhaps with a partial that has changed since it was computed."""
         flip = self._of[-1]
-        owned = [self.started[r] for r in view.replicas_of(self.worker) if r in self.started]
+        owned = [r for r in view.replicas_of(self.worker) if r in self.started]
         if flip is not None and owned and flip.due("partial"):
-            flip.strike(list(flip.random.choice(owned).values()))
+            replica = flip.random.choice(owned)
+            partial = {name: np.array(self.to_numpy(array)) for name, array in self.started[replica].items()}
+            flip.strike(list(partial.values()))
+            self.started[replica] = partial
         return super().sum(view, communicator)
 
 
@@ -309,6 +437,7 @@ class Training:
         flip: the flip.
         hosts: the number of hosts, between which the workers are divided.
         steps: how many steps to take.
+        program: returns the program of a worker, given its id and the size.
         failed: the verifications that have failed.
         states: the hash of the last state of each worker that is left.
         ended: the errors that have ended workers.
@@ -321,6 +450,7 @@ class Training:
     flip: Flip | None = None
     hosts: int = 1
     steps: int = STEPS
+    program: Callable[[int, int], Any] = numpy_program
     failed: list[VerificationFailed] = field(default_factory=list)
     states: set[str] = field(default_factory=set)
     ended: list[DisagreementError] = field(default_factory=list)
@@ -377,33 +507,38 @@ class Training:
         self.failed.append(published.event)
 
     def _train(self, worker: int) -> None:
-        job, program = self._jobs[worker], Program(self.size)
+        job = self._jobs[worker]
+        program = self.program(worker, self.size)
         flip = self.flip if self.flip is not None and self.flip.worker == worker else None
         _here.flip = flip
         verifications = Verifications(job)
         verifier = Verifier(job.exchange, job, verifications)
-        states = StateVerifier(job, program, verifications)  # type: ignore[arg-type]
+        states = StateVerifier(job, program, verifications)
         state = program.state
         try:
             for step in range(1, self.steps + 1):
                 if flip is not None:
                     flip.now = step
                     if flip.due("state"):
-                        flip.strike(list(state.values()))
+                        state = _struck(program, state, flip)
                 verifications.begin(step)
                 what = f"step {step} of fit 1"
-                before = states.begin(program, state, what, [program])  # type: ignore[arg-type]
+                before = states.begin(program, state, what, [program])
                 total = verifier.sum(FlippedRound(worker, program, state, step, flip))
                 if flip is not None and flip.due("total"):
                     total = {name: array.copy() for name, array in total.items()}
-                    flip.strike([array for name, array in total.items() if name == "gradient/0"])
+                    parts = program.parts(total).items()
+                    flip.strike([array for name, array in parts if name.startswith("gradient")])
 
-                def again(state: Arrays, total: Any = total) -> Any:
-                    return program.apply(state, total, flip)
+                def again(state: Any, total: Any = total) -> Any:
+                    logs, state = program.apply(state, total)
+                    if flip is not None and flip.due("update"):
+                        state = _struck(program, state, flip)
+                    return logs, state
 
                 result = again(state)
                 if before is not None:
-                    result = states.end(before, program, result, what, again)  # type: ignore[arg-type]
+                    result = states.end(before, program, result, what, again)
                 state = result[1]
         except DisagreementError as error:
             self.ended.append(error)
@@ -417,9 +552,16 @@ class Training:
         except PeerLostError:
             assert self.has_stopped
             return
+        except Exception:
+            # The others wait for this one.
+            self.has_stopped = True
+            for communicator in self._ends_of_view:
+                communicator.abort("the test fails")
+            raise
         finally:
             _here.flip = None
-        self.states.add(b"".join(map(digest_array, state.values())).hex())
+        values = map(program.to_numpy, program.named_state(state).values())
+        self.states.add(b"".join(map(digest_array, values)).hex())
 
     def _leave(self, job: Job, error: DisagreementError) -> None:
         """Give the others the next view, and end this one."""
@@ -432,16 +574,19 @@ class Training:
                 communicator.abort(f"worker {job.worker} has ended")
 
 
-def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
+def outcome(
+    seed: int, every: int, right: Mapping[int, str], program: Callable[[int, int], Any]
+) -> tuple[str, str]:
     """Flip a bit; return its place, and what became of it.
 
     Args:
         seed: determines everything.
         every: K; with 1, all replicas are verified.
         right: see `undisturbed`.
+        program: see `Training`.
     """
     drawn = random.Random(seed)
-    place_ = drawn.choice(PLACES)
+    place_ = drawn.choice(PLACES if program is numpy_program else OF_KERAS)
     over_hosts = place_ == "frame"
     if place_ not in ("published", "summed"):
         over_hosts |= drawn.random() < 0.2
@@ -449,7 +594,7 @@ def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
     flip = Flip(place_, drawn.randrange(workers), drawn.randint(1, STEPS - 1), drawn)
     flip.passes = drawn.randrange(PASSES.get(place_, 1))
     size, setting = drawn.choice(SIZES), Verification(every, every == 1)
-    training = Training(workers, size, setting, flip, 1 + over_hosts)
+    training = Training(workers, size, setting, flip, 1 + over_hosts, program=program)
     training.run()
     is_right = training.states <= {right[size]}
     accused = {worker for event in training.failed if event.verdict == "worker" for worker in event.workers}
@@ -462,35 +607,42 @@ def outcome(seed: int, every: int, right: Mapping[int, str]) -> tuple[str, str]:
     return place_, "found" if is_right and (place_ in SHARED or accused <= {flip.worker}) else "wrong"
 
 
-def undisturbed() -> dict[int, str]:
+def undisturbed(program: Callable[[int, int], Any] = numpy_program) -> dict[int, str]:
     """Return the hashes of the states at the end of trainings without a flip, by their sizes."""
     states = {}
     for size in SIZES:
-        training = Training(1, size, Verification())
+        training = Training(1, size, Verification(), program=program)
         training.run()
         (states[size],) = training.states
     return states
 
 
-def count(seeds: Sequence[int], every: int) -> dict[str, Counter[str]]:
+def count(
+    seeds: Sequence[int], every: int, program: Callable[[int, int], Any] = numpy_program
+) -> dict[str, Counter[str]]:
     """Flip a bit for each seed; return the numbers of outcomes by place."""
-    right = undisturbed()
+    right = undisturbed(program)
     found: dict[str, Counter[str]] = {name: Counter() for name in PLACES}
     with _places():
         for seed in seeds:
-            where, became = outcome(seed, every, right)
+            try:
+                where, became = outcome(seed, every, right, program)
+            except Exception:
+                print(f"seed {seed}: it fails", flush=True)
+                raise
             found[where][became] += 1
             if became == "wrong" or (became == "missed" and every == 1):
                 print(f"seed {seed}: {where}: {became}", flush=True)
     return found
 
 
-def clean(steps: int) -> int:
+def clean(steps: int, program: Callable[[int, int], Any]) -> int:
     """Take steps without a wrong bit, divided among eight trainings; return the number of false alarms."""
     alarms = taken = 0
     for number in range(8):
         workers, hosts = 1 + number % REPLICAS, 1 + (number in (2, 5, 7))
-        training = Training(workers, SIZES[0], Verification(1, number < 4), None, hosts, steps // 8)
+        setting = Verification(1, number < 4)
+        training = Training(workers, SIZES[0], setting, None, hosts, steps // 8, program)
         training.run()
         alarms += len(training.failed) + len(training.ended) + (len(training.states) != 1)
         taken += training.steps
@@ -507,13 +659,15 @@ def main() -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--clean", type=int, default=0)
+    parser.add_argument("--keras", action="store_true")
     options = parser.parse_args()
+    program = keras_program if options.keras else numpy_program
     if options.clean:
-        return clean(options.clean)
+        return clean(options.clean, program)
     seeds = range(options.first_seed, options.first_seed + options.flips)
-    counts = count(seeds, options.every)
+    counts = count(seeds, options.every, program)
     print(f"{'':12}" + "".join(f"{kind:>10}" for kind in KINDS))
-    for name, numbers in counts.items():
+    for name, numbers in filter(lambda item: item[1], counts.items()):
         print(f"{name:12}" + "".join(f"{numbers[kind]:10}" for kind in KINDS))
     bad = sum(
         numbers["wrong"] + (numbers["missed"] if options.every == 1 else 0) for numbers in counts.values()

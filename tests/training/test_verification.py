@@ -2,7 +2,10 @@
 
 import itertools
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -479,6 +482,35 @@ def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch
     assert results[1] == right
 
 
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_another_worker_decides_which_of_two_always_adds_wrongly(
+    guilty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verification, "_current", [])
+    adding, answers, add = threading.local(), Verifier._sum_answers, TotalPart.sum
+
+    def checked(self: Verifier, round_: Round, total: Any, *given: Any, **options: Any) -> Any:
+        adding.wrongly = self._job.worker == guilty
+        if adding.wrongly:
+            total.memory[:1] ^= not getattr(total, "is_wrong", False)
+            total.is_wrong = True
+        return answers(self, round_, total, *given, **options)
+
+    monkeypatch.setattr(Verifier, "_sum_answers", checked)
+    monkeypatch.setattr(TotalPart, "sum", lambda *given: add(*given) ^ adding.wrongly)
+    repeated = RepeatedStep(-1)
+    (right,) = set(repeated.take(place(REPLICAS, (2, 3))))
+    first, second = repeated.take(place(REPLICAS, (0, 1)))
+    assert first == second != b""
+    results = repeated.take(place(REPLICAS, (0, 2), 2), first)
+    assert repeated.verdicts == [("third", (0, 1)), ("worker", (guilty,))]
+    assert results[1] == right
+    if guilty == 0:
+        assert "workers 1 and 2 agree" in str(results[0])
+    else:
+        assert results[0] == right
+
+
 def figures(run: Any, worker: int) -> list[str]:
     assert run.status == 0, run.stderr
     return run.marked(worker, "digest: ")
@@ -524,12 +556,20 @@ def test_a_worker_with_a_wrong_bit_in_an_example_is_named(
 
 
 @pytest.mark.parametrize(
-    ("how", "what", "guilty", "replicas"),
+    ("how", "what", "guilty", "replicas", "local"),
     [
-        pytest.param("flip", "replica ", 1, 2, marks=pytest.mark.ci),
-        pytest.param("flip", "replica ", 0, 4, marks=pytest.mark.slow),
-        pytest.param("updates", "the state after the update", 1, 4, marks=pytest.mark.ci),
-        pytest.param("updates", "the state after the update", 0, 2, marks=pytest.mark.slow),
+        pytest.param("flip", "replica ", 1, 2, "", marks=pytest.mark.ci),
+        pytest.param("flip", "replica ", 0, 4, "", marks=pytest.mark.slow),
+        pytest.param("updates", "the state after the update", 1, 4, "", marks=pytest.mark.ci),
+        pytest.param("updates", "the state after the update", 0, 2, "", marks=pytest.mark.slow),
+        pytest.param("adding", "the sum over all replicas", 1, 4, "", marks=pytest.mark.ci),
+        pytest.param("adding", "the sum over all replicas", 0, 2, "", marks=pytest.mark.slow),
+        pytest.param("flip", "replica ", 1, 2, "--local-steps 2", marks=pytest.mark.slow),
+        pytest.param("rounding", "replica ", 0, 4, "--local-steps 2,int8", marks=pytest.mark.slow),
+        pytest.param("rounding", "replica ", 1, 2, "--local-steps 2,int8,reset", marks=pytest.mark.ci),
+        pytest.param(
+            "updates", "the state after the update", 1, 2, "--local-steps 1", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_another_worker_decides_which_of_two_always_computes_wrongly(
@@ -540,11 +580,12 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
     what: str,
     guilty: int,
     replicas: int,
+    local: str,
 ) -> None:
     # Step 7 is the first one of an epoch, before which callbacks have run.
-    backend, step = thorough_backend, {"flip": 3, "updates": 7}[how]
-    right = undisturbed_run(f"-n 1 --replicas {replicas}", "verified.py", backend=backend)
-    options = f"-n 2 --replicas {replicas} --verify-every 1 --verify-replicas all"
+    backend, step = thorough_backend, 7 if how == "updates" else 3
+    right = undisturbed_run(f"-n 1 --replicas {replicas} {local}", "verified.py", backend=backend)
+    options = f"-n 2 --replicas {replicas} --verify-every 1 --verify-replicas all {local}"
     run = launch(options, "verified.py", how, str(guilty), str(step), backend=backend)
     asked = f"workers 0 and 1 computed different bits in step {step}, each the same bits every time; another"
     assert f"{asked} worker starts in place of worker 1, and decides" in run.stderr
@@ -553,7 +594,7 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
     assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
     assert f": workers {1 - guilty} and 2 agree" in run.stderr
     assert figures(run, 2) == figures(right, 0) != []
-    if how == "updates" and backend != "jax":
+    if how == "updates" and backend != "jax" and not local:
         assert run.marked(2, "counted: ") == ["counted: 12"]
     lines = (run.folder / "events.jsonl").read_text().splitlines()
     failed = [json.loads(line) for line in lines if '"verification failed"' in line]
@@ -608,6 +649,35 @@ def test_a_wrong_bit_of_an_evaluation_is_found(launch: Launch, undisturbed_run: 
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("guilty", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_another_worker_decides_in_an_evaluation(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, guilty: int
+) -> None:
+    backend = thorough_backend
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", "evaluated", backend=backend)
+    options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", "evaluations", str(guilty), "4", backend=backend)
+    assert "workers 0 and 1 computed different bits in step 4, each the same bits every time; " in run.stderr
+    assert f", computed on worker {guilty}, has the wrong bits in metric " in run.stderr
+    assert f": workers {1 - guilty} and 2 agree" in run.stderr
+    assert figures(run, 2)[-2:] == figures(right, 0)[-2:] != []
+
+
+@pytest.mark.ci
+def test_an_evaluation_with_a_fault_that_lasts_is_not_right_since_its_last_verification(
+    launch: Launch,
+) -> None:
+    options = "-n 3 --replicas 4 --verify-every 2 --verify-replicas all"
+    run = launch(options, "verified.py", "evaluations", "1", "3")
+    assert run.status == 1
+    assert "step 4 of evaluate 1: replica " in run.stderr
+    assert ", computed on worker 1, has the wrong bits in metric " in run.stderr
+    assert "may be wrong after step 12, the last one after which it was found right, and there is no che" in (
+        run.stderr
+    )
+
+
+@pytest.mark.ci
 def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> None:
     run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "memory", "1", "5")
     assert run.status == 1
@@ -634,11 +704,40 @@ def test_no_wrong_bit_of_200_survives() -> None:
     assert_none_survives(range(1000, 1200))
 
 
+@pytest.mark.slow
+def test_no_wrong_bit_of_200_survives_on_a_backend(backend: str, lean: Callable[..., dict[str, str]]) -> None:
+    script = Path(flips.__file__)
+    environment = {**os.environ, **lean(script, backend), "KERAS_BACKEND": backend, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), "--keras", "--flips", "200"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
+    assert result.returncode == 0, result.stdout + result.stderr[-5000:]
+    assert "gradient" in result.stdout
+
+
 def assert_none_survives(seeds: Sequence[int]) -> None:
     for where, became in flips.count(seeds, 1).items():
         assert became, where
         assert became.keys() <= FLIPS, (where, became)
         assert not became["stopped"] or where in STOPPING, (where, became)
+
+
+def test_a_wrong_bit_in_the_head_of_a_summand_is_no_summand() -> None:
+    sizes, replicas = {0: 8, 1: 3}, 4
+    summands = {
+        (part, r): np.full(size, r, np.uint8) for part, size in sizes.items() for r in range(replicas)
+    }
+    heads = [np.array(key, np.int64).view(np.uint8) for key in summands]
+    sent = np.concatenate([piece for pair in zip(heads, summands.values(), strict=True) for piece in pair])
+    assert len(list(verification.summands_in(sent, sizes, replicas))) == len(summands)
+    end = 0
+    for head, summand in zip(heads, summands.values(), strict=True):
+        for bit in range(8 * head.size):
+            wrong_bit = sent.copy()
+            wrong_bit[end + bit // 8] ^= 1 << bit % 8
+            received = verification.summands_in(wrong_bit, sizes, replicas)
+            keys = {(part, replica) for part, replica, array in received if array.size == sizes[part]}
+            assert keys < summands.keys()
+        end += head.size + summand.size
 
 
 def test_a_total_is_made_of_what_was_verified(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,6 +821,23 @@ def test_a_worker_that_always_rounds_wrongly_is_found(
         assert (failed.verdict, training.has_stopped) == ("undecided", True)
     else:
         assert (failed.verdict, failed.workers, training.states) == ("worker", (1,), {right})
+
+
+def test_a_rounding_whose_first_check_is_always_wrong_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, rounded = threading.local(), Verifier._rounded
+
+    def rounded_wrongly_once(self: Verifier, round_: Round, replica: int, number: int) -> list[bytes]:
+        checks.count = getattr(checks, "count", 0) + 1
+        assert checks.count < 50, "the workers round one sum again and again"
+        hashes = rounded(self, round_, replica, number)
+        return [b"wrong..."] if number == 1 and self._job.worker == 1 else hashes
+
+    monkeypatch.setattr(Verifier, "_rounded", rounded_wrongly_once)
+    training = flips.Training(2, flips.SIZES[0], Verification(1, all=True))
+    training.run()
+    assert [failed.verdict for failed in training.failed] == ["repeated"] * 3 + ["step"]
+    assert len(training.ended) == 2
+    assert all("the step is not deterministic: computed again " in str(error) for error in training.ended)
 
 
 def test_workers_that_differ_in_what_is_zero_sum_again(monkeypatch: pytest.MonkeyPatch) -> None:

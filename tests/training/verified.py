@@ -4,12 +4,14 @@
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `host`: all
 workers of the host node2 do, and WORKER is -1. `once`: only the first time that it computes one in STEP or
-later. `sum`: once in the total, as it has it. `update`: once in a weight, in an update; `updates`: in each
-one from STEP on. `memory`: once in a weight, before STEP.
-`row`: in a row of the examples, in its memory, before STEP.
-`evaluation`: once in a metric, in STEP of an evaluation. `random`: from step 3 on, the loss of
-all workers depends on a number that no seed determines. `long`: trains 10,000 steps. `unlike`: the host
-node2 computes with fewer instructions; `alike-program`: likewise, but not in Lockstep's own program.
+later. `sum`: once in the total, as it has it. `adding`: in each total, and in each sum that it checks, from
+STEP on. `rounding`: in an integer to which it rounds a change, from STEP on. `total`: once in the total that
+hosts have summed. `update`: once in a weight, in an update; `updates`: in each one from STEP on. `memory`:
+once in a weight, before STEP. `row`: in a row of the examples, in its memory, before STEP.
+`evaluation`: once in a metric, in STEP of an evaluation; `evaluations`: in all steps of it from STEP on.
+`random`: from step 3 on, the loss of all workers depends on a number that no seed determines. `long`: trains
+10,000 steps. `unlike`: the host node2 computes with fewer instructions; `alike-program`: likewise, but not in
+Lockstep's own program.
 """
 
 import importlib
@@ -27,11 +29,14 @@ from lockstep.collectives.shared.packed_reduce import PackedReduce
 from lockstep.keras import host_report
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.rounds import PartialLayout, Round
-from lockstep.keras.verification import verifications_of
+from lockstep.keras.verification import TotalPart, verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""
-FAULTS = ("flip", "host", "once", "sum", "update", "updates", "memory", "evaluation", "row")
+FAULTS = (
+    *("flip", "host", "once", "sum", "update", "updates", "memory", "evaluation", "row"),
+    *("adding", "rounding", "total", "evaluations"),
+)
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
 flips = 0
 
@@ -45,12 +50,16 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
     verifications = verifications_of(own)
     once, part = ("once", "gradient/2") if verifications.trains else ("evaluation", "metric/0")
     for replica in round_.started.keys() - before.keys():
-        is_due = verifications.step >= STEP and (FAULT in ("flip", "host") or (once == FAULT and not flips))
+        lasts = FAULT in ("flip", "host") or (FAULT == "evaluations" and not verifications.trains)
+        is_due = verifications.step >= STEP and (lasts or (once == FAULT and not flips))
         is_guilty = own.context.host == "node2" if FAULT == "host" else own.worker == WORKER
         if is_guilty and is_due:
             flips += 1
             arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
-            round_.parts(arrays)[part].reshape(-1).view("uint32")[0] ^= 1 << 20
+            parts = round_.parts(arrays)
+            # With local steps, the parts are changes of variables.
+            named = part if part in parts else next(name for name in sorted(parts) if "out/kernel" in name)
+            parts[named].reshape(-1).view("uint32")[0] ^= 1 << 20
             round_.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
     return layout
 
@@ -72,11 +81,44 @@ def has(fault: str) -> bool:
     return True
 
 
+def always(fault: str) -> bool:
+    """Whether this worker has this fault in each step by now."""
+    own = job.current()
+    return fault == FAULT and own.worker == WORKER and verifications_of(own).step >= STEP
+
+
 def add(reduce: PackedReduce, adder: Any, original: Any = PackedReduce.sum) -> None:
     """Flip a bit of the total, as a faulty processor would."""
     original(reduce, adder)
-    if has("sum"):
+    if has("sum") or always("adding"):
         reduce.total[0].out.view("uint32")[3] ^= 1 << 20
+
+
+def add_again(part: TotalPart, *given: Any, original: Any = TotalPart.sum) -> Any:
+    """Flip a bit of a sum that this worker checks."""
+    summed = original(part, *given)
+    if always("adding"):
+        summed[:1] ^= 1
+    return summed
+
+
+def summands(round_: Round, *given: Any, original: Any = Round.summands) -> Any:
+    """Add one to an integer to which this worker rounds, as a faulty processor would."""
+    of_replicas = original(round_, *given)
+    if always("rounding") and round_.layout.scaled:
+        for arrays in of_replicas.values():
+            arrays[round_.summed.index(round_.layout.scaled[0])].reshape(-1)[:1] += 1
+    return of_replicas
+
+
+def sum_partials(round_: Round, *given: Any, original: Any = Round.sum) -> Any:
+    """Flip a bit of a total, of which all workers of a host have the same bits."""
+    total = original(round_, *given)
+    if has("total"):
+        round_.sums = [array.copy() for array in round_.sums]
+        round_.sums[0].reshape(-1).view("uint32")[0] ^= 1 << 20
+        total = round_.total_of(round_.sums, round_.limits, job.current().view.replicas)
+    return total
 
 
 def flipped(step: GlobalStep, state: Any) -> Any:
@@ -96,9 +138,7 @@ _apply = GlobalStep._apply
 def apply(step: GlobalStep, state: Any, totals: Any, divided: Any = None) -> Any:
     """Make an update, perhaps a wrong one."""
     logs, state = _apply(step, state, totals, divided)
-    own = job.current()
-    always = FAULT == "updates" and own.worker == WORKER and verifications_of(own).step >= STEP
-    return logs, flipped(step, state) if always or has("update") else state
+    return logs, flipped(step, state) if always("updates") or has("update") else state
 
 
 def take(step: GlobalStep, state: Any, element: Any, original: Any = GlobalStep.take) -> Any:
@@ -144,7 +184,10 @@ if FAULT in ("unlike", "alike-program") and job.current().context.host == "node2
 if FAULT == "alike-program":
     host_report.computed_bits = lambda: "equal"
 Round.begin = begin  # type: ignore[method-assign]
+Round.sum = sum_partials  # type: ignore[method-assign]
+Round.summands = summands  # type: ignore[method-assign]
 PackedReduce.sum = add  # type: ignore[method-assign]
+TotalPart.sum = add_again  # type: ignore[method-assign]
 GlobalStep._apply = apply  # type: ignore[method-assign]
 GlobalStep.take = take  # type: ignore[method-assign]
 keras.utils.set_random_seed(1)
@@ -168,6 +211,8 @@ history = model.fit(
 print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
 if FAULT in ("update", "updates"):
     print("counted:", int(counting.counter) if hasattr(counting, "counter") else counting.calls)
-if FAULT in ("evaluation", "evaluated"):
+if FAULT in ("evaluation", "evaluations", "evaluated"):
     print("digest:", model.evaluate(rows, targets, batch_size=16, verbose=0))
+    model.fit(rows, targets, batch_size=16, verbose=0)
+    print("digest:", lockstep.digest(model))
 print("verified:", verifications_of(job.current()).count, verifications_of(job.current()).up_to)

@@ -23,11 +23,11 @@ differ. So all updates follow from one total, and workers that agree in an updat
 `lockstep.keras.state_verification`). Otherwise the workers of a host could, which may have the same wrong
 total.
 
-Of two workers that insist on different bits, a third one decides. In a step of `fit`, the workers keep the
-answers as `Doubt`, and go back to the state before the step. There, a new worker takes the place of one of
-the two. It gets the doubt with the state, and they take the step again: the new answers and those of the
-worker that has left are three. Two that agree prove nothing if they share a host or a GPU that the other does
-not use; see `judge_again`.
+Of two workers that insist on different bits, a third one decides. In a step before which a worker can join,
+the workers keep the answers as `Doubt`, and go back to the state before the step. There, a new worker takes
+the place of one of the two. It gets the doubt with the state, and they take the step again: the new answers
+and those of the worker that has left are three. Two that agree prove nothing if they share a host or a GPU
+that the other does not use; see `judge_again`.
 """
 
 import os
@@ -62,13 +62,15 @@ from lockstep.topology import View
 from lockstep.worker.job import Job
 
 _MOST_WRONG_CHECKS = 3
-"""The most checks of one sum that are wrong once, while the sum is right, until the job stops."""
+"""The most checks of one sum or of its summands that are wrong once while it is right: then the job stops."""
 _NAMED = 3
 """How many arrays that differ a message names."""
 _HOSTS_EVERY = 1000
 """Steps between two comparisons of all hosts, which may have joined meanwhile."""
 _HASH = 8
 """Bytes of the hash of an array."""
+_HEAD = 16
+"""Bytes before a summand that is sent: the number of its part, and its replica."""
 _ROOM = 1 << 26
 """Bytes of the summands that are sent at once, if they are of several parts."""
 _SUM = "the sum over all replicas"
@@ -76,7 +78,7 @@ _SUM = "the sum over all replicas"
 _ENDS = {
     "undecided": "{who} get different bits in {shown}, each time the same, and no third worker can decide "
     "which are right{why}: the processor, the memory or a library of one of their hosts is at fault, or the "
-    "step depends on the worker",
+    "step depends on the worker; check both hosts with lockstep doctor --burn-in, or start three workers",
     "undecided sum": "the same summands, added up again on {who}, gave different bits in {shown}, and "
     "nothing tells which are right: the processor, the memory or a library of one of these hosts is at fault",
     "step": "the step is not deterministic: computed again from the same state and examples, {who} got other "
@@ -344,8 +346,8 @@ class Doubt(msgspec.Struct, frozen=True):
 
     Attributes:
         step: the step.
-        part: "gradient" or "update".
-        replica: the replica; -1 for an update.
+        part: "gradient", "rounding", "sum" or "update".
+        replica: the replica, or the part of the total; -1 for an update.
         round: the number of the round in its step.
         answers: the answers.
     """
@@ -405,6 +407,13 @@ class Verifications:
     def up_to(self) -> int:
         """The last step at which, or after which, each replica has been verified; 0 before."""
         return min(self._verified)
+
+    @property
+    def covers_earlier_steps(self) -> bool:
+        """Whether the steps before that in progress were verified, of training and of its evaluation."""
+        if self.trains:
+            return self.up_to >= self.step - 1
+        return self.plan.verification == Verification(1, all=True)
 
     @property
     def packed_doubt(self) -> bytes:
@@ -486,9 +495,9 @@ class Verifications:
         Args:
             verdict: equal on all workers.
             names: the names of the arrays that differ.
-            part: the part of the step: "gradient" or "update".
+            part: the part of the step; see `Doubt`.
             answers: the answers of the workers of the view.
-            replica: the replica; -1 for an update.
+            replica: see `Doubt`.
             number: the number of the round.
 
         Raises:
@@ -497,7 +506,8 @@ class Verifications:
         doubt, self.doubt = self.doubt, None
         if verdict.kind == "undecided" and doubt is None and self.can_repeat:
             self.doubt = Doubt(self.step, part, replica, number, tuple(answers))
-            self.publish(Verdict("third", verdict.workers), names, part, replica)
+            published = "gradient" if part == "rounding" else part
+            self.publish(Verdict("third", verdict.workers), names, published, replica)
             raise StepWithdrawn
 
     def follow(
@@ -693,12 +703,14 @@ class _SumAnswer(NamedTuple):
         sums: by part for which it is the checker, the hash of the sum that it has computed, and the first
             byte of the total at which its own total differs from that sum; -1 if none does.
         changed: by verified replica that it owns, the hashes of its partial, if they are others by now.
+        places: see `Answer`.
     """
 
     worker: int
     readings: dict[int, Hashes]
     sums: dict[int, tuple[Hashes, int]]
     changed: dict[int, Hashes]
+    places: tuple[str, ...]
 
 
 class _Fault(NamedTuple):
@@ -711,6 +723,7 @@ class _Fault(NamedTuple):
         part: the part of the step; see `follow`.
         replica: the number of the replica, or of the part of the total.
         byte: the first one of the total that is wrong; -1 if it is not known.
+        answers: what workers have added up, if they differ.
     """
 
     verdict: Verdict
@@ -719,6 +732,7 @@ class _Fault(NamedTuple):
     part: str
     replica: int
     byte: int = -1
+    answers: Sequence[Answer] = ()
 
 
 class _Total:
@@ -888,42 +902,50 @@ class Verifier:
 
     def _verify(self, round_: Round, drawn: Sequence[int]) -> None:
         """Return once all answers for the replicas of a round are equal."""
-        while True:
-            answers_of = self._exchange(
-                partial(self._answers, round_, drawn, 1, self._made), round_.catching_up
-            )
-            doubted = [replica for replica in drawn if self._answers_before(round_, replica)]
-            differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
-            if not (doubted or differing):
-                self._verified = {r: answers.owner.attempts[0] for r, answers in answers_of.items()}
-                break
+        while fault := self._partial_fault(round_, drawn, self._made, "gradient"):
             # The others follow if they still differ without the worker at fault.
-            first = [*doubted, *differing][:1]
-            answers_of = self._exchange(
-                partial(self._answers, round_, first, 2, self._made), round_.catching_up
-            )
-            for replica, answers in answers_of.items():
-                self._judge(round_, replica, answers)
+            self._verifications.follow(fault.verdict, fault.label, fault.names, fault.part, fault.replica)
 
-    def _judge(self, round_: Round, replica: int, answers: Answers) -> None:
-        """End the workers that are at fault for a replica; return on the others."""
-        earlier = self._answers_before(round_, replica)
-        present = with_earlier(answers.present, earlier)
-        verdict, names = judge_again(answers.present, earlier), self._differing(round_, present)
-        label, verifications = f"{round_.label}: replica {replica}", self._verifications
-        verifications.withdraw_step(verdict, names, "gradient", answers.present, replica, round_.number)
+    def _partial_fault(
+        self, round_: Round, replicas: Sequence[int], made: Callable[[int, int], list[Hashes]], part: str
+    ) -> _Fault | None:
+        """Return the first fault in replicas of a round, or None without one.
+
+        Args:
+            round_: the round.
+            replicas: the replicas.
+            made: see `_answers`.
+            part: see `Doubt`.
+
+        Raises:
+            StepWithdrawn: another worker decides.
+            WrongStateError: a worker at fault may have computed wrongly in earlier steps.
+        """
+        verifications, number = self._verifications, round_.number
+        act = partial(self._answers, round_, replicas, 1, made)
+        answers_of = self._exchange(act, round_.catching_up)
+        doubted = [replica for replica in replicas if verifications.answers_before(part, replica, number)]
+        differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
+        if not (doubted or differing):
+            if part == "gradient":
+                self._verified = {r: answers.owner.attempts[0] for r, answers in answers_of.items()}
+            return None
+        replica = [*doubted, *differing][0]
+        act = partial(self._answers, round_, [replica], 2, made)
+        answers = self._exchange(act, round_.catching_up)[replica].present
+        earlier = verifications.answers_before(part, replica, number)
+        present = with_earlier(answers, earlier)
+        verdict, names = judge_again(answers, earlier), self._differing(round_, present)
+        label = f"{round_.label}: replica {replica}"
+        verifications.withdraw_step(verdict, names, part, answers, replica, number)
         guilty = [answer for answer in (*present, *earlier) if answer.worker in verdict.workers]
         lasts = any(answer.is_steady and len(answer.attempts) > 1 for answer in guilty)
-        since = verifications.up_to
-        if verdict.kind == "worker" and lasts and verifications.trains and since < verifications.step - 1:
-            # It may have computed wrongly in earlier steps.
+        if verdict.kind == "worker" and lasts and not verifications.covers_earlier_steps:
+            # It may have computed wrongly in them.
             verifications.publish(verdict, names, "gradient", replica)
             message = verdict.accusation(label, listed(names))
-            verifications.roll_back(message, verdict.workers, since)
-        verifications.follow(verdict, label, names, "gradient", replica)
-
-    def _answers_before(self, round_: Round, replica: int) -> tuple[Answer, ...]:
-        return self._verifications.answers_before("gradient", replica, round_.number)
+            verifications.roll_back(message, verdict.workers, verifications.up_to)
+        return _Fault(verdict, label, names, "gradient", replica)
 
     def _answers(
         self,
@@ -980,35 +1002,17 @@ class Verifier:
         replicas = self._verifications.plan.replicas
         return [_rounded_hashes_of(round_, replica, replicas) for _ in range(number)]
 
-    def _verify_rounding(self, round_: Round, replicas: Sequence[int]) -> bool:
-        """Return whether owners and checkers round partials to the same integers; end a worker that does not.
-
-        The check of the sum adds up what owners send. So it does not show limits or integers that an owner
-        always computes wrongly.
-        """
-        made = partial(self._rounded, round_)
-        answers_of = self._exchange(partial(self._answers, round_, replicas, 1, made), round_.catching_up)
-        differing = [replica for replica, answers in answers_of.items() if not answers.are_equal][:1]
-        if differing:
-            act = partial(self._answers, round_, differing, 2, made)
-            for replica, answers in self._exchange(act, round_.catching_up).items():
-                if answers.are_equal:
-                    self._verifications.publish(Verdict("repeated"), (), "gradient", replica)
-                else:
-                    self._judge(round_, replica, answers)
-        return not differing
-
     def _verified_total(self, round_: Round, parts: Sequence[int]) -> Total:
         """Return the total of a round that was summed, once its `parts` are right."""
         was_wrong, wrong_checks = False, 0
         while True:
             total = _Total(round_.limits, round_.sums)
             fault = self._fault(round_, total, parts)
+            assert round_.layout is not None
+            if fault is None and round_.layout.scaled:
+                # The sum of what owners send does not show integers that an owner always rounds wrongly.
+                fault = self._partial_fault(round_, parts, partial(self._rounded, round_), "rounding")
             if fault is None:
-                assert round_.layout is not None
-                if round_.layout.scaled and not self._verify_rounding(round_, parts):
-                    self._exchange(round_.sum, round_.catching_up)
-                    continue
                 return round_.total_of(total.sums, total.limits, self._verifications.plan.replicas)
             verdict, is_single = fault.verdict, len(self._job.view.workers) == 1
             if verdict.kind == "sum":
@@ -1020,13 +1024,18 @@ class Verifier:
                     # Nobody knows whether the sum, or a summand on its way, was wrong.
                     verdict = Verdict("repeated", workers)
                 was_wrong = True
-            elif fault.part == "gradient" and is_single:
+            elif fault.part == "gradient" and verdict.kind == "worker" and is_single:
                 round_.started.pop(fault.replica)
-                verdict = Verdict("repeated", verdict.workers)
-            elif verdict.kind == "repeated":
-                wrong_checks += 1
-                if wrong_checks > _MOST_WRONG_CHECKS:
-                    verdict = Verdict("undecided", self._job.view.workers)
+                verdict, wrong_checks = Verdict("repeated", verdict.workers), wrong_checks + 1
+            elif verdict.kind in ("equal", "repeated"):
+                # Only the first of two sums or of two roundings was wrong.
+                verdict, wrong_checks = Verdict("repeated"), wrong_checks + 1
+            if wrong_checks > _MOST_WRONG_CHECKS:
+                verdict = Verdict("undecided" if fault.part == "sum" else "step", self._job.view.workers)
+            if fault.answers:
+                self._verifications.withdraw_step(
+                    verdict, fault.names, "sum", fault.answers, fault.replica, round_.number
+                )
             self._verifications.follow(verdict, fault.label, fault.names, fault.part, fault.replica)
             self._exchange(round_.sum, round_.catching_up)
 
@@ -1048,10 +1057,11 @@ class Verifier:
                     verdict = Verdict("worker", (answer.worker,), "it has changed since it was computed")
                     label = f"{round_.label}: replica {replica}"
                     return _Fault(verdict, label, names, "gradient", replica)
-            for part in read:
+            doubted = [part for part in summed if self._sums_before(round_, part)]
+            for part in (*doubted, *read):
                 got = {answer.readings[part] for answer in answers}
                 got |= {answer.sums[part][0] for answer in answers if part in answer.sums}
-                if len(got) > 1:
+                if len(got) > 1 or part in doubted:
                     if part in others:
                         answers = self._sum_answers(round_, total, [part], [part])
                     again = self._sum_answers(round_, total, [part], [part], again=True)
@@ -1070,14 +1080,22 @@ class Verifier:
         checks = [[answer for answer in some if part in answer.sums] for some in (answers, others)]
         byte = max(answer.sums[part][1] for some in checks for answer in some)
         (first, *_), again = checks
-        verdict = judge_sum(
-            {answer.worker: answer.readings[part] for answer in others},
-            (first.worker, first.sums[part][0]),
-            {answer.worker: answer.sums[part][0] for answer in again},
-            total.summer_of(self._job.view, byte),
-        )
+        added_up = [Answer(answer.worker, (answer.sums[part][0],), answer.places) for answer in again]
+        if earlier := self._sums_before(round_, part):
+            verdict = judge_again(added_up, earlier)
+        else:
+            verdict = judge_sum(
+                {answer.worker: answer.readings[part] for answer in others},
+                (first.worker, first.sums[part][0]),
+                {answer.worker: answer.sums[part][0] for answer in again},
+                total.summer_of(self._job.view, byte),
+            )
         names = [self._describe(_name_at(round_, total.layout, byte))] if byte >= 0 else []
-        return _Fault(verdict, f"{round_.label}: {_SUM}", names, "sum", part, byte)
+        label = f"{round_.label}: {_SUM}"
+        return _Fault(verdict, label, names, "sum", part, byte=byte, answers=added_up)
+
+    def _sums_before(self, round_: Round, part: int) -> tuple[Answer, ...]:
+        return self._verifications.answers_before("sum", part, round_.number)
 
     def _sum_answers(
         self,
@@ -1098,7 +1116,7 @@ class Verifier:
             again: whether other workers add up, too.
         """
         worker, label = self._job.worker, f"the verification of the sum of {round_.label}"
-        while True:
+        for _ in range(_MOST_WRONG_CHECKS + self._verifications.plan.replicas):
             summands = self._exchange(
                 partial(self._summands, round_, total.layout, parts, again), round_.catching_up
             )
@@ -1118,17 +1136,22 @@ class Verifier:
                 if replica in self._job.view.replicas_of(worker)
                 and (hashes := _hashes_of(round_, replica)) != verified
             }
-            blob = msgspec.msgpack.encode((worker, readings, sums, changed))
+            answer = _SumAnswer(worker, readings, sums, changed, self._verifications.places)
+            blob = msgspec.msgpack.encode(answer)
 
             def gather(_: View, communicator: Communicator, blob: bytes = blob) -> list[bytes]:
                 return communicator.gather(blob, what=label)
 
             blobs = self._exchange(gather, round_.catching_up)
-            answers = [_SumAnswer(*msgspec.msgpack.decode(other, type=_PackedAnswer)) for other in blobs]
+            answers = [msgspec.msgpack.decode(other, type=_SumAnswer) for other in blobs]
             needed = min(2, len(answers)) if again else 1
             if all(sum(number in answer.sums for answer in answers) >= needed for number in parts):
                 return answers
-            # A checker was lost in between.
+            # A checker was lost in between, or a summand was, whose head had a wrong bit.
+        workers, names = self._job.view.workers, self._part_names(round_)
+        label = f"{round_.label}: {_SUM}"
+        self._verifications.follow(Verdict("undecided", workers), label, names, "sum", parts[0])
+        raise AssertionError
 
     def _summands(
         self,
@@ -1163,7 +1186,7 @@ class Verifier:
         label = f"the summands of {round_.label}"
         received: dict[int, dict[int, Bytes]] = {}
         for data in communicator.all_to_all([sent[worker] for worker in view.workers], what=label):
-            for number, replica, summand in _summands_in(data, sizes):
+            for number, replica, summand in summands_in(data, sizes, replicas):
                 received.setdefault(number, {})[replica] = summand
         return received
 
@@ -1176,9 +1199,6 @@ class Verifier:
         assert round_.layout is not None
         parts = round_.named_parts(round_.layout.zeros)
         return [self._describe(name) for name in (*parts, *round_.layout.limited)]
-
-
-_PackedAnswer = tuple[int, dict[int, bytes], dict[int, tuple[bytes, int]], dict[int, bytes]]
 
 
 def _hashes_of(round_: Round, replica: int) -> Hashes:
@@ -1200,13 +1220,21 @@ def _rounded_hashes_of(round_: Round, replica: int, replicas: int) -> Hashes:
     return b"".join(map(digest_array, [*parts.values(), *limits]))
 
 
-def _summands_in(data: Bytes, sizes: Mapping[int, int]) -> Iterator[tuple[int, int, Bytes]]:
-    """Yield the parts, replicas and summands in what a worker has sent."""
+def summands_in(data: Bytes, sizes: Mapping[int, int], replicas: int) -> Iterator[tuple[int, int, Bytes]]:
+    """Yield the parts, replicas and summands in what a worker has sent, up to a head with wrong bits.
+
+    Args:
+        data: what it has sent.
+        sizes: the bytes of a summand, by part.
+        replicas: R.
+    """
     end = 0
-    while end < data.size:
-        number, replica = map(int, data[end : end + 16].copy().view(np.int64))
-        end += 16 + sizes[number]
-        yield number, replica, data[end - sizes[number] : end]
+    while end + _HEAD <= data.size:
+        number, replica = map(int, data[end : end + _HEAD].copy().view(np.int64))
+        start, end = end + _HEAD, end + _HEAD + sizes.get(number, data.size)
+        if end > data.size or not 0 <= replica < replicas:
+            return
+        yield number, replica, data[start:end]
 
 
 def _name_at(round_: Round, layout: Layout, byte: int) -> str:

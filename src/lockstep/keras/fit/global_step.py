@@ -130,7 +130,7 @@ class GlobalStep:
                 state = self._join_job(state, element)
             if call.steps < call.skipped:
                 return {}, state
-            logs, state = self._snapshots.restore(self.model, self.program, state)
+            logs, state = self._restored(state)
             if self._verifications.doubt is None:
                 return logs, state
             # The others go back before this step, to take it again with this worker.
@@ -202,7 +202,7 @@ class GlobalStep:
             )
             totals = list[Total]()
             before = self._states.begin(self.program, state, where, [self.model])
-            self._verifications.can_repeat = before is not None and self._admits_workers
+            self._verifications.can_repeat = (before is not None or not trains) and self._admits_workers
             try:
                 logs, state = self._step(state, batch, record, totals, counts=True)
                 if before is not None:
@@ -211,7 +211,6 @@ class GlobalStep:
                 if self.program.varies and not self.job.joins:
                     self._python.end()
             except StepWithdrawn:
-                assert before is not None
                 state = self._withdraw(state, before)
             else:
                 return (logs, state), record
@@ -219,18 +218,38 @@ class GlobalStep:
     @property
     def _admits_workers(self) -> bool:
         """Whether a worker can join before a step, with the state before it."""
-        return self._programs.local is None and not self.calls.current.at_end and len(self.calls.stack) == 2
+        call = self.calls.current
+        # Callbacks of an evaluation have no state that a worker could take over.
+        has_callbacks = self.kind != "train" and bool(call.callbacks)
+        return not (call.at_end or has_callbacks) and len(self.calls.stack) == 2
 
-    def _withdraw(self, state: Any, before: StateBefore) -> Any:
-        """Go back to the state before a step, which is returned, and let another worker join there."""
+    def _withdraw(self, state: Any, before: StateBefore | None) -> Any:
+        """Go back to the state before a step, which is returned, and let another worker join there.
+
+        An evaluation applies nothing before it is verified, so `state` is the state before its step.
+        """
         self._digests.settle()
         if self.program.varies:
             self._python.undo()
-        state, logs = before.restored(self.program, state), self.calls.current.logs
-        self._snapshots.change_workers(
-            lambda whole: self._snapshots.take(whole, self.model, logs, self.program, state)
-        )
+        if before is not None:
+            state = before.restored(self.program, state)
+        logs, trains = self.calls.current.logs, self.kind == "train"
+        # An evaluation uses a part of the state, and the other worker needs all of it.
+        program = self.program if trains else self.backend.training_state(self.model)
+        with nullcontext() if trains else self.program.published(state):
+            self._snapshots.change_workers(
+                lambda whole: self._snapshots.take(
+                    whole, self.model, logs, program, state if trains else None
+                )
+            )
         return state
+
+    def _restored(self, state: Any) -> tuple[Any, Any]:
+        """Return (logs, state) at the position where this process resumes; see `Snapshots.restore`."""
+        if self.kind == "train":
+            return self._snapshots.restore(self.model, self.program, state)
+        logs, _ = self._snapshots.restore(self.model, self.backend.training_state(self.model))
+        return logs, self.program.present()
 
     def _step(
         self,

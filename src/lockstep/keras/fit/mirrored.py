@@ -193,6 +193,7 @@ class Mirrored:
             else:
                 self._begin(call, model, "test", data, data.facts)
                 arguments.update(y=None, sample_weight=None)
+                call.callbacks = arguments["callbacks"] or ()
             arguments.update(x=data, verbose=arguments["verbose"] if self._job.is_chief else 0)
             with self._reading():
                 return parts.record.finish(original(*bound.args, **bound.kwargs))
