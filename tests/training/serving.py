@@ -100,6 +100,16 @@ def endless() -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield X[start : start + 25], Y[start : start + 25]
 
 
+class Batches(keras.utils.PyDataset):
+    """The examples in batches of 30."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return X[30 * index : 30 * index + 30], Y[30 * index : 30 * index + 30]
+
+
 class Scaled(layers.Layer):
     """Scales its inputs by a variable that no step changes."""
 
@@ -224,8 +234,9 @@ def serial(scope: Callable[[], Any]) -> None:
     show("outputs", model, model.fit(WORDS, [TAGS, TAGS.mean(1)], 25, 2, **options))
 
 
-def exact(scope: Callable[[], Any]) -> None:
+def exact(own: Any) -> None:
     optimizers = keras.optimizers
+    scope = nullcontext if own is None else own.scope
     for optimizer in (optimizers.SGD(0.1, 0.9), optimizers.Adam(0.01), optimizers.AdamW(0.01)):
         keras.utils.set_random_seed(3)
         with scope():
@@ -236,6 +247,11 @@ def exact(scope: Callable[[], Any]) -> None:
             model.compile(optimizer, loss, metrics=["accuracy"])
         model.fit(X, Y, 20, 3, verbose=0)
         print("digest", lockstep.digest(model), flush=True)
+    dataset: Any = Batches()
+    if own is not None:
+        dataset = own.distribute_datasets_from_function(lambda context: Batches())
+    model.fit(dataset, epochs=2, shuffle=False, verbose=0, validation_data=dataset)
+    print("digest", lockstep.digest(model), flush=True)
 
 
 def free() -> None:
@@ -299,7 +315,7 @@ match KIND:
     case "serial":
         serial(strategy().scope if job.is_worker() else nullcontext)
     case "exact":
-        exact(strategy().scope if job.is_worker() else nullcontext)
+        exact(strategy() if job.is_worker() else None)
     case "free":
         free()
     case "replaced":

@@ -122,6 +122,11 @@ class DatasetFunction:
         return iter(self.create())
 
 
+def created(argument: Any) -> Any:
+    """Return an argument of a call. If it is a `DatasetFunction`, return a new dataset."""
+    return argument.create() if isinstance(argument, DatasetFunction) else argument
+
+
 def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
     """Return a function that creates the dataset that `dataset_fn` returns, or the dataset that it is."""
     make = getattr(dataset_fn, "python_function", dataset_fn)
@@ -133,6 +138,6 @@ def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
 
     def create() -> Any:
         made = make() if callable(make) and not hasattr(make, "__iter__") else make
-        return made.create() if isinstance(made, DatasetFunction) else made
+        return created(made)
 
     return create
