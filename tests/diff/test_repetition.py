@@ -116,6 +116,16 @@ def test_a_run_without_whole_orders_is_refused_before_a_process_starts(
     assert "\n" not in str(error.value)
 
 
+def test_a_run_that_ended_before_its_first_call_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = recording_of(tmp_path, workers=2, replicas=2, parameter_servers=0)
+    recording.program = {}
+    monkeypatch.setattr(subprocess, "run", None)
+    with pytest.raises(ConfigError, match="old cannot be repeated: it ended before its first call of fit"):
+        repeat(recording, tmp_path / "new")
+
+
 def test_the_variables_of_the_run_are_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = {"workers": 3, "replicas": 5, "parameter_servers": 0, "env": {"COLOR": "blue", "API_KEY": None}}
     monkeypatch.delenv("API_KEY", raising=False)

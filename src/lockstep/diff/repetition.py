@@ -106,6 +106,11 @@ def repeat(
             f"{recording.folder} cannot be repeated: it has run a function of a program or notebook, which "
             "the folder does not contain; call the function again"
         )
+    if not recording.program:
+        raise ConfigError(
+            f"{recording.folder} cannot be repeated: it ended before its first call of fit, evaluate or "
+            "predict, so it has not recorded its source files and flags; run the script again"
+        )
     if one_process and not recording.has_servers:
         raise ConfigError(
             f"{recording.folder} has no parameter servers, so its bits do not depend on the number of "
