@@ -1,7 +1,8 @@
 """Asynchronous training: Lockstep's parameter servers against tf_keras's, and against synchronous training.
 
-    parameter_server.py [--turns N]
+    parameter_server.py [--turns N] [--goals]
 
+With `--goals`, only the rows run that have a goal: TensorFlow's tutorial, its custom loop, the largest table.
 Each row compares whole jobs, which run one after the other in alternating order; a job reports the speed of
 its epochs after the first two. No process is pinned; those of Lockstep have one thread. tf_keras trains the
 same model with the same numbers of workers and servers. In the rows with a slow worker, one of three sleeps
@@ -29,8 +30,8 @@ TURNS = 4
 SECONDS = 240.0
 TABLES = (10**4, 10**5, 10**6, 10**7)
 SERVER = "ServerEmbedding"
-LARGEST_OF_TF_KERAS = 10**6
-"""Rows; with more, its epochs take minutes."""
+GOALS = {"tutorial": "3.00", "embedding": "2.50", f"table-{TABLES[-1]}": "1.50"}
+"""How many times as fast as tf_keras each model is to be, in `fit` or in the custom loop of `embedding`."""
 SCRIPT = str(HERE / "parameter_server_training.py")
 LOCKSTEP = [sys.executable, "-m", "lockstep", "run", "--threads-per-worker", "1"]
 
@@ -95,38 +96,38 @@ def tf_keras(model: str, workers: int, servers: int, kind: str = "tf_keras") -> 
         return speed(output, processes[-1].returncode, "tf_keras")
 
 
-def main(turns: int = TURNS) -> None:
-    try:
-        rows = {"tutorial": ("servers", "tf_keras"), "mlp": ("servers", "tf_keras")}
-        rows["embedding"] = "loop", "tf_keras_loop"
-        for model, (own, other) in rows.items():
-            ours, others = [], []
-            for turn in range(turns):
-                for kind in (own, other) if turn % 2 else (other, own):
-                    if kind == own:
-                        ours.append(lockstep("-n 2 --ps 1", "tensorflow", model, own))
-                    else:
-                        others.append(tf_keras(model, 2, 1, other))
-            print(f"{model} on tensorflow, 2 workers and 1 server, {turns} jobs each: median (p10-p90)")
-            print_row("lockstep", ours, "batches/s")
-            print_row("tf_keras, ParameterServerStrategy", others, "batches/s")
-            print_row(
-                "lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times", "3.00"
-            )
-        for rows_of_table in TABLES:
-            model, ours, others, sizes = f"table-{rows_of_table}", [], [], []
-            for _ in range(turns):
-                found, logs = lockstep_with_logs("-n 2 --ps 1", "tensorflow", model, "servers")
-                ours.append(found)
+def against_tf_keras(model: str, turns: int) -> None:
+    """Print the row of a model: `fit`, or the custom loop of `embedding`."""
+    is_loop, is_table = model == "embedding", model.startswith("table-")
+    kind, other = ("loop", "tf_keras_loop") if is_loop else ("servers", "tf_keras")
+    speeds, others, sizes = list[float](), list[float](), list[float]()
+    for turn in range(turns):
+        for own in (True, False) if turn % 2 else (False, True):
+            if not own:
+                others.append(tf_keras(model, 2, 1, other))
+                continue
+            speed_of_job, logs = lockstep_with_logs("-n 2 --ps 1", "tensorflow", model, kind)
+            speeds.append(speed_of_job)
+            if is_table:
                 sizes.append(shown(logs[1], "bytes"))
-                if rows_of_table <= LARGEST_OF_TF_KERAS:
-                    others.append(tf_keras(model, 2, 1))
-            print(f"table of {rows_of_table:,} rows on tensorflow, 2 workers and 1 server, {turns} jobs each")
-            print_row("lockstep", ours, "batches/s")
-            if others:
-                print_row("tf_keras, ParameterServerStrategy", others, "batches/s")
-                print_row("lockstep / tf_keras", [a / b for a, b in zip(ours, others, strict=True)], "times")
-            print_row("lockstep, a worker and a step", sizes, "kB")
+    name = f"table of {int(model.removeprefix('table-')):,} rows" if is_table else model
+    unit = "functions/s" if is_loop else "batches/s"
+    ratios = [a / b for a, b in zip(speeds, others, strict=True)]
+    print(f"{name} on tensorflow, 2 workers and 1 server, {turns} jobs each: median (p10-p90)")
+    print_row("lockstep", speeds, unit)
+    print_row("tf_keras, ParameterServerStrategy", others, unit)
+    print_row("lockstep / tf_keras", ratios, "times", GOALS.get(model, ""))
+    if is_table:
+        print_row("lockstep, a worker and a step", sizes, "kB")
+
+
+def main(turns: int = TURNS, *, goals: bool = False) -> None:
+    try:
+        for model in ("tutorial", "mlp", "embedding", *(f"table-{rows}" for rows in TABLES)):
+            if model in GOALS or not goals:
+                against_tf_keras(model, turns)
+        if goals:
+            return
         for rows_of_table in TABLES[2:]:
             kinds: dict[str, tuple[list[float], list[float]]] = {"Embedding": ([], []), SERVER: ([], [])}
             for turn in range(turns):
@@ -147,12 +148,11 @@ def main(turns: int = TURNS) -> None:
                     if kind != "tf_keras":
                         option = ["server-table"] if kind == SERVER else []
                         found[kind].append(lockstep("-n 2 --ps 1", "tensorflow", model, "loop", *option))
-                    elif rows_of_table <= LARGEST_OF_TF_KERAS:
+                    else:
                         found[kind].append(tf_keras(model, 2, 1, "tf_keras_loop"))
             print(f"custom loop, table of {rows_of_table:,} rows, 2 workers and 1 server, {turns} jobs each")
             for kind, speeds in found.items():
-                if speeds:
-                    print_row(kind, speeds, "functions/s")
+                print_row(kind, speeds, "functions/s")
         for model, kind in (("mlp", "servers"), ("table-100000", "servers"), ("embedding", "loop")):
             kept, alone = [], []
             for turn in range(turns):
@@ -201,4 +201,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
-    main(parser.parse_args().turns)
+    parser.add_argument("--goals", action="store_true", help="only the rows that have a goal")
+    options = parser.parse_args()
+    main(options.turns, goals=options.goals)

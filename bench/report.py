@@ -10,6 +10,7 @@ UNITS = {
     "images/s": (1.0, ",.0f"),
     "examples/s": (1.0, ",.0f"),
     "batches/s": (1.0, ",.0f"),
+    "functions/s": (1.0, ",.0f"),
     "times": (1.0, ".2f"),
     "kB": (1e-3, ",.0f"),
     "MB": (1e-6, ",.0f"),
