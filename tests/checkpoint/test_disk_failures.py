@@ -94,17 +94,17 @@ def test_a_full_disk_with_an_old_checkpoint_that_stays_keeps_the_newest(
         return original(path, target)
 
     monkeypatch.setattr(Path, "rename", rename)
-    store, removed, remained = Store(tmp_path, keep=3), list[str](), set[str]()
+    store, removed, not_removed = Store(tmp_path, keep=3), list[str](), set[str]()
     for step in range(1, 7):
         store.write(
             sample(step),
             lambda path, late: removed.append(path.name),
-            lambda path, why: remained.add(f"{path.name}: {why}"),
+            lambda path, why: not_removed.add(f"{path.name}: {why}"),
         )
         assert is_sample(store.newest(print)[1])
     assert (steps(tmp_path), leftovers(tmp_path)) == ([1, 5, 6], [])
     assert removed == [f"step-{step:012}" for step in (2, 3, 4)]
-    assert remained == {f"step-{1:012}: Device or resource busy"}
+    assert not_removed == {f"step-{1:012}: Device or resource busy"}
 
 
 def test_none_is_removed_if_that_would_not_free_enough_space(

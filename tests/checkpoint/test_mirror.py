@@ -75,7 +75,7 @@ class Chief:
     lease: StoreLease
     done: list[int] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    remained: list[str] = field(default_factory=list)
+    not_removed: list[str] = field(default_factory=list)
     removed_late: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class Chief:
             lambda lease: self.store,
             lambda seconds: None,
             self.removed_late.append,
-            lambda url, why: self.remained.append(url),
+            lambda url, why: self.not_removed.append(url),
         )
 
     def upload(self, step: int, history: str = "", verified: int | None = None) -> None:
@@ -131,10 +131,10 @@ def test_the_next_chief_deletes_what_the_last_one_could_not(
         patch.setattr(ObjectStore, "delete", refuse)
         for step in (1, 2, 3):
             first.upload(step)
-    assert (len(first.remained), len(store.names())) == (1, 7)
+    assert (len(first.not_removed), len(store.names())) == (1, 7)
     second = Chief(tmp_path, store, first.lease)
     second.upload(4)
-    assert (second.removed_late, second.remained, complete(store)) == (first.remained, [], [3, 4])
+    assert (second.removed_late, second.not_removed, complete(store)) == (first.not_removed, [], [3, 4])
     assert len(store.names()) == 5
 
 

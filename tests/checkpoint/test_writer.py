@@ -29,14 +29,14 @@ class BlockedStore(Store):
         self,
         contents: Contents,
         removed: Callable[[Path, bool], None] = print,
-        remained: Callable[[Path, str], None] = print,
+        not_removed: Callable[[Path, str], None] = print,
     ) -> Path:
         self.reached.set()
         assert self.open.wait(PATIENCE)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return super().write(contents, removed, remained)
+        return super().write(contents, removed, not_removed)
 
 
 class Reports:
@@ -119,7 +119,7 @@ class EmptyStore(Store):
         self,
         contents: Contents,
         removed: Callable[[Path, bool], None] = print,
-        remained: Callable[[Path, str], None] = print,
+        not_removed: Callable[[Path, str], None] = print,
     ) -> Path:
         return Path(str(contents.step))
 

@@ -356,8 +356,8 @@ class Mirror:
     """Uploads the checkpoints that the chief of a job has written, on a thread; the newest one counts.
 
     That thread calls `done(url, step, seconds)` for each checkpoint that is in the store, `failed(message)`
-    for each that could not be uploaded, `remained(url, why)` for each old one that could not be deleted, and
-    `removed_late(url)` for each that an earlier chief has left; these functions must not raise.
+    for each that could not be uploaded, `not_removed(url, why)` for each old one that could not be deleted,
+    and `removed_late(url)` for each that an earlier chief has left; these functions must not raise.
 
     Args:
         lease: the right to write to the store.
@@ -367,7 +367,7 @@ class Mirror:
         connect: opens the store, on the thread.
         wait: waits for some seconds, on the thread.
         removed_late: see above.
-        remained: see above.
+        not_removed: see above.
 
     Attributes:
         taken_over: why this job may write to the store no more; empty if it may.
@@ -382,14 +382,14 @@ class Mirror:
         connect: Callable[[StoreLease], ObjectStore] | None = None,
         wait: Callable[[float], object] = time.sleep,
         removed_late: Callable[[str], None] = lambda url: None,
-        remained: Callable[[str, str], None] = lambda url, why: None,
+        not_removed: Callable[[str, str], None] = lambda url, why: None,
     ) -> None:
         self._lease = lease
         self._local = local
         self._done = done
         self._failed = failed
         self._removed_late = removed_late
-        self._remained = remained
+        self._not_removed = not_removed
         self._connect = connect or open_leased
         self._work = Latest(self._act, "uploads")
         self._wait = wait
@@ -572,7 +572,7 @@ class Mirror:
                 store.delete(stored.objects)
             except CheckpointError as error:
                 # The next chief deletes them.
-                self._remained(f"{store.url}/{stored.folder}", str(error))
+                self._not_removed(f"{store.url}/{stored.folder}", str(error))
 
     def _check_writer(self, store: ObjectStore) -> None:
         """Without conditional writes, notice another writer at least where it does not write just now."""

@@ -330,7 +330,7 @@ def open_scheduler(
             "space, or keep fewer checkpoints"
         )
 
-    def not_removed(path: Path | str, why: str) -> None:
+    def publish_not_removed(path: Path | str, why: str) -> None:
         publish(CheckpointNotRemoved(path if isinstance(path, str) else _former(path), why))
         say(f"an old checkpoint could not be removed: {path}: {why}; training continues")
 
@@ -344,16 +344,18 @@ def open_scheduler(
             publish(WarningShown(text))
             note(text)
 
-    def remained(path: Path, why: str) -> None:
+    def not_removed(path: Path, why: str) -> None:
         former = _former(path)
         tried.add(former)
         if former not in left:
             left.add(former)
-            not_removed(path, why)
+            publish_not_removed(path, why)
 
     mirror = None
     if lease is not None:
-        mirror = Mirror(lease, store, done, failed, removed_late=removed_late, remained=not_removed)
+        mirror = Mirror(
+            lease, store, done, failed, removed_late=removed_late, not_removed=publish_not_removed
+        )
 
     def on_disk(path: Path, step: int, seconds: float) -> None:
         for gone in sorted(left - tried):
@@ -372,7 +374,7 @@ def open_scheduler(
         publish(WarningShown(text))
         note(text)
 
-    writer = Writer(store, on_disk, failed, removed, remained, corrected)
+    writer = Writer(store, on_disk, failed, removed, not_removed, corrected)
     return CheckpointScheduler(writer, every, SystemClock(), finished, failed, mirror)
 
 

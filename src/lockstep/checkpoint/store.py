@@ -21,7 +21,7 @@ from lockstep.system.files import read_regular
 
 _Removed = Callable[[Path, bool], None]
 """Called with each folder that is removed to free space, or late; see `Store.write`."""
-_Remained = Callable[[Path, str], None]
+_NotRemoved = Callable[[Path, str], None]
 """Called with each folder of an old checkpoint that cannot be removed, and the reason."""
 _NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
 _LOCK = ".lock"
@@ -88,7 +88,7 @@ class Store:
         self,
         contents: Contents,
         removed: _Removed = lambda path, late: None,
-        remained: _Remained = lambda path, why: None,
+        not_removed: _NotRemoved = lambda path, why: None,
     ) -> Path:
         """Write a checkpoint; it replaces one of the same step.
 
@@ -102,8 +102,8 @@ class Store:
             removed: called with the folder of each complete checkpoint that is removed to free space although
                 it is among the newest `keep`, and False; and with each folder that an earlier removal has
                 left, once it is removed, and True.
-            remained: called with each folder of an old checkpoint that cannot be removed, and the reason. The
-                next call tries again.
+            not_removed: called with each folder of an old checkpoint that cannot be removed, and the reason.
+                The next call tries again.
 
         Returns:
             The folder of the checkpoint, which is on the disk.
@@ -120,9 +120,9 @@ class Store:
         try:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
-                self._clean(removed, remained)
-                self._write_freeing_space(contents, path, removed, remained)
-                self._prune(path, contents.manifest, remained)
+                self._clean(removed, not_removed)
+                self._write_freeing_space(contents, path, removed, not_removed)
+                self._prune(path, contents.manifest, not_removed)
         except (OSError, SafetensorError) as error:
             advice = "free space there, or give" if is_full(error) else "give"
             raise CheckpointError(
@@ -131,7 +131,7 @@ class Store:
         return path
 
     def _write_freeing_space(
-        self, contents: Contents, path: Path, removed: _Removed, remained: _Remained
+        self, contents: Contents, path: Path, removed: _Removed, not_removed: _NotRemoved
     ) -> None:
         needed = sum(array.nbytes for array in contents.arrays.values())
         while True:
@@ -139,10 +139,10 @@ class Store:
                 self._write(contents, path)
                 return
             except (OSError, SafetensorError) as error:
-                if not is_full(error) or not self._make_room(needed, removed, remained):
+                if not is_full(error) or not self._make_room(needed, removed, not_removed):
                     raise
 
-    def _make_room(self, needed: int, removed: _Removed, remained: _Remained) -> bool:
+    def _make_room(self, needed: int, removed: _Removed, not_removed: _NotRemoved) -> bool:
         """Remove the oldest checkpoint that can be removed; return whether there was one.
 
         Only checkpoints older than the newest complete one are removed, and none if that would not free
@@ -155,7 +155,7 @@ class Store:
         if disk.f_bavail * disk.f_frsize + sum(map(_size, older)) < needed:
             return False
         for path in older:
-            if _try(self._remove, path, remained):
+            if _try(self._remove, path, not_removed):
                 if path in complete:
                     removed(path, False)
                 return True
@@ -302,14 +302,14 @@ class Store:
     def _clean(
         self,
         removed: _Removed = lambda path, late: None,
-        remained: _Remained = lambda path, why: None,
+        not_removed: _NotRemoved = lambda path, why: None,
     ) -> None:
         """Remove the folders of killed writers, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
                 path.rename(self.path(_step(path)))
         for path in self._folder.glob(".step-*"):
-            if _try(_remove_folder, path, remained) and path.suffix == ".removed":
+            if _try(_remove_folder, path, not_removed) and path.suffix == ".removed":
                 removed(path, True)
 
     def _write(self, contents: Contents, path: Path) -> None:
@@ -336,7 +336,7 @@ class Store:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(
-        self, written: Path, manifest: Mapping[str, Any], remained: _Remained = lambda path, why: None
+        self, written: Path, manifest: Mapping[str, Any], not_removed: _NotRemoved = lambda path, why: None
     ) -> None:
         """Remove checkpoints older than the newest `keep` complete ones and than the one just written.
 
@@ -348,7 +348,7 @@ class Store:
         verified = [path for path in complete if _step(path) <= manifest.get("verified", -1)][-1:]
         for path in self._paths():
             if _step(path) < oldest and path not in verified:
-                _try(self._remove, path, remained)
+                _try(self._remove, path, not_removed)
 
     def _remove(self, path: Path) -> None:
         removed = self._folder / f".{path.name}.removed"
@@ -363,12 +363,12 @@ def _remove_folder(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def _try(remove: Callable[[Path], None], path: Path, remained: _Remained) -> bool:
+def _try(remove: Callable[[Path], None], path: Path, not_removed: _NotRemoved) -> bool:
     """Remove a folder, and return whether this succeeded; if not, the next writer tries again."""
     try:
         remove(path)
     except OSError as error:
-        remained(path, reason(error))
+        not_removed(path, reason(error))
         return False
     return True
 

@@ -16,8 +16,9 @@ class Writer:
 
     That thread calls `done(path, step, seconds)` for each checkpoint that is on the disk, `failed(message)`
     for each that could not be written, `removed(path, late)` for each older one removed to free space, or
-    late, and `remained(path, why)` for each older one that could not be removed; and `corrected(name, step)`
-    for each array that had changed since it was copied. These functions must not raise. See `Store.write`.
+    late, and `not_removed(path, why)` for each older one that could not be removed; and `corrected(name,
+    step)` for each array that had changed since it was copied. These functions must not raise. See
+    `Store.write`.
 
     Attributes:
         requested: the step of the checkpoint that was requested last; None before the first.
@@ -31,14 +32,14 @@ class Writer:
         done: Callable[[Path, int, float], None],
         failed: Callable[[str], None],
         removed: Callable[[Path, bool], None],
-        remained: Callable[[Path, str], None] = lambda path, why: None,
+        not_removed: Callable[[Path, str], None] = lambda path, why: None,
         corrected: Callable[[str, int], None] = lambda name, step: None,
     ) -> None:
         self._store = store
         self._done = done
         self._failed = failed
         self._removed = removed
-        self._remained = remained
+        self._not_removed = not_removed
         self._corrected = corrected
         self._work = Latest(self._write, "checkpoints")
         self.requested: int | None = None
@@ -75,7 +76,7 @@ class Writer:
             if checksum_of(contents.arrays[name]) != check.checksum and check.correct(contents.arrays[name]):
                 self._corrected(name, contents.step)
         try:
-            path = self._store.write(contents, self._removed, self._remained)
+            path = self._store.write(contents, self._removed, self._not_removed)
         except CheckpointError as error:
             self._failed(str(error))
         except Exception as error:

@@ -95,7 +95,7 @@ class EngineProcess:
 
     @property
     def was_killed(self) -> bool:
-        """Whether the process has ended, but not on its own."""
+        """Whether a signal has ended the process."""
         return self.process.returncode is not None and self.process.returncode < 0
 
     def signal(self, number: int) -> None:

@@ -135,7 +135,7 @@ class JobOnHosts:
         children: process ids of the children of this process that are not workers.
         notifies: whether the agents of other hosts show the notes of this process.
         resumed: see `Resumed`; needed by a job with checkpoints.
-        start: starts the agent of a lost host again, given its name; None if agents come on their own.
+        start: starts the agent of a lost host again, given its name; None if agents join by themselves.
         accept: called, before the job begins, with the `Newcomers` that admits agents that come later.
         wanted: the number of workers to which the job grows when hosts join; 0 for that of `spec`.
         exports: the exports of the process of the coordinator.

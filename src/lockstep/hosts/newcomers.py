@@ -72,7 +72,7 @@ class Newcomers:
         say: shows a note.
         loop: serves the agents.
         clock: for deadlines.
-        start: starts the agent of a host with this name; None if agents come on their own.
+        start: starts the agent of a host with this name; None if agents join by themselves.
     """
 
     spec: JobSpec

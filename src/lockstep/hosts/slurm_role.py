@@ -68,7 +68,7 @@ def find_place(task: SlurmTask, workers: int | None) -> TaskPlace:
 
 
 def port_of(task: SlurmTask) -> int:
-    """Return the port of the coordinator, which every task of a step computes on its own. Pure."""
+    """Return the port of the coordinator, which every task of a step computes by itself. Pure."""
     return _FIRST_PORT + (task.job + _STRIDE * task.step) % _PORTS
 
 

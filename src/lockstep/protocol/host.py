@@ -306,7 +306,10 @@ class SignalWorker(msgspec.Struct, frozen=True, tag="signal"):
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
-    """Kill the main process of a worker; a worker that has not started yet never starts."""
+    """Kill the main process of a worker; a worker that has not started yet never starts.
+
+    It is not a `SignalWorker`, because the end of a job whose members are killed is not a normal one.
+    """
 
     worker: int
 
@@ -364,7 +367,7 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
     """End all processes of the job on the host.
 
     Attributes:
-        grace: seconds that they have to exit on their own.
+        grace: seconds that they have to exit by themselves.
         evidence: workers whose log and stack the agent reports.
         status: the exit status of the job.
     """

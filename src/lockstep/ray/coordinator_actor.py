@@ -254,7 +254,7 @@ class CoordinatorActor:
     def _hold_lease(self) -> None:
         """Let the coordinator live as long as this is the newest process of this actor.
 
-        If the control store is out of reach for too long, the coordinator ends on its own.
+        If the control store is out of reach for too long, the coordinator ends by itself.
         """
         try:
             while self._status is None:

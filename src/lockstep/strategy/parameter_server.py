@@ -149,7 +149,7 @@ class ParameterServerStrategy(Strategy):
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Call `fn` in a scheduled function, or in a process on its own.
+        """Call `fn` in a scheduled function, or in a process without a job.
 
         Raises:
             ModelError: the job has parameter servers, and the caller is not a scheduled function.
@@ -168,7 +168,7 @@ class ParameterServerStrategy(Strategy):
         return value
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
-        """Yield the numbers of steps in a process on its own.
+        """Yield the numbers of steps in a process without a job.
 
         Raises:
             ModelError: the job has parameter servers.

@@ -114,7 +114,7 @@ class TimeLimits:
         blame: for the cause of a failure that blames another worker to appear.
         look: for a stuck worker to write its stack.
         abort: for workers to end after the abort, until SIGTERM.
-        leave: for workers whose scripts have all raised to exit on their own, until SIGTERM.
+        leave: for workers whose scripts have all raised to exit by themselves, until SIGTERM.
         term: for workers to end after SIGTERM or the signal that stops the job, until SIGKILL.
         kill: for workers to end after SIGKILL, until the job ends without them.
         save: for the chief to complete its step and write a checkpoint before the job stops (`--grace`).
@@ -517,7 +517,7 @@ class State:
 
     @property
     def all_raised(self) -> bool:
-        """Whether the script has raised on every running worker: their processes exit on their own."""
+        """Whether the script has raised on every running worker: their processes exit by themselves."""
         return all(self.workers[worker].raised for worker in self.running)
 
     def within(self, *phases: Phase) -> frozenset[int]:

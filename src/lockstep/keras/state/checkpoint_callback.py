@@ -64,15 +64,15 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     The checkpoints are those of `lockstep run --checkpoint`. They hold every model that is compiled in the
     strategy's scope, and are saved at the end of a step of any later call. A restarted program resumes from
     the newest complete one with the same result to the last bit. It may run under `lockstep run` with any
-    number of workers, or on its own.
+    number of workers, or without it.
 
     The program repeats everything before that `fit`. That `fit` and all later calls return their earlier
     results if they had finished. The call in progress resumes at its step. So give the callback to the first
     `fit` of the program, and to the same one each time. Later calls of `fit` do not need it.
 
-    Under `lockstep run`, SIGTERM, SIGHUP and Ctrl-C first save a checkpoint. SIGTERM does the same in a
-    program that runs on its own and does not handle the signal itself: the process exits at the end of its
-    step, after at most 20 seconds, or at a second SIGTERM.
+    Under `lockstep run`, SIGTERM, SIGHUP and Ctrl-C first save a checkpoint. Without it, SIGTERM does the
+    same, unless the program handles the signal itself: the process exits at the end of its step, after at
+    most 20 seconds, or at a second SIGTERM.
 
     `fit` raises ConfigError if another job saves checkpoints in the folder, if the replicas, threads, seed or
     backend differ from the checkpoint's, if the command has `--checkpoint`, and if `every` or `keep` is
