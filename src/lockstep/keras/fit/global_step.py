@@ -15,7 +15,7 @@ import msgspec
 
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import Batch, LocalBatches, Share
-from lockstep.keras.backends.contract import Backend, Program, StepKind, Total
+from lockstep.keras.backends.contract import Backend, StepKind, Total
 from lockstep.keras.backends.growth import refuse_other_trace
 from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import is_gather
@@ -49,16 +49,16 @@ CHECKED_STEPS = 3
 _decoder = msgspec.msgpack.Decoder(list[ReplicaOutputs])
 
 
-class GlobalStep:
-    """The steps of one model, of one kind, in one job.
+class GlobalStep(StepPrograms):
+    """Takes the steps of one model, of one kind, in one job.
 
-    The argument `context` returns the context in which replicas compute, and `traces` has the traces of all
-    programs of the step. The argument `follow` tries the model again if a step follows other values of
-    Python; see `lockstep.keras.fit.introductions.Introductions.follow`.
+    The argument `follow` tries the model again if a step follows other values of Python; see
+    `lockstep.keras.fit.introductions.Introductions.follow`.
     """
 
     def __init__(
         self,
+        *,
         job: Job,
         backend: Backend,
         model: Any,
@@ -71,22 +71,15 @@ class GlobalStep:
             [NumberedCall, Any, StepKind, Batch, Callable[[], AbstractContextManager[None]]], None
         ],
     ) -> None:
-        self.job = job
-        self.kind = kind
-        self.backend = backend
-        self._follow = follow
-        self._traces = traces
-        self._programs = StepPrograms(
+        super().__init__(
             job=job, backend=backend, model=model, kind=kind, calls=calls, context=context, traces=traces
         )
-        self._python = self._programs.python
+        self._follow = follow
         self._describe = variable_names(model)
         self._verifications = verifications_of(job)
         self._verifier = Verifier(job.exchange, job, self._verifications, self._describe)
         self._states = StateVerifier(job, backend, self._verifications)
         self._trials: tuple[NumberedCall, OutputTrials] = (calls.current, OutputTrials())
-        self.calls = calls
-        self.model = model
         self._snapshots = snapshots
         self.timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
@@ -145,8 +138,8 @@ class GlobalStep:
         batch = self._read(state, element)
         self.timer.lap("input")
         self.follow(batch, partial(self.program.published, state))
-        refuse_other_trace(self.model, self.kind, self._traces.beginning)
-        traced = self._programs.traced
+        refuse_other_trace(self.model, self.kind, self.traces.beginning)
+        traced = self.traced
         (logs, state), record = self._verified_step(state, batch, call, number)
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
@@ -158,7 +151,7 @@ class GlobalStep:
             trained=trained,
             examples=batch.examples,
             replicas=owned,
-            compiled=self._programs.traced != traced,
+            compiled=self.traced != traced,
         )
         if self._digests.ends_after(trained):
             sys.exit(0)
@@ -168,7 +161,7 @@ class GlobalStep:
         """Return the batch of an element of Keras's loop; one for a single step is that of an outer step."""
         replicas = self.job.view.replicas
         batch = read_batch(element, replicas, partial(self.program.published, state))
-        single = self._programs.local is not None and not isinstance(batch, LocalBatches)
+        single = self.local is not None and not isinstance(batch, LocalBatches)
         return LocalBatches([batch], replicas) if single else batch
 
     def _join_job(self, state: Any, element: Any) -> Any:
@@ -178,7 +171,7 @@ class GlobalStep:
             CallFinishedElsewhere: the members have finished the call.
         """
         batch = self._read(state, element)
-        refuse_other_trace(self.model, self.kind, self._traces.beginning)
+        refuse_other_trace(self.model, self.kind, self.traces.beginning)
         _, state = self._step(state, batch)
         self.backend.settle()
         if self._snapshots.resumable.join():
@@ -209,7 +202,7 @@ class GlobalStep:
                     again = partial(self._apply, totals=totals)
                     logs, state = self._states.end(before, self.program, (logs, state), where, again)
                 if self.program.varies and not self.job.joins:
-                    self._python.end()
+                    self.python.end()
             except StepWithdrawn:
                 state = self._withdraw(state, before)
             else:
@@ -230,7 +223,7 @@ class GlobalStep:
         """
         self._digests.settle()
         if self.program.varies:
-            self._python.undo()
+            self.python.undo()
         if before is not None:
             state = before.restored(self.program, state)
         logs, trains = self.calls.current.logs, self.kind == "train"
@@ -265,17 +258,17 @@ class GlobalStep:
         The workers may divide the update of a step that counts, and the caller makes its changes in Python.
         """
         totals = [] if totals is None else totals
-        self._programs.follow_growths()
+        self.follow_growths()
         self.program.keep_passes(False)
         if self.program.varies:
-            self._python.begin()
+            self.python.begin()
         complete, examples = False, dict[int, Any]()
         while not complete:
-            round_ = StepRound(self._programs, state, batch, list(totals), record, examples)
+            round_ = StepRound(self, state, batch, list(totals), record, examples)
             total = self._verifier.sum(round_)
             complete = self.program.is_last(len(totals))
             if is_gather(total):
-                self._programs.gathering.add(len(totals))
+                self.gathering.add(len(totals))
             # The next reduce reuses the total's memory.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
             self.timer.lap("exchange")
@@ -285,7 +278,7 @@ class GlobalStep:
         divides = counts and self.kind == "train" and not self.job.joins
         result = self._apply(state, totals, self._divided if divides else None)
         if self.program.varies and not (self.job.joins or counts):
-            self._python.end()
+            self.python.end()
         self.timer.lap("update")
         return result
 
@@ -314,8 +307,8 @@ class GlobalStep:
         self._verifications.begin(0)
         self.program.outputs()  # Drops those of a step that failed.
         if self.program.varies:
-            self._python.begin()
-        only = StepRound(self._programs, state, batch)
+            self.python.begin()
+        only = StepRound(self, state, batch)
         outputs: dict[int, Any] = {}
 
         def join(view: View, communicator: Communicator) -> Any:
@@ -336,7 +329,7 @@ class GlobalStep:
             self._digests.settle()
             _, state = self.program.apply(state, [self.job.exchange(only.sum, only.catching_up)])
         if self.program.varies:
-            self._python.undo()
+            self.python.undo()
         self.calls.current.steps += 1
         return rows, state
 
@@ -359,11 +352,6 @@ class GlobalStep:
             return leaves_by_path(tried, self.backend.to_numpy)
 
         return ReplicaOutputs(share.replica, packed, trials.of(leaves, share.examples, shapes, computed))
-
-    @property
-    def program(self) -> Program:
-        """Computes a replica's part of a step, and applies the total."""
-        return self._programs.program
 
     def _next_step(self, logs: Any, state: Any) -> Any:
         """Count a step, and do what is due after it; return the state."""

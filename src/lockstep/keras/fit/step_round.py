@@ -46,14 +46,13 @@ class StepPrograms:
     """The programs of the steps of one model, of one kind, and what the rounds of these steps have in common.
 
     Attributes:
+        traces: the traces of all programs.
         context: returns the context in which replicas compute.
         local: the local steps of replicas; None if each step is of all replicas.
         program: computes a replica's part of a step, and applies the total.
         python: the Python attributes that the steps change.
         layouts: the layouts of the partials, by the number of the round and the names of the arrays.
         gathering: the numbers of the rounds that have ended at a call of `gather`.
-
-    The argument `traces` has the traces of all programs.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class StepPrograms:
         self.kind = kind
         self.calls = calls
         self.context = context
-        self._traces = traces
+        self.traces = traces
         # A check compares a step with one process, so it takes no local steps.
         self.local = job.local_steps if kind == "train" and not job.settings.checks else None
         self._make()
@@ -82,7 +81,7 @@ class StepPrograms:
     def _make(self) -> None:
         """Make a program that knows the growths of the model, as of its first step."""
         self._growths = b""
-        self.program: Program = self.backend.program(self.model, self.kind, self._traces.trace)
+        self.program: Program = self.backend.program(self.model, self.kind, self.traces.trace)
         if self.local is not None:
             self.program = LocalProgram(self.program, self.backend, self.model, self.local)
         self._by_structure: dict[str, Program] = {}
@@ -106,7 +105,7 @@ class StepPrograms:
         structure = structure_of(data)
         if structure not in self._by_structure:
             first = not self._by_structure
-            new = self.program if first else self.backend.program(self.model, self.kind, self._traces.trace)
+            new = self.program if first else self.backend.program(self.model, self.kind, self.traces.trace)
             self._by_structure[structure] = new
         self.program = self._by_structure[structure]
         return self.program
