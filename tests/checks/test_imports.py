@@ -122,6 +122,8 @@ KERAS_LAYERS: tuple[set[str], ...] = (
         ),
         *(
             "python_state",
+            "python_values",
+            "reached_objects",
             "randomness",
             "scaled_sums",
             "seeds",

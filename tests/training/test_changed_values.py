@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.keras import python_state
+from lockstep.keras import reached_objects
 from lockstep.keras.changed_values import ChangedValues, set_values
 from lockstep.keras.state.journal import Journal
 
@@ -189,7 +189,7 @@ def names_large(self: Any) -> Any:
 def test_large_arrays_are_neither_copied_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
     program = Program(names_large)
     program.model.loss = names_large
-    graph = python_state.graph_of(program.model, named=True)
+    graph = reached_objects.graph_of(program.model, named=True)
     large = {id(LARGE[0]), id(LARGE[1][0]), id(LARGE[2].x)}
     assert not large & {id(node.value) for node in graph.nodes.values()}
     for array in (LARGE[0], LARGE[1][0], LARGE[2].x):

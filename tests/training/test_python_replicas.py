@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import ModelError
 from lockstep.keras.python_replicas import PythonOfReplicas, python_facts, saved_python, set_python
-from lockstep.keras.python_state import unchanged
+from lockstep.keras.reached_objects import unchanged
 
 Step = Callable[[Any, int], float]
 

@@ -13,7 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.keras.python_state import ObjectGraph, disturbed, encoded, graph_of, numbers_of, text_of
+from lockstep.keras.python_state import ObjectGraph
+from lockstep.keras.python_values import disturbed, encoded, text_of
+from lockstep.keras.reached_objects import graph_of, numbers_of
 
 _PLAIN = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3))
 _VALUES = st.recursive(

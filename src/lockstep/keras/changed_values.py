@@ -21,20 +21,10 @@ import numpy as np
 import xxhash
 
 from lockstep.checkpoint.values import pack
-from lockstep.keras.python_state import (
-    ABSENT,
-    LARGE,
-    Place,
-    is_array,
-    is_generator,
-    model_objects,
-    object_of_program,
-    own_variable,
-    set_value,
-    value_of,
-    variables_of,
-)
+from lockstep.keras.python_state import is_array, is_generator
+from lockstep.keras.python_values import ABSENT, LARGE, Place, own_variable, set_value, value_of
 from lockstep.keras.randomness import generator_state
+from lockstep.keras.reached_objects import model_objects, object_of_program, variables_of
 from lockstep.keras.variables import all_variables
 from lockstep.system.notes import note
 

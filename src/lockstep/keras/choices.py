@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from lockstep.keras.python_state import (
-    ABSENT,
-    CONTAINERS,
-    NESTED,
-    attribute_names,
-    attribute_of,
-    objects_in,
-    parts_of,
-    reached_by,
-    value_of,
-)
+from lockstep.keras.python_values import ABSENT, CONTAINERS, NESTED, value_of
+from lockstep.keras.reached_objects import attribute_names, attribute_of, objects_in, parts_of, reached_by
 
 
 class _Watched:

@@ -26,18 +26,9 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.common import without_summaries
 from lockstep.keras.backends.contract import Partial
 from lockstep.keras.private.common import CHANGED_PLACES
-from lockstep.keras.python_state import (
-    Changes,
-    Kept,
-    Key,
-    ObjectGraph,
-    decoded,
-    disturbed,
-    encoded,
-    graph_of,
-    graph_of_function,
-    text_of,
-)
+from lockstep.keras.python_state import Changes, Kept, Key, ObjectGraph
+from lockstep.keras.python_values import decoded, disturbed, encoded, text_of
+from lockstep.keras.reached_objects import graph_of, graph_of_function
 
 _TRIED_STEPS = 2
 """The first steps of a program in which replica 0 is computed twice."""

@@ -9,57 +9,53 @@ restored.
 Comparing and restoring a graph around each replica takes a third of a millisecond a step for 20 layers.
 """
 
-import argparse
-import functools
-import importlib.util
-import inspect
 import itertools
-import math
 import random
-import site
-import struct
 import sys
-import sysconfig
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
-import xxhash
 
 from lockstep.keras.private.common import (
     KERAS_HOLDERS,
     MODEL_ATTRIBUTES,
     OWN_ATTRIBUTES,
-    layers_of,
-    modules_of,
+)
+from lockstep.keras.python_values import (
+    ABSENT,
+    DEEPEST,
+    LARGE,
+    LEAVES,
+    MANY_ELEMENTS,
+    PLAIN_HOLDERS,
+    Place,
+    SavedValue,
+    are_same,
+    are_same_arrays,
+    are_same_tensors,
+    decoded,
+    is_module,
+    is_of_program,
+    is_of_values,
+    is_symbolic,
+    is_variable,
+    set_value,
+    tensor_version,
+    text_of,
+    value_of,
+    with_own,
+    with_own_items,
 )
 from lockstep.keras.randomness import generator_state, set_generator_state
-from lockstep.keras.variables import flat_metrics, optimizers_of
 
-_MANY = 1000
-"""The most elements of a container among which nodes are searched."""
-LARGE = 1 << 20
-"""Bytes of an array above which it is compared only if it has changed in the first steps."""
-_LIBRARIES = tuple(
-    {*site.getsitepackages(), *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))}
-)
-_PLAIN_HOLDERS = (types.SimpleNamespace, argparse.Namespace)
-_LEAVES = (bool, int, float, complex, str, bytes)
 _GROWTH = 4
 """When a graph has so many times the nodes that could be reached at first, unreachable ones are removed."""
-CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-NESTED = 3
-"""The depth of containers within containers up to which values are read."""
-_DEEP = 20
-"""The depth of containers within containers up to which contents are shown."""
-ABSENT: Any = object()
-
 Contents = Any
 Key = tuple[int, str]
 """A place: a node, by its position in the graph, and an attribute of it; "" for its whole contents."""
@@ -111,9 +107,7 @@ class _Holder(_Changeable):
 
     def __init__(self, path: str, value: Any) -> None:
         self.attributes: dict[str, Any] = vars(value)
-        self.ignored = (
-            OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) or _is_module(value) else frozenset()
-        )
+        self.ignored = OWN_ATTRIBUTES if isinstance(value, KERAS_HOLDERS) or is_module(value) else frozenset()
         self.is_model = isinstance(value, keras.Model)
         if self.is_model:
             self.ignored |= MODEL_ATTRIBUTES
@@ -147,7 +141,7 @@ class _Holder(_Changeable):
         now = self.read()
         self._grow(now)
         if now.keys() != baseline.keys() or not all(
-            _same(value, baseline[name]) for name, value in now.items()
+            are_same(value, baseline[name]) for name, value in now.items()
         ):
             self.keys, self.values = [], []
             return True
@@ -165,7 +159,7 @@ class _Holder(_Changeable):
                 self.grown, baseline[name] = True, value
                 continue
             if self.built is not was_built:
-                part = before is None or not (type(before) in _LEAVES and type(value) in _LEAVES)
+                part = before is None or not (type(before) in LEAVES and type(value) in LEAVES)
             else:
                 part = before is None and isinstance(value, (keras.Variable, *KERAS_HOLDERS))
             if part and value is not before:
@@ -201,7 +195,7 @@ class _Variables(_Holder):
 
     def differs(self) -> bool:
         now, baseline = self.read(), self.baseline
-        return now.keys() != baseline.keys() or not all(map(_same, now.values(), baseline.values()))
+        return now.keys() != baseline.keys() or not all(map(are_same, now.values(), baseline.values()))
 
 
 class _List(_Changeable):
@@ -224,11 +218,11 @@ class _List(_Changeable):
     def differs(self) -> bool:
         value, baseline = self.value, self.baseline
         return len(value) != len(baseline) or not (
-            all(map(is_, value, baseline)) or all(map(_same, value, baseline))
+            all(map(is_, value, baseline)) or all(map(are_same, value, baseline))
         )
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        if len(self.baseline) <= _MANY:
+        if len(self.baseline) <= MANY_ELEMENTS:
             for i, value in enumerate(self.baseline):
                 yield f"{self.path}[{i}]", value
 
@@ -251,12 +245,12 @@ class _Dict(_Changeable):
         value, baseline = self.value, self.baseline
         return (
             len(value) != len(baseline)
-            or not all(map(_same, value.values(), baseline.values()))
+            or not all(map(are_same, value.values(), baseline.values()))
             or list(value) != list(baseline)
         )
 
     def children(self) -> Iterator[tuple[str, Any]]:
-        if len(self.baseline) <= _MANY:
+        if len(self.baseline) <= MANY_ELEMENTS:
             for key, value in self.baseline.items():
                 yield f"{self.path}[{key!r}]", value
 
@@ -291,7 +285,7 @@ class _Array(_Changeable):
         self.value[...] = contents
 
     def differs(self) -> bool:
-        return self.watched and not _same_array(self.value, self.baseline)
+        return self.watched and not are_same_arrays(self.value, self.baseline)
 
 
 class _Tensor(_Changeable):
@@ -300,16 +294,18 @@ class _Tensor(_Changeable):
     __slots__ = ("version",)
 
     def read(self) -> Any:
-        self.version = _version(self.value)
+        self.version = tensor_version(self.value)
         return self.value.detach().clone()
 
     def write(self, contents: Any) -> None:
         with sys.modules["torch"].no_grad():
             self.value.copy_(contents)
-        self.version = _version(self.value)
+        self.version = tensor_version(self.value)
 
     def differs(self) -> bool:
-        return bool(_version(self.value) != self.version) and not _same_tensor(self.value, self.baseline)
+        if tensor_version(self.value) == self.version:
+            return False
+        return not are_same_tensors(self.value, self.baseline)
 
 
 class _Generator(_Changeable):
@@ -318,7 +314,7 @@ class _Generator(_Changeable):
     __slots__ = ()
 
     def differs(self) -> bool:
-        return _text(self.read()) != _text(self.baseline)
+        return text_of(self.read()) != text_of(self.baseline)
 
     def read(self) -> Any:
         return generator_state(self.value)
@@ -351,11 +347,11 @@ class Changes:
         return [
             (position, name)
             for position, name, new in self._attributes()
-            if new is not ABSENT and _is_of_values(new)
+            if new is not ABSENT and is_of_values(new)
         ] + [
             (position, "")
             for position, new in self.contents.items()
-            if not isinstance(self._graph.nodes[position], _Holder | _Generator) and _is_of_values(new)
+            if not isinstance(self._graph.nodes[position], _Holder | _Generator) and is_of_values(new)
         ]
 
     def _attributes(self) -> Iterator[tuple[int, str, Any]]:
@@ -363,7 +359,7 @@ class Changes:
             if isinstance(self._graph.nodes[position], _Holder):
                 before = self.before[position]
                 for name in sorted({**before, **after}):
-                    if not _is_symbolic(after.get(name)) and not _same(
+                    if not is_symbolic(after.get(name)) and not are_same(
                         before.get(name, ABSENT), after.get(name, ABSENT)
                     ):
                         yield position, name, after.get(name, ABSENT)
@@ -404,11 +400,11 @@ class Changes:
         excluded, texts = frozenset(without), []
         for position, name, new in self._attributes():
             if (position, name) not in excluded:
-                texts.append(f"{self._graph.nodes[position].path}.{name} = {_text(new)}")
+                texts.append(f"{self._graph.nodes[position].path}.{name} = {text_of(new)}")
         for position, after in self.contents.items():
             node = self._graph.nodes[position]
             if not isinstance(node, _Holder) and (position, "") not in excluded:
-                texts.append(f"{node.path} = {_text(after)}")
+                texts.append(f"{node.path} = {text_of(after)}")
         return sorted(texts)
 
 
@@ -477,7 +473,7 @@ class ObjectGraph:
             present = node.read()
             if isinstance(node, _Holder):
                 for name in {**before, **contents}:
-                    if _same(present.get(name, ABSENT), before.get(name, ABSENT)):
+                    if are_same(present.get(name, ABSENT), before.get(name, ABSENT)):
                         present[name] = contents.get(name, ABSENT)
                 contents = {name: value for name, value in present.items() if value is not ABSENT}
             elif node.differs():
@@ -566,7 +562,7 @@ class ObjectGraph:
     def _with_baselines(self, value: Any, depth: int = 0) -> Any:
         """Return a value with the baselines of the containers and arrays in it."""
         node = self._nodes_of.get(id(value))
-        if depth > _DEEP or not (isinstance(node, _List | _Dict | _Set | _Array | _Tensor)):
+        if depth > DEEPEST or not (isinstance(node, _List | _Dict | _Set | _Array | _Tensor)):
             return value
         if isinstance(node, _Dict):
             return {key: self._with_baselines(item, depth + 1) for key, item in node.baseline.items()}
@@ -594,7 +590,7 @@ class ObjectGraph:
             return False
         own = node.baseline.get(name) if name else node.baseline
         try:
-            return self.set_at(path, name, _with_own(own, new) if name else _with_own_items(own, new))
+            return self.set_at(path, name, with_own(own, new) if name else with_own_items(own, new))
         except ValueError:
             return False  # An array of another shape, of an edited script.
 
@@ -621,13 +617,13 @@ class ObjectGraph:
         waiting.reverse()
         while waiting:
             path, value = waiting.pop()
-            if type(value) in _LEAVES or value is None or id(value) in self._seen or path in self._ignored:
+            if type(value) in LEAVES or value is None or id(value) in self._seen or path in self._ignored:
                 continue
             if isinstance(value, tuple):
-                if len(value) <= _MANY:
+                if len(value) <= MANY_ELEMENTS:
                     waiting.extend((f"{path}[{i}]", item) for i, item in enumerate(value))
                 continue
-            if _is_variable(value):
+            if is_variable(value):
                 self._seen.add(id(value))
                 self.variables[path] = value
                 continue
@@ -644,454 +640,6 @@ class ObjectGraph:
                 waiting.extend(reversed(list(node.children())))
 
 
-def graph_of(model: Any, *, named: bool = False) -> ObjectGraph:
-    """Return the objects of a model whose attributes its steps may change.
-
-    Args:
-        model: the model, built.
-        named: whether to include the variables that its functions name, and the objects in them.
-    """
-    variables = [(owner, _Variables(owner, each)) for owner, each in variables_of(model)] if named else []
-    return ObjectGraph([*_roots_of(model), *variables])
-
-
-def _roots_of(model: Any) -> list[tuple[str, Any]]:
-    optimizers = optimizers_of(model)
-    inner = [getattr(optimizer, "inner_optimizer", None) for optimizer in optimizers]
-    loss = getattr(model, "loss", None)
-    roots = [("the model", model)]
-    # A layer has its path once it is built.
-    roots += [
-        (f"layer {layer.path or layer.name!r}", layer) for layer in layers_of(model, include_self=False)
-    ]
-    roots += [(f"metric {metric.name!r}", metric) for metric in flat_metrics(model.metrics)]
-    roots += [(f"optimizer {i}", optimizer) for i, optimizer in enumerate([*optimizers, *inner])]
-    # Keras also wraps modules of PyTorch that are losses.
-    modules = [
-        module for part in [*layers_of(model), *keras.tree.flatten(loss)] for module in modules_of(part)
-    ]
-    roots += [(f"module {i} ({type(module).__name__})", module) for i, module in enumerate(modules)]
-    return roots if isinstance(loss, str) else [*roots, ("the loss", loss)]
-
-
-def model_objects(model: Any) -> list[tuple[str, Any, list[str]]]:
-    """Return a model and its parts, each with its path and the names of its own attributes."""
-    found = [(path, part) for path, part in _roots_of(model) if _node_class(part) is _Holder]
-    return [(path, part, list(_Holder(path, part).baseline)) for path, part in found]
-
-
-def graph_of_function(function: Any) -> ObjectGraph:
-    """Return the objects that a function names (see `named_objects`), with layers and metrics of models.
-
-    A method also names its object.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    roots = [] if owner is None or _node_class(owner) is not _Holder else [(type(owner).__name__, owner)]
-    roots += named_objects([function, *(root for _, root in roots)])
-    graph = ObjectGraph(roots)
-    held = [node.value for node in graph.nodes.values() if isinstance(node.value, keras.layers.Layer)]
-    layers = {id(layer): layer for outer in held for layer in layers_of(outer)}
-    metrics = [metric for layer in layers.values() for metric in flat_metrics(getattr(layer, "metrics", ()))]
-    roots += [(f"layer {layer.path or layer.name!r}", layer) for layer in layers.values()]
-    roots += [(f"metric {metric.name!r}", metric) for metric in metrics]
-    return ObjectGraph(roots)
-
-
-def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
-    """Return the objects with attributes, and generators of random numbers, that functions name, as roots.
-
-    They are global variables, and variables of enclosing functions. Functions of the program that these
-    functions name also count.
-
-    Args:
-        parts: functions, and objects whose methods count.
-    """
-    roots: dict[int, tuple[str, Any]] = {}
-    for name, value, *_ in _named(parts):
-        if _node_class(value) in (_Generator, _Holder):
-            roots.setdefault(id(value), (f"the variable {name!r}", value))
-    return list(roots.values())
-
-
-class _Named(NamedTuple):
-    """What a function names.
-
-    Attributes:
-        name: the name.
-        value: the object.
-        place: the variable of an enclosing function, or the global variables of the function's module.
-    """
-
-    name: str
-    value: Any
-    place: types.CellType | dict[str, Any]
-
-
-def _named(parts: Iterable[Any]) -> Iterator[_Named]:
-    """Yield what functions name; see `named_objects`."""
-    for function in _reached_functions(parts):
-        yield from _named_by(function)
-
-
-def _reached_functions(parts: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """Yield functions, and those of the program that they name; see `named_objects`."""
-    waiting = [function for part in parts for function in _functions_of(part)]
-    visited: set[int] = set()
-    while waiting:
-        function = waiting.pop()
-        if id(function) in visited:
-            continue
-        visited.add(id(function))
-        yield function
-        for value in (named.value for named in _named_by(function)):
-            if isinstance(value, types.FunctionType):
-                waiting += [value] if is_in_program(value.__module__) else []
-            elif _node_class(value) in (_Generator, _Holder) and id(value) not in visited:
-                visited.add(id(value))
-                waiting += _functions_of(value)
-
-
-class _Reached(NamedTuple):
-    """What parts of a program reach.
-
-    Attributes:
-        objects: the objects of the program with attributes.
-        functions: the functions of the program.
-        named: what the functions name, with the functions.
-        spaces: the modules and classes of the program that the functions name.
-        names: the words in the functions that may be names of attributes.
-        texts: the texts in them.
-    """
-
-    objects: list[Any]
-    functions: list[types.FunctionType]
-    named: list[tuple[types.FunctionType, _Named]]
-    spaces: list[Any]
-    names: set[str]
-    texts: set[str]
-
-
-def reached_by(parts: Sequence[Any]) -> _Reached:
-    """Return what functions, and objects whose methods count, reach."""
-    objects, members = objects_in(parts), list[Any]()
-    while True:
-        reached = _reached_functions([*objects, *parts, *_callables_in(parts), *members])
-        functions = [function for function in reached if is_in_program(function.__module__)]
-        named = [(function, each) for function in functions for each in _named_by(function)]
-        spaces = _spaces_in(each.value for _, each in named)
-        names, texts = _words_of(functions)
-        found = objects_in([*parts, *(each.value for _, each in named)])
-        inner = [vars(space)[name] for space in spaces for name in sorted(names & vars(space).keys())]
-        inner = [member for member in inner if isinstance(member, types.FunctionType)]
-        if len(found) == len(objects) and len(inner) == len(members):
-            return _Reached(objects, functions, named, spaces, names, texts)
-        objects, members = found, inner
-
-
-Place = types.CellType | dict[str, Any] | type | types.ModuleType
-"""Where a variable is: one of an enclosing function, global variables, or a class or module."""
-
-
-def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, dict[str, Place]]]:
-    """Return what functions of a model and of callbacks name, and where it is; see `reached_by`.
-
-    The paths with them are equal in all processes of a job.
-    """
-    parts = [part for _, part in _roots_of(model) if part is not None]
-    parts += [*keras.tree.flatten(getattr(model, "loss", None)), *callbacks]
-    reached = reached_by(parts)
-    places: dict[str, dict[str, Place]] = {}
-    cells: dict[int, str] = {}
-    for function, (name, value, place) in reached.named:
-        if isinstance(value, types.ModuleType | type):
-            continue
-        if isinstance(place, dict):
-            places.setdefault(function.__module__, {})[name] = place
-        elif id(place) not in cells:
-            owner = base = f"{function.__module__}.{function.__qualname__}"
-            numbers = itertools.count(2)
-            # Several functions may come from one definition.
-            while name in places.get(owner, {}):
-                owner = f"{base}#{next(numbers)}"
-            cells[id(place)] = owner
-            places.setdefault(owner, {})[name] = place
-    classes = [each for part in (*parts, *reached.objects) for each in _spaces_in([type(part)])]
-    for space in [*reached.spaces, *classes]:
-        owner = f"{space.__module__}.{space.__qualname__}" if isinstance(space, type) else space.__name__
-        for name in sorted(reached.names & vars(space).keys()):
-            value = vars(space)[name]
-            if not (name.startswith("__") or isinstance(value, types.ModuleType | type)):
-                if isinstance(space, type) and hasattr(type(value), "__get__"):
-                    continue  # Such as a method.
-                places.setdefault(owner, {}).setdefault(name, space)
-    return list(places.items())
-
-
-class Number(NamedTuple):
-    """A place with a number.
-
-    Attributes:
-        value: the number, or an array with one element.
-        set: sets another number of the same type, or another array.
-        reset: sets the value again.
-    """
-
-    value: Any
-    set: Callable[[Any], object]
-    reset: Callable[[], object]
-
-
-def numbers_of(model: Any) -> list[Number]:
-    """Return the numbers outside of Keras's variables that a model, its losses and their functions refer to.
-
-    They are in attributes of the program's objects, in containers, and in global variables and variables of
-    enclosing functions: floats of Python and NumPy, arrays and tensors of floats with one element, and
-    variables of TensorFlow with one element. Attributes of metrics and optimizers do not count.
-    """
-    parts = parts_of(model)
-    waiting: list[Number] = []
-    for name, value, place in _named([*parts, *_callables_in(parts)]):
-        if isinstance(place, types.CellType):
-            setter = functools.partial(setattr, place, "cell_contents")
-            waiting.append(Number(value, setter, functools.partial(setter, value)))
-        else:
-            waiting.append(_item(place, name, value))
-    numbers: list[Number] = []
-    seen: set[int] = set()
-    containers = [*parts]
-    while waiting or containers:
-        if containers:
-            waiting += _items(containers.pop())
-            continue
-        number = waiting.pop()
-        value = number.value
-        if is_float(value):
-            numbers.append(number)
-        elif id(value) not in seen:
-            seen.add(id(value))
-            containers.append(value)
-            numbers += _array(value)
-    return numbers
-
-
-def parts_of(model: Any) -> list[Any]:
-    """Return a model, its layers and losses, and the modules of PyTorch in them."""
-    layers = layers_of(model)
-    modules = [module for layer in layers for module in modules_of(layer)]
-    return [*layers, *keras.tree.flatten(getattr(model, "loss", None)), *modules]
-
-
-def _spaces_in(values: Iterable[Any]) -> list[Any]:
-    """Return the modules and classes of the program among some values, and the classes' base classes."""
-    spaces: dict[int, Any] = {}
-    for value in values:
-        if isinstance(value, type):
-            spaces.update((id(each), each) for each in value.__mro__ if _is_of_program(each))
-        elif isinstance(value, types.ModuleType) and is_in_program(value.__name__):
-            spaces[id(value)] = value
-    return list(spaces.values())
-
-
-def objects_in(values: Iterable[Any]) -> list[Any]:
-    """Return the objects of the program with attributes among some values, and those to which they refer."""
-    objects: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = list(values)[::-1]
-    while waiting:
-        value = waiting.pop()
-        if type(value) in _LEAVES or value is None or id(value) in seen:
-            continue
-        if isinstance(value, CONTAINERS):
-            seen.add(id(value))
-            items = value.values() if isinstance(value, dict) else value
-            # The order of a set of objects differs between processes.
-            visits = len(value) <= _MANY and not isinstance(value, set | frozenset)
-            waiting += list(items)[::-1] if visits else []
-        elif _may_choose(value):
-            seen.add(id(value))
-            objects[id(value)] = value
-            waiting += [attribute_of(value, name) for name in sorted(attribute_names(value), reverse=True)]
-    return list(objects.values())
-
-
-def _may_choose(value: Any) -> bool:
-    """Whether the attributes of an object are the program's: it is a model, or of a class of the program."""
-    if _node_class(value) is not _Holder or isinstance(value, keras.Metric | keras.Optimizer):
-        return False
-    return isinstance(value, (keras.Model, *_PLAIN_HOLDERS)) or any(map(_is_of_program, type(value).__mro__))
-
-
-def attribute_names(holder: Any) -> set[str]:
-    """Return the names of an object's attributes and of those of its classes that are not functions."""
-    names = set(_Holder("", holder).baseline)
-    for each in filter(_is_of_program, type(holder).__mro__):
-        names |= {
-            name for name, value in vars(each).items() if not (callable(value) or hasattr(value, "fget"))
-        }
-    return {name for name in names if not name.startswith("__")}
-
-
-def attribute_of(holder: Any, name: str) -> Any:
-    """Return the present value of an attribute of an object or a class; `ABSENT` without one."""
-    if name in vars(holder):
-        return vars(holder)[name]
-    return next((vars(each)[name] for each in type(holder).__mro__ if name in vars(each)), ABSENT)
-
-
-def value_of(place: Place, name: str) -> Any:
-    """Return the present value of a variable; `ABSENT` without one."""
-    if isinstance(place, types.CellType):
-        try:
-            return place.cell_contents
-        except ValueError:
-            return ABSENT
-    return (place if isinstance(place, dict) else vars(place)).get(name, ABSENT)
-
-
-def set_value(place: Place, name: str, value: Any) -> None:
-    """Set a variable, or remove it if the value is `ABSENT`."""
-    if isinstance(place, types.CellType):
-        if value is ABSENT:
-            del place.cell_contents
-        else:
-            place.cell_contents = value
-    elif isinstance(place, dict):
-        if value is ABSENT:
-            place.pop(name, None)
-        else:
-            place[name] = value
-    elif value is ABSENT:
-        delattr(place, name)
-    else:
-        setattr(place, name, value)
-
-
-def _words_of(functions: Iterable[types.FunctionType]) -> tuple[set[str], set[str]]:
-    """Return the words that may be names of attributes in some functions, and the texts in them."""
-    names: set[str] = set()
-    texts: set[str] = set()
-    codes = [function.__code__ for function in functions]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        constants = list(code.co_consts)
-        while constants:
-            constant = constants.pop()
-            if isinstance(constant, str):
-                texts.add(constant)
-            elif isinstance(constant, tuple | frozenset):
-                constants += constant
-            elif isinstance(constant, types.CodeType):
-                codes.append(constant)
-    return names | texts, texts
-
-
-def is_float(value: Any) -> bool:
-    """Whether a value is a float of Python or NumPy, which cannot change, and not an array."""
-    return type(value) is float or isinstance(value, np.floating)
-
-
-def _item(container: Any, key: Any, value: Any) -> Number:
-    # Not the methods of Keras's containers, which may be locked.
-    kinds = [kind for kind in (dict, list) if issubclass(type(container), kind)] or [type(container)]
-    setter = functools.partial(kinds[0].__setitem__, container, key)
-    return Number(value, setter, functools.partial(setter, value))
-
-
-def _keep(*_: Any) -> None:
-    """Do not set an item of a tuple, which cannot change."""
-
-
-def _items(value: Any) -> list[Number]:
-    """Return the items of a container, or the attributes of an object of the program."""
-    if isinstance(value, dict | list | deque | tuple) and len(value) > _MANY:
-        return []
-    if isinstance(value, tuple):
-        return [Number(item, _keep, _keep) for item in value if not (type(item) in _LEAVES or is_float(item))]
-    if isinstance(value, dict):
-        return [_item(value, key, item) for key, item in value.items()]
-    if isinstance(value, list | deque):
-        return [_item(value, i, item) for i, item in enumerate(value)]
-    if _node_class(value) is not _Holder or isinstance(value, keras.Metric | keras.Optimizer):
-        return []
-    classes = [each for each in type(value).__mro__ if _is_of_program(each)]
-    if not (classes or isinstance(value, (keras.Model, *_PLAIN_HOLDERS))):
-        return []
-    attributes = _Holder("", value).baseline
-    items = [_item(vars(value), name, item) for name, item in attributes.items()]
-    inherited = {name: item for each in reversed(classes) for name, item in vars(each).items()}
-    for name, item in inherited.items():
-        if name not in vars(value) and not name.startswith("__") and is_float(item):
-            reset = functools.partial(vars(value).pop, name, None)
-            items.append(Number(item, functools.partial(vars(value).__setitem__, name), reset))
-    return items
-
-
-def _array(value: Any) -> list[Number]:
-    """Return an array or tensor of floats, or a variable of TensorFlow, as a number if it has one element."""
-    if _is_variable(value):
-        if value.shape.num_elements() != 1:
-            return []
-        before = np.asarray(value.numpy())
-        return [Number(before, value.assign, functools.partial(value.assign, before))]
-    node_class = _node_class(value)
-    if node_class not in (_Array, _Tensor) or math.prod(value.shape) != 1:
-        return []
-    assert node_class is not None
-    node = node_class("", value)
-    before = np.array(keras.ops.convert_to_numpy(node.baseline))
-    if before.dtype.kind != "f":
-        return []
-
-    def write(array: Any) -> None:
-        node.write(array if node_class is _Array else sys.modules["torch"].as_tensor(array))
-
-    return [Number(before, write, functools.partial(node.write, node.baseline))]
-
-
-def _callables_in(parts: Iterable[Any]) -> list[Any]:
-    """Return the attributes of objects that can be called, such as the function of a loss of Keras."""
-    members = [member for part in parts for member in getattr(part, "__dict__", {}).values()]
-    return [member for member in members if callable(member)]
-
-
-def _functions_of(part: Any) -> list[types.FunctionType]:
-    """Return a function, or the methods of the program's own classes of an object."""
-    part = inspect.unwrap(part) if callable(part) else part
-    if isinstance(part, types.MethodType):
-        part = part.__func__
-    if isinstance(part, types.FunctionType):
-        return [part]
-    members = [member for cls in type(part).__mro__ if _is_of_program(cls) for member in vars(cls).values()]
-    unwrapped = [getattr(member, "__func__", getattr(member, "fget", member)) for member in members]
-    functions = [inspect.unwrap(member) if callable(member) else member for member in unwrapped]
-    return [member for member in functions if isinstance(member, types.FunctionType)]
-
-
-def _named_by(function: types.FunctionType) -> Iterator[_Named]:
-    """Yield the global variables, and variables of enclosing functions, that a function names."""
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # It has no value yet.
-            yield _Named(name, cell.cell_contents, cell)
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield _Named(name, function.__globals__[name], function.__globals__)
-
-
-def unchanged(model: Any) -> "Kept":
-    """Within a block, changes of a model's Python attributes are undone at its end.
-
-    So are assignments of variables of TensorFlow in them.
-    """
-    return Kept(graph_of(model))
-
-
 class Kept:
     """A context at whose end all changes of a graph are undone."""
 
@@ -1106,130 +654,8 @@ class Kept:
     def __exit__(self, *error: Sequence[Any]) -> None:
         self._graph.restore()
         for variable, value in self._values:
-            if not _same_array(variable.numpy(), value):
+            if not are_same_arrays(variable.numpy(), value):
                 variable.assign(value)
-
-
-SavedValue = Sequence[Any]
-"""A value that a checkpoint holds: the path of a node, an attribute of it or "", and the `encoded` value."""
-
-
-def saved_values(values: Mapping[tuple[str, str], Any]) -> list[SavedValue]:
-    """Return those of `ObjectGraph.values_at` that are plain and small. Inner ones come first."""
-    found = sorted(values.items(), key=lambda item: -len(item[0][0]))
-    return [[path, name, encoded(value)] for (path, name), value in found if _is_exact(value)]
-
-
-def _is_exact(value: Any, depth: int = 0) -> bool:
-    """Whether a value is a number, text or small array, or a plain container of them."""
-    if value is None or value is ABSENT or type(value) in _LEAVES:
-        return True
-    if type(value) is np.ndarray:
-        return value.dtype.kind in "biufc" and value.nbytes <= LARGE
-    if type(value) not in (list, tuple, dict, set) or len(value) > _MANY or depth > NESTED:
-        return isinstance(value, np.number | np.bool_)
-    items = [*value, *value.values()] if isinstance(value, dict) else value
-    return all(_is_exact(item, depth + 1) for item in items)
-
-
-def _with_own(own: Any, new: Any) -> Any:
-    """Return the object that a place has already, if it is an equal container; otherwise the new value."""
-    is_equal = isinstance(own, CONTAINERS) and _text(own) == _text(new)
-    return own if is_equal else _with_own_items(own, new)
-
-
-def _with_own_items(own: Any, new: Any) -> Any:
-    if isinstance(own, dict) and isinstance(new, dict):
-        return {key: _with_own(own.get(key), item) for key, item in new.items()}
-    if isinstance(own, list) and type(new) is list:
-        return [_with_own(mine, item) for mine, item in itertools.zip_longest(own[: len(new)], new)]
-    return new
-
-
-def encoded(value: Any) -> Any:
-    """Return a value in a form that a checkpoint can hold, for `decoded`.
-
-    Raises:
-        TypeError: it contains an object that a checkpoint cannot hold.
-    """
-    if value is None or type(value) in (*_LEAVES, np.ndarray) or isinstance(value, np.generic):
-        return value
-    if value is ABSENT:
-        return {"kind": "absent", "items": ()}
-    if _is_tensor(value):
-        return {"kind": "tensor", "items": keras.ops.convert_to_numpy(value)}
-    if isinstance(value, dict):
-        return {"kind": "dict", "items": [[encoded(key), encoded(item)] for key, item in value.items()]}
-    for container in (tuple, set, deque, list):
-        if isinstance(value, container):
-            items = sorted(value, key=repr) if container is set else value
-            return {"kind": container.__name__, "items": [encoded(item) for item in items]}
-    raise TypeError(f"a {type(value).__name__} cannot be saved in a checkpoint")
-
-
-def decoded(value: Any) -> Any:
-    """Return a value of `encoded`, perhaps of another process."""
-    if not isinstance(value, dict):
-        return value
-    kind, items = value["kind"], value["items"]
-    if kind == "absent":
-        return ABSENT
-    if kind == "tensor":
-        return keras.ops.convert_to_tensor(items)
-    if kind == "dict":
-        return {decoded(key): decoded(item) for key, item in items}
-    containers: dict[str, Callable[[Iterable[Any]], Any]] = {"tuple": tuple, "set": set, "deque": deque}
-    return containers.get(kind, list)(decoded(item) for item in items)
-
-
-def text_of(value: Any) -> str:
-    """Return a text that shows a value, and is equal only for equal values as far as it can tell."""
-    return _text(value)
-
-
-def is_value(value: Any) -> bool:
-    """Whether a value is plain, an array or a tensor, so it does not have attributes that change."""
-    return type(value) in _LEAVES or isinstance(value, np.ndarray | np.generic) or _is_tensor(value)
-
-
-def _is_of_values(value: Any, depth: int = 0) -> bool:
-    """Whether a value is plain, an array or a tensor, or consists of such values only."""
-    if value is None or is_value(value):
-        return True
-    if depth > _DEEP or not isinstance(value, dict | list | tuple | deque | set) or len(value) > _MANY:
-        return False
-    items = value.values() if isinstance(value, dict) else value
-    return all(_is_of_values(item, depth + 1) for item in items)
-
-
-def disturbed(value: Any) -> Any:
-    """Return another value of the same type, dtype and shape, or None if this is not possible.
-
-    In a container, all values that can be changed are changed.
-    """
-    if isinstance(value, dict):
-        others = disturbed(list(value.values()))
-        return None if others is None else dict(zip(value, others, strict=True))
-    if isinstance(value, list | tuple | deque | set):
-        pairs = [(item, disturbed(item)) for item in value]
-        if all(other is None for _, other in pairs):
-            return None
-        container = next(container for container in (list, tuple, deque, set) if isinstance(value, container))
-        return container(item if other is None else other for item, other in pairs)
-    if type(value) is bool:
-        return not value
-    if type(value) in (int, float, complex):
-        return value + 1
-    if type(value) is str:
-        return f"{value}?"
-    if type(value) is bytes:
-        return value + b"?"
-    if (isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc") or _is_tensor(value):
-        try:
-            return ~value if "bool" in str(value.dtype) else value + 1
-        except Exception:
-            return None
-    return None
 
 
 def _node_class(value: Any) -> Callable[[str, Any], _Changeable] | None:
@@ -1257,28 +683,8 @@ def _node_class(value: Any) -> Callable[[str, Any], _Changeable] | None:
     if not hasattr(value, "__dict__"):
         return None
     kind: Any = type(value)
-    holds = isinstance(value, KERAS_HOLDERS + _PLAIN_HOLDERS) or _is_of_program(kind)
+    holds = isinstance(value, KERAS_HOLDERS + PLAIN_HOLDERS) or is_of_program(kind)
     return _Holder if holds else None
-
-
-@cache
-def _is_of_program(cls: Any) -> bool:
-    """Whether a class is the program's own, and not of a library."""
-    return is_in_program(cls.__module__)
-
-
-@cache
-def is_in_program(name: str | None) -> bool:
-    """Whether a module is the program's own, and not of a library."""
-    if name is None or name in ("builtins", "lockstep") or name.startswith("lockstep."):
-        return False
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        try:
-            return name == "__main__" or importlib.util.find_spec(name) is None
-        except (ImportError, ValueError):
-            return True
-    return not file.startswith(_LIBRARIES)
 
 
 def is_array(value: Any) -> bool:
@@ -1291,142 +697,28 @@ def is_generator(value: Any) -> bool:
     return _node_class(value) is _Generator
 
 
-def object_of_program(value: Any) -> bool:
-    """Whether a value has attributes of the program's own, and is not a part of a model or a callback."""
-    others = (*KERAS_HOLDERS, keras.callbacks.Callback)
-    return not isinstance(value, others) and not _is_module(value) and _may_choose(value)
+def holds_attributes(value: Any) -> bool:
+    """Whether a value is an object with attributes that a graph contains."""
+    return _node_class(value) is _Holder
 
 
-class OwnVariable(NamedTuple):
-    """A variable of Keras or TensorFlow, or a tensor of PyTorch, with few numbers.
-
-    Attributes:
-        read: returns a copy of its numbers.
-        assign: sets other numbers.
-    """
-
-    read: Callable[[], Any]
-    assign: Callable[[Any], object]
+def attributes_of(holder: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are not those of Keras and its backend."""
+    attributes: dict[str, Any] = _Holder("", holder).baseline
+    return attributes
 
 
-def own_variable(value: Any) -> OwnVariable | None:
-    """Return what reads and assigns a variable; None if it is none, is large, or has no plain numbers."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        if value.is_meta or value.nbytes > LARGE or value.layout != torch.strided:
-            return None
+def array_node(value: Any) -> _Changeable | None:
+    """Return the node of an array or a tensor that can change; None for other values."""
+    node_class = _node_class(value)
+    return node_class("", value) if node_class is not None and node_class in (_Array, _Tensor) else None
 
-        def assign(numbers: Any) -> None:
-            with torch.no_grad():
-                value.copy_(torch.as_tensor(numbers))
 
-        return OwnVariable(lambda: value.detach().cpu().numpy().copy(), assign)
-    if not (isinstance(value, keras.Variable) or _is_variable(value)) or math.prod(value.shape) * 8 > LARGE:
-        return None
-    return OwnVariable(lambda: np.array(keras.ops.convert_to_numpy(value)), value.assign)
+def variables_node(path: str, places: dict[str, Place]) -> _Changeable:
+    """Return the node of variables, which may be a root of a graph."""
+    return _Variables(path, places)
 
 
 def _is_large(value: Any) -> bool:
     """Whether a value is an array or tensor of so many bytes that it is not copied to be compared."""
     return _node_class(value) in (_Array, _Tensor) and value.nbytes > LARGE
-
-
-def _is_variable(value: Any) -> bool:
-    """Whether a value is a variable of TensorFlow with numbers that does not belong to one of Keras."""
-    kind: Any = getattr(sys.modules.get("tensorflow"), "Variable", None)
-    if kind is None or not isinstance(value, kind):
-        return False
-    return bool(value.dtype.is_floating or value.dtype.is_integer or value.dtype.is_bool)
-
-
-def _is_module(value: Any) -> bool:
-    """Whether a value is a module of PyTorch. Its state is in attributes that layers also have."""
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.nn.Module)
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor with numbers that is not a variable."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
-        # Keras calls models with meta tensors to find shapes.
-        return not isinstance(value, torch.nn.Parameter) and not value.is_meta
-    if isinstance(value, keras.Variable | keras.KerasTensor) or _is_symbolic(value):
-        return False
-    return bool(keras.ops.is_tensor(value))
-
-
-def _is_symbolic(value: Any) -> bool:
-    """Whether a value belongs to a function that JAX traces. It cannot be used after the trace."""
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(value, jax.core.Tracer)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Whether two references are to the same object, or to equal values that cannot change."""
-    if left is right:
-        return True
-    left_class = type(left)
-    if left_class is not type(right):
-        return False
-    if left_class is float:
-        return struct.pack("d", left) == struct.pack("d", right)
-    if left_class in _LEAVES:
-        return repr(left) == repr(right) if left_class is complex else bool(left == right)
-    if left_class is tuple:
-        return len(left) == len(right) and all(map(_same, left, right))
-    return isinstance(left, np.generic) and left.tobytes() == right.tobytes()
-
-
-def _same_array(left: Any, right: Any) -> bool:
-    return bool(left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes())
-
-
-def _version(tensor: Any) -> int:
-    from lockstep.keras.private.torch import versions
-
-    return versions([tensor])[0]
-
-
-def _same_tensor(left: Any, right: Any) -> bool:
-    equal = left.shape == right.shape and left.dtype == right.dtype
-    return equal and _same_array(
-        *(np.asarray(keras.ops.convert_to_numpy(tensor)) for tensor in (left, right))
-    )
-
-
-_SHOWN = 60
-
-
-def _text(value: Any, depth: int = 0) -> str:
-    """Return a text that shows a value, and is equal only for equal values as far as it can tell."""
-    if value is ABSENT:
-        return "nothing"
-    if value is None or type(value) in _LEAVES:
-        text = repr(value)
-        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{_hash(text.encode())}"
-    if isinstance(value, np.ndarray | np.generic) or _is_tensor(value):
-        array = keras.ops.convert_to_numpy(value)
-        if array.ndim == 0:
-            return f"{array.dtype} {array.item()!r}"
-        return f"{array.dtype}{list(array.shape)} #{_hash(np.ascontiguousarray(array).tobytes())}"
-    if depth > _DEEP:
-        return type(value).__name__
-    # The names do not include the classes with which Keras and TensorFlow replace containers.
-    if isinstance(value, Mapping):
-        name = "dict"
-        parts = [f"{_text(key, depth + 1)}: {_text(item, depth + 1)}" for key, item in value.items()]
-    elif isinstance(value, set | frozenset):
-        name = "set"
-        parts = sorted(_text(item, depth + 1) for item in value)
-    elif isinstance(value, list | tuple | deque):
-        name = next(name.__name__ for name in (list, tuple, deque) if isinstance(value, name))
-        parts = [_text(item, depth + 1) for item in value]
-    else:
-        return type(value).__name__
-    text = f"{name}({', '.join(parts)})"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... #{_hash(text.encode())}"
-
-
-def _hash(data: bytes) -> str:
-    return xxhash.xxh3_64_hexdigest(data)

@@ -117,8 +117,8 @@ from lockstep.keras.private.tensorflow import (
     summaries_recorded_if,
     wait_for_operations,
 )
-from lockstep.keras.python_state import graph_of, unchanged
 from lockstep.keras.randomness import random_numbers
+from lockstep.keras.reached_objects import graph_of, unchanged
 from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
 from lockstep.worker.script import program_line

@@ -18,8 +18,10 @@ from typing import Any
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import forget_trace
 from lockstep.keras.private.common import TRACE_SEED, TRACES
-from lockstep.keras.python_state import ObjectGraph, SavedValue, graph_of, saved_values
+from lockstep.keras.python_state import ObjectGraph
+from lockstep.keras.python_values import SavedValue, saved_values
 from lockstep.keras.randomness import plain_random_numbers, script_seeds
+from lockstep.keras.reached_objects import graph_of
 from lockstep.keras.seeds import seed_of
 from lockstep.worker import job
 

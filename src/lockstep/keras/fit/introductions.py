@@ -40,7 +40,7 @@ from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.keras.fit.witness import Witness
 from lockstep.keras.nests import Nest
 from lockstep.keras.numbered_calls import NumberedCall
-from lockstep.keras.python_state import unchanged
+from lockstep.keras.reached_objects import unchanged
 from lockstep.system.notes import note
 
 _MOST_CHOICES = 16

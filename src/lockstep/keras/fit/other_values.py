@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.keras.private.common import layers_of, loss_tracker, stored_value, with_values
-from lockstep.keras.python_state import Number, is_float, is_in_program, numbers_of
+from lockstep.keras.python_values import is_float, is_in_program
+from lockstep.keras.reached_objects import Number, numbers_of
 from lockstep.keras.variables import flat_metrics, optimizers_of
 
 _COUNT = 7_654_321

@@ -86,8 +86,8 @@ from lockstep.keras.private.common import (
     run_eagerly,
     wrapped_function,
 )
-from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import current_states, random_numbers
+from lockstep.keras.reached_objects import unchanged
 from lockstep.keras.variables import flat_metrics, optimizers_of
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import replaced

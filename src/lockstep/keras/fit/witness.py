@@ -80,8 +80,8 @@ from lockstep.keras.fit.trials import (
 )
 from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.private.common import layers_of, mask_of, outputs_with_metrics, set_mask, trained_by
-from lockstep.keras.python_state import unchanged
 from lockstep.keras.randomness import random_numbers
+from lockstep.keras.reached_objects import unchanged
 from lockstep.keras.variables import assign, flat_metrics, optimizers_of, step_state
 from lockstep.observability.events import Difference, StepCompared
 from lockstep.system.prose import count
