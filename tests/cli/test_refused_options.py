@@ -9,6 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from lockstep.cli import job_options
 from lockstep.cli import run as command
 from lockstep.errors import ConfigError
 from lockstep.ray import command as ray
@@ -254,7 +255,7 @@ def _nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(environment._at_start, "TF_CONFIG", json.dumps(TASK))
     for name, value in STEP.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    monkeypatch.setattr(command, "read_machine", lambda: (None, None))
+    monkeypatch.setattr(job_options, "read_machine", lambda: (None, None))
     monkeypatch.setattr(command, "_exports", begin)
     monkeypatch.setattr(ray, "run_on_ray", begin)
 

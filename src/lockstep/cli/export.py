@@ -8,9 +8,10 @@ from typing import Any
 
 import click
 
+from lockstep.cli.job_options import check_numbers
 from lockstep.cli.notifier import variable_with_url
 from lockstep.cli.parameter_types import PARTS
-from lockstep.cli.run import check_numbers, refuse_without_checkpoint, run, set_options
+from lockstep.cli.run import refuse_without_checkpoint, run, set_options
 from lockstep.cli.systemd_unit import unit
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.indexed_job import RUNS, IndexedJob, User, Volume, name_from, parse_label
