@@ -289,6 +289,59 @@ class Cleared(keras.Model):
         return {"half": ops.stop_gradient(half)}
 
 
+class LossFigures(keras.Model):
+    """Reports a loss with a mask, which the first batch does not have, itself; also in its evaluations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.padding, self.dense = layers.Masking(0.0), layers.Dense(1)
+        self.track = keras.metrics.Mean(name="track")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.track]
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(
+            self.padding(ops.where(ops.less(inputs, X[:8].min(axis=0)), 0.0, inputs)[..., None])
+        )
+
+    def figures(self, loss: Any) -> dict[str, Any]:
+        loss = ops.stop_gradient(loss)
+        self.track.update_state(loss)
+        return {"loss": loss, "less": loss / 2, "track": self.track.result()}
+
+    def loss_of(self, data: Any) -> Any:
+        return self.compute_loss(x=data[0], y=data[1], y_pred=self(data[0]))
+
+    def train_step(self, data: Any) -> Any:
+        weights = self.dense.weights
+        if BACKEND == "tensorflow":
+            import tensorflow as tf
+
+            with tf.GradientTape() as tape:
+                loss = self.loss_of(data)
+            gradients = tape.gradient(loss, weights)
+        else:
+            self.zero_grad()
+            (loss := self.loss_of(data)).backward()
+            gradients = [one.value.grad for one in weights]
+        self.optimizer.apply(gradients, weights)
+        return self.figures(loss)
+
+    def test_step(self, data: Any) -> Any:
+        return self.figures(self.loss_of(data))
+
+
+def loss_figures() -> tuple[keras.Model, list[float]]:
+    """See `LossFigures`."""
+    model, y = LossFigures(), np.repeat(Y[:, None], 6, axis=1)
+    model.build((None, 6))
+    model.compile("sgd", "mse")
+    found = figures(model.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+    return model, found + list(model.evaluate(X, y, batch_size=8, verbose=0, return_dict=True).values())
+
+
 class GivenStep(Cleared):
     """Has its step as an attribute, and the class has that of Keras."""
 
@@ -450,8 +503,18 @@ def fading() -> tuple[keras.Model, list[float]]:
 
 TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
 ON_BACKEND = {
-    "tensorflow": [parts, eager_parts, triplet, texts, cleared, given_step, phased, remembering],
-    "torch": [cleared, given_step, cleared_tensors, phased, remembering, fading],
+    "tensorflow": [
+        parts,
+        eager_parts,
+        triplet,
+        texts,
+        cleared,
+        given_step,
+        phased,
+        remembering,
+        loss_figures,
+    ],
+    "torch": [cleared, given_step, cleared_tensors, phased, remembering, fading, loss_figures],
 }
 
 

@@ -194,6 +194,60 @@ def with_own_step_and_mask() -> Built:
     return model, np.repeat(Y[:, None], 4, axis=1)
 
 
+class Padded(keras.layers.Layer):
+    """Clears numbers that are less than those of the first batch, which has none."""
+
+    def call(self, x: Any) -> Any:
+        return ops.where(x < X[:8].min(axis=0), 0.0, x)
+
+
+class OwnLossFigures(keras.Model):
+    """A step of JAX that reports the loss of `compile` itself, also doubled and as a mean of batches."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.track = keras.metrics.Mean(name="track")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.track]
+
+    def logs_of(self, loss: Any, p: Any, metrics: Any) -> tuple[Any, Any]:
+        metrics = self.track.stateless_update_state(metrics, loss)
+        track = self.track.stateless_result(metrics)
+        return {"loss": loss, "doubled": 2 * loss, "mean": ops.mean(p), "track": track}, metrics
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        weights, others, slots, metrics = state
+
+        def loss_of(weights: Any) -> Any:
+            p, _ = self.stateless_call(weights, others, data[0])
+            return self.compute_loss(x=data[0], y=data[1], y_pred=p), p
+
+        (loss, p), gradients = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        weights, slots = self.optimizer.stateless_apply(slots, gradients, weights)
+        logs, metrics = self.logs_of(loss, p, metrics)
+        return logs, (weights, others, slots, metrics)
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        weights, others, metrics = state
+        p, _ = self.stateless_call(weights, others, data[0])
+        logs, metrics = self.logs_of(self.compute_loss(x=data[0], y=data[1], y_pred=p), p, metrics)
+        return logs, (weights, others, metrics)
+
+
+def with_own_loss_figures(padding: type[keras.layers.Layer]) -> Callable[[], Built]:
+    def build() -> Built:
+        inputs = keras.Input((4,))
+        x = keras.layers.Masking(0.0)(keras.layers.Reshape((4, 1))(padding()(inputs)))
+        outputs = keras.layers.Dense(1)(keras.layers.Dense(3, "tanh")(x))
+        model = OwnLossFigures(inputs=inputs, outputs=outputs)
+        model.compile(keras.optimizers.SGD(0.01), "mse")
+        return model, np.repeat(Y[:, None], 4, axis=1)
+
+    return build
+
+
 PROGRAMS: dict[str, Callable[[], Built]] = {
     "a sum": one_output(sum_of_squares),
     "a sum divided by a constant": one_output(part_of_a_sum),
@@ -210,10 +264,17 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "an own step with a denominator": with_own_step,
     "an own step with a mask": with_own_step_and_mask,
     "figures": with_own_figures,
+    "own figures of a loss with a mask": with_own_loss_figures(Clipped),
+    "own figures of a loss whose mask comes later": with_own_loss_figures(Padded),
 }
 
 
-QUICK = {"a sum and a mean", "a step's own sum", "an own step with a mask"}
+QUICK = {
+    "a sum and a mean",
+    "a step's own sum",
+    "an own step with a mask",
+    "own figures of a loss whose mask comes later",
+}
 
 
 def results(build: Callable[[], Built], scope: Any, fit: Any, evaluate: Any) -> list[float]:

@@ -18,9 +18,12 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "phased", "remembering")
-"""Trainings on TensorFlow only, but for the last four."""
-ON_TORCH = ("cleared", "given_step", "cleared_tensors", "phased", "remembering", "fading")
+IN_GRAPHS = (
+    *("parts", "eager_parts", "triplet", "texts"),
+    *("cleared", "given_step", "phased", "remembering", "loss_figures"),
+)
+"""Trainings on TensorFlow only, but for the last five."""
+ON_TORCH = ("cleared", "given_step", "cleared_tensors", "phased", "remembering", "fading", "loss_figures")
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 

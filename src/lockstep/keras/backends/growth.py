@@ -34,6 +34,12 @@ from lockstep.worker.patch_registry import replaced
 
 MEAN, SUM = 0, 1
 
+LIKE_LOSS = 2
+"""Marks a value that is proportional to a loss with its own denominator: weighted by it, it is a mean.
+
+`lockstep.keras.backends.losses` weights it as it weights the loss.
+"""
+
 GROWTHS = (MEAN, SUM, -1)
 """The growths that a value may have, in the order in which they are tried."""
 
@@ -289,7 +295,9 @@ def combinable(
         gradients = {(number, name): SUM for name in partial if name.startswith("gradient/")}
         growths = {**growths, **gradients}
     return {
-        name: scaled(array, growths[number, name], weight) if (number, name) in growths else array
+        name: scaled(array, growths[number, name], weight)
+        if growths.get((number, name), LIKE_LOSS) != LIKE_LOSS
+        else array
         for name, array in partial.items()
     }
 

@@ -477,7 +477,7 @@ class JaxProgram(JaxState):
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._logged_values(logs, results, weight)
         if not earlier:
-            partial = by_density(self._model, partial, densities, weight)
+            partial = by_density(self._model, self._kind, partial, densities, weight)
         return combinable(self._model, self._kind, number, partial, weight), None
 
     def _test(self, state: Any, data: Any, number: int) -> Any:
@@ -522,13 +522,13 @@ class JaxProgram(JaxState):
     def _traced_rest(
         self, before: list[Any], metrics: list[Any], total: Mapping[str, Any]
     ) -> tuple[Any, Any, Any, Any]:
-        total = divided(self._model, total)
+        total = divided(self._model, self._kind, total)
         logs, layers, metrics = self._logs_after([], self._layers_after(before, total), metrics, total)
         return logs, layers, metrics, jnp.zeros(())
 
     def _applied(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         trainable, before, *rest = state
-        totals = [divided(self._model, total) for total in totals]
+        totals = [divided(self._model, self._kind, total) for total in totals]
         after = self._layers_after(before, totals[-1])
         if self._kind == "predict":
             return None, (trainable, after)

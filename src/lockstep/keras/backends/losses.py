@@ -6,11 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import StepKind
-from lockstep.keras.backends.growth import growths_of, means
+from lockstep.keras.backends.growth import LIKE_LOSS, growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.private.common import (
@@ -20,6 +21,8 @@ from lockstep.keras.private.common import (
     UNSCALE_LOSS,
     apply_mask,
     loss_total,
+    mask_of,
+    set_mask,
     weighted_metrics,
 )
 from lockstep.keras.variables import flat_metrics
@@ -86,6 +89,36 @@ def observed_denominators() -> Iterator[list[bool]]:
 
 
 @contextmanager
+def thinned_denominators(start: int, count: int) -> Iterator[None]:
+    """Within the block, each denominator of a loss of Keras leaves out elements of the first rows of a batch.
+
+    Args:
+        start: the place in the batch of the first row of the block.
+        count: the number of rows of the batch of which elements are left out.
+    """
+
+    def thinned(leaf: Any) -> Any:
+        if leaf is None or not leaf.shape:
+            return leaf
+        ones = np.indices(tuple(leaf.shape), sparse=True)
+        kept = (start + ones[0] >= count) | (sum(ones, np.zeros((), int)) % 2 == 0)
+        return leaf * keras.ops.cast(np.broadcast_to(kept, leaf.shape), leaf.dtype)
+
+    call = keras.losses.Loss.__call__
+
+    def called(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        if keras.ops.is_tensor(y_pred) and (mask := mask_of(y_pred)) is not None:
+            y_pred = y_pred + 0
+            set_mask(y_pred, keras.ops.cast(thinned(keras.ops.cast(mask, "float32")), "bool"))
+        if self.reduction == _WEIGHTED_MEAN:
+            sample_weight = keras.tree.map_structure(thinned, sample_weight)
+        return call(self, y_true, y_pred, sample_weight)
+
+    with replaced(keras.losses.Loss, "__call__", called):
+        yield
+
+
+@contextmanager
 def _observed(note: Callable[[Any, Any, Any], object]) -> Iterator[None]:
     """Within the block, call `note` with the weights, the mask and the reduction of each loss of Keras."""
     reduce = getattr(*REDUCE_WEIGHTED_VALUES)
@@ -105,7 +138,13 @@ def _observed(note: Callable[[Any, Any, Any], object]) -> Iterator[None]:
 
 
 def by_density(
-    model: Any, partial: dict[str, Any], densities: list[Any], weight: Any, *, scaled: bool = False
+    model: Any,
+    kind: StepKind,
+    partial: dict[str, Any],
+    densities: list[Any],
+    weight: Any,
+    *,
+    scaled: bool = False,
 ) -> dict[str, Any]:
     """Weight the values that are proportional to the loss by the replica's share of the loss's denominator.
 
@@ -116,6 +155,7 @@ def by_density(
 
     Args:
         model: the model of the step.
+        kind: the kind of the step.
         partial: the replica's partial, weighted by examples.
         densities: the densities of the step's losses.
         weight: the replica's share of the examples.
@@ -128,33 +168,37 @@ def by_density(
     partial = {**partial, "density": share, **({_SCALED: share} if scaled else {})}
     followers = {
         name: partial[name] * keras.ops.cast(density, keras.backend.standardize_dtype(partial[name].dtype))
-        for name in _followers(model, partial)
+        for name in _followers(model, kind, partial)
     }
     return {**partial, **followers}
 
 
-def divided(model: Any, total: Mapping[str, Any]) -> Mapping[str, Any]:
+def divided(model: Any, kind: StepKind, total: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a total of NumPy or JAX arrays, divided by the densities that weighted its partials, if any."""
     if "density" not in total:
         return total
     density = total["density"]
     # With a density of zero, the values that are proportional to the loss are zero.
     density = density + (density == 0)
-    followers = {name: total[name] / density.astype(total[name].dtype) for name in _followers(model, total)}
+    followers = {
+        name: total[name] / density.astype(total[name].dtype) for name in _followers(model, kind, total)
+    }
     return {**total, **followers}
 
 
-def _followers(model: Any, arrays: Mapping[str, Any]) -> list[str]:
+def _followers(model: Any, kind: StepKind, arrays: Mapping[str, Any]) -> list[str]:
     """Return the names of the arrays that are proportional to the loss, or to weights that it has scaled."""
     metrics = flat_metrics(weighted_metrics(model)) if _SCALED in arrays else []
     scaled = {id(variable) for metric in metrics for variable in metric.variables}
     states = {f"metric/{i}" for i, v in enumerate(model.metrics_variables) if id(v) in scaled}
-    return [name for name in arrays if name in states or is_proportional_to_loss(model, name)]
+    return [name for name in arrays if name in states or is_proportional_to_loss(model, kind, name)]
 
 
-def is_proportional_to_loss(model: Any, name: str) -> bool:
-    """Whether the array with a name in a partial is proportional to the loss."""
+def is_proportional_to_loss(model: Any, kind: StepKind, name: str) -> bool:
+    """Whether the array with a name in a partial of a step is proportional to the loss."""
     if name.startswith("gradient/"):
+        return True
+    if growths_of(model).steps.get(kind, {}).get((0, name)) == LIKE_LOSS:
         return True
     if not name.startswith("metric/") or (total := loss_total(model)) is None:
         return False

@@ -774,7 +774,7 @@ class TensorFlowProgram(VariableState):
                 partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest
-        partial = by_density(self._model, partial, rest or [], weight)
+        partial = by_density(self._model, self._kind, partial, rest or [], weight)
         return combinable(self._model, self._kind, len(updating(earlier)), partial, weight), None
 
     def _finished(self, unit: Any, total: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -785,7 +785,7 @@ class TensorFlowProgram(VariableState):
                 # Where a step runs eagerly, it may have kept the value.
                 variable.assign(copied(total.get(name, variable), unit))
                 continue
-            factor = scale if is_proportional_to_loss(self._model, name) else unit
+            factor = scale if is_proportional_to_loss(self._model, self._kind, name) else unit
             variable.assign_add(copied(total[name], factor))
         figures: Mapping[str, Any] = {}
         if self._metric_arguments is not None:
@@ -793,7 +793,11 @@ class TensorFlowProgram(VariableState):
         if self._log_template is None:
             return None
         logs = self._log_template.assembled(
-            {name: copied(value, unit) for name, value in total.items() if name.startswith("log/")}
+            {
+                name: copied(value, scale if is_proportional_to_loss(self._model, self._kind, name) else unit)
+                for name, value in total.items()
+                if name.startswith("log/")
+            }
         )
         return with_figures(logs, figures)
 

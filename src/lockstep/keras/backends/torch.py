@@ -460,7 +460,7 @@ class TorchProgram(TorchState):
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the totals to the model's variables."""
         with torch.no_grad():
-            totals = [divided(self._model, total) for total in totals]
+            totals = [divided(self._model, self._kind, total) for total in totals]
             last = totals[-1]
             self._note_gradients()
             for update, total in zip(self._form.updates(len(totals)), updating(totals), strict=False):
@@ -505,7 +505,7 @@ class TorchProgram(TorchState):
             self._blocks = decisive, blocks
         if isinstance(blocks, str):
             return blocks
-        total = divided(self._model, totals[0])
+        total = divided(self._model, self._kind, totals[0])
         positions = {id(variable): i for i, variable in enumerate(blocks.trained)}
         gradients = {
             positions[id(variable)]: total[f"gradient/{i}"]
@@ -607,7 +607,7 @@ class TorchProgram(TorchState):
         with torch.no_grad():
             if earlier:
                 return partial
-            return by_density(model, partial, densities, weight, scaled=any(scaled))
+            return by_density(model, self._kind, partial, densities, weight, scaled=any(scaled))
 
     def _test(self, data: Any, weight: float, results: MetricResults) -> dict[str, Any]:
         with torch.no_grad(), suppress(EndOfRound):

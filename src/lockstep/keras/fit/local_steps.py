@@ -45,7 +45,7 @@ from lockstep.keras.backends.contract import (
     Program,
     Total,
 )
-from lockstep.keras.backends.growth import MEAN, growths_of
+from lockstep.keras.backends.growth import LIKE_LOSS, MEAN, growths_of
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import updating
 from lockstep.keras.private.common import rate_object, trained_by
@@ -194,7 +194,7 @@ class LocalProgram:
                 raise ModelError(_WHOLE_BATCH.format(self._model.name))
             totals.append({name: to_numpy(value) for name, value in partial.items()})
         self._last = len(totals) - 1
-        named = divided(self._model, program.parts(self._last, totals[-1]))
+        named = divided(self._model, "train", program.parts(self._last, totals[-1]))
         growths, number = growths_of(self._model).steps.get("train", {}), len(updating(totals[:-1]))
         figures = {
             name: _grown(np.array(value), growths.get((number, name), MEAN), weight)
@@ -278,7 +278,9 @@ def _of_step(share: Share, number: int, data: Any) -> Share:
 
 def _grown(value: Array, growth: int, weight: float) -> Array:
     """Return `value * weight ** -growth`; see `lockstep.keras.backends.growth`."""
-    return np.asarray(value * value.dtype.type(weight**-growth), value.dtype) if growth != MEAN else value
+    if growth in (MEAN, LIKE_LOSS):
+        return value
+    return np.asarray(value * value.dtype.type(weight**-growth), value.dtype)
 
 
 def _is_float(array: Array) -> bool:

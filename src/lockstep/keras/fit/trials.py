@@ -52,6 +52,7 @@ from lockstep.keras.backends.common import has_own, without_summaries
 from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
 from lockstep.keras.backends.growth import (
     HALF_TOLERANCE,
+    LIKE_LOSS,
     MEAN,
     TOLERANCE,
     declared_growths,
@@ -62,7 +63,7 @@ from lockstep.keras.backends.growth import (
     set_growths,
 )
 from lockstep.keras.backends.logs import LogTemplate, recorded_results
-from lockstep.keras.backends.losses import weighted_means
+from lockstep.keras.backends.losses import thinned_denominators, weighted_means
 from lockstep.keras.backends.whole_batch import is_gather, may_compare_examples
 from lockstep.keras.fit.exactness import different_denominators
 from lockstep.keras.fit.metric_states import (
@@ -586,6 +587,10 @@ class Trial:
             # All distances of the outputs may exceed a margin, so a comparison has no effect yet.
             with suppress(Exception, SystemExit), self._undisturbed(), _near_outputs(model), bounded():
                 attempts.append(self._rounds(kind, summed))
+        if attempts and "density" in attempts[0][0][0] and not _have_unequal_densities(attempts):
+            # Rows without padding do not show what depends on the denominator of the loss.
+            with suppress(Exception, SystemExit), self._undisturbed(), bounded():
+                attempts.append(self._rounds(kind, summed, thinned=True))
         measured = dict(self.growths.steps.get(kind, {}))
         figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
@@ -605,7 +610,7 @@ class Trial:
                     and id(self._owner(group[0], owners)) not in of_layers
                 ):
                     continue
-                value, values = self._growth_of_group(group, rounds)
+                value, values = self._growth_of_group(group, rounds, with_loss=number == 0)
                 if summed and group[0].startswith("gradient/"):
                     # The rule has made them what means are.
                     if value not in (MEAN, _NOTHING):
@@ -628,15 +633,32 @@ class Trial:
         )
 
     def _growth_of_group(
-        self, group: Sequence[str], rounds: Sequence[Sequence[dict[str, Array]]]
+        self, group: Sequence[str], rounds: Sequence[Sequence[dict[str, Array]]], *, with_loss: bool
     ) -> tuple[Any, list[Array]]:
-        """Return the growth that some arrays have in all attempts of a round, and values that show it."""
+        """Return the growth that some arrays have in all attempts of a round, and values that show it.
+
+        Args:
+            group: the names of the arrays.
+            rounds: the arrays of all rows and of each half, by attempts.
+            with_loss: whether an array may be weighted by the denominator of the loss.
+        """
         half = _computes_in_half(self._model)
         values_by_growth: dict[Any, list[Array]] = {}
+        either: list[Array] | None = None
         for arrays in rounds:
             if all(name in each for name in group for each in arrays):
                 values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
-                values_by_growth.setdefault(self._growth(values, _HALVES, half=half), values)
+                growth = self._growth(values, _HALVES, half=half)
+                if with_loss and growth in (MEAN, None) and all("density" in each for each in arrays):
+                    weighted = [value * each["density"] for value, each in zip(values, arrays, strict=True)]
+                    if self._growth(weighted, _HALVES, half=half) == MEAN:
+                        if growth == MEAN:
+                            either = values
+                            continue
+                        growth = LIKE_LOSS
+                values_by_growth.setdefault(growth, values)
+        if either is not None and values_by_growth.keys() <= {_NOTHING}:
+            values_by_growth[MEAN] = either
         if len(values_by_growth) > 1:
             values_by_growth.pop(_NOTHING, None)
         if len(values_by_growth) > 1:
@@ -664,8 +686,14 @@ class Trial:
         attempts = self._tried(["compute_metrics"], self._metric_states)
         return frozenset(name for attempt in attempts for name in attempt if name.startswith("log/"))
 
-    def _rounds(self, kind: StepKind, summed: bool) -> list[list[dict[str, Array]]]:
-        """Return the arrays of each round of a step, for some rows and for each half of them."""
+    def _rounds(self, kind: StepKind, summed: bool, *, thinned: bool = False) -> list[list[dict[str, Array]]]:
+        """Return the arrays of each round of a step, for some rows and for each half of them.
+
+        Args:
+            kind: the kind of the step.
+            summed: whether the gradients of replicas are added up, as by `tf.distribute`.
+            thinned: whether the denominator of the loss leaves out elements of the first half.
+        """
         model, growths = self._model, self.growths
         whole, *halves = self._batch.halves
         totals: list[Any] = []
@@ -686,6 +714,7 @@ class Trial:
                     _unscaled(model),
                     unchanged(model),
                     self._global_draws_named(),
+                    thinned_denominators(start, halves[0].count) if thinned else nullcontext(),
                     recorded_updates(model) as updates_of_part,
                 ):
                     updates.append(updates_of_part)
@@ -1013,6 +1042,11 @@ def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
     gradients = [name for name in arrays if name.startswith("gradient/")]
     others = [[name] for name in arrays if name.startswith(("metric/", "log/", *_STATES))]
     return [gradients, *others] if gradients else others
+
+
+def _have_unequal_densities(attempts: Sequence[Sequence[Sequence[Mapping[str, Array]]]]) -> bool:
+    """Whether the halves of an attempt have losses of unequal densities in the first round."""
+    return any(not np.allclose(first["density"], second["density"]) for ((_, first, second), *_) in attempts)
 
 
 def _unweighted(arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:

@@ -878,7 +878,7 @@ class _Comparison:
                 "density" in step.program.parts(number, total) for number, total in rounds
             )
             for update, (number, total) in enumerate(rounds):
-                named: Total = divided(self.model, step.program.parts(number, total))
+                named: Total = divided(self.model, self._kind, step.program.parts(number, total))
                 outcome.gradients |= {
                     (update, int(name.partition("/")[2])): np.array(array)
                     for name, array in named.items()

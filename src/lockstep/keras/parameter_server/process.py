@@ -301,4 +301,4 @@ class FitProcess(TaskProcess):
                     "metric or in a float32 variable, or use MultiWorkerMirroredStrategy"
                 )
         arrays = {name: self.backend.to_numpy(value) for name, value in partial.items()}
-        return divided(self.model, program.parts(0, arrays))
+        return divided(self.model, "train", program.parts(0, arrays))
