@@ -105,7 +105,8 @@ def test_one_step_at_a_time_is_plain_keras(
 def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_backend: str) -> None:
     """With divided variables on two servers, and two workers in turn; one worker is plain Keras.
 
-    The last `fit` reads a dataset that a function creates in each process.
+    The last `fit` reads a dataset that a function creates in each process: on PyTorch, a loader with a
+    generator of its own and random items.
     """
     options = {"backend": quicker_backend, "optimized": True}
     one = launch("-n 1 --threads-per-worker 1", "serving.py", "exact", **options)
