@@ -165,7 +165,7 @@ def test_the_agent_of_a_host_does_not_pass_for_a_coordinator(
 def test_the_name_of_the_standby_may_be_unknown_when_the_job_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     known: list[str] = []
 
-    def resolve(host: str, port: int, patience: float) -> Any:
+    def resolve(host: str, port: int) -> Any:
         if host not in known:
             raise NetworkError("unknown")
         return socket.AF_INET, ("127.0.0.1", port)

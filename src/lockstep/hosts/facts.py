@@ -17,7 +17,6 @@ from lockstep.transport.addresses import look_up, split_address
 from lockstep.worker.program_sources import file_hash
 from lockstep.worker.script import Script
 
-_RESOLVE = 5.0
 _LIBRARIES = ("keras-lockstep", "keras", "numpy", "ml-dtypes")
 _OF_BACKEND = {
     "jax": ("jax", "jaxlib"),
@@ -108,7 +107,7 @@ def check_standby(standby: str, hosts: Sequence[JobHost], facts: Sequence[HostFa
     for host, host_facts in zip(hosts, facts, strict=True):
         if host_facts.port != port:
             continue
-        resolved = look_up(name, port, _RESOLVE)
+        resolved = look_up(name, port)
         if not isinstance(resolved, str) and resolved[1][0] == host_facts.address:
             raise ConfigError(
                 f"host {host.name} already listens at the address of --standby {standby}, for workers of "

@@ -58,7 +58,6 @@ from lockstep.transport.keys import JobKey
 
 _PATIENCE = 120.0
 """Seconds for the agents of all hosts to start."""
-_RESOLVE = 5.0
 _DAYS = 3650.0
 
 Resumed = Callable[[JobSpec, HeldCheckpoint], JobSpec]
@@ -303,7 +302,7 @@ class JobOnHosts:
 
     def _has_standby(self, standby: str, facts: Mapping[int, HostFacts]) -> bool:
         try:
-            _, address = resolve_host(*split_address(standby), _RESOLVE)
+            _, address = resolve_host(*split_address(standby))
         except NetworkError:
             return False
         return any(facts[host].address == address[0] for host in self.others)
@@ -440,7 +439,7 @@ def _this_host(
     if index is None:
         return None
     name = spec.hosts[index].name
-    _, address = resolve_host(name, 0, _RESOLVE)
+    _, address = resolve_host(name, 0)
     if len(spec.hosts) > 1 and is_loopback(address[0]):
         raise ConfigError(
             f"{name} is {address[0]} here, which other hosts cannot reach; name this host by an address that "
@@ -458,7 +457,7 @@ def _is_here(name: str) -> bool:
     if "@" in name:
         return False
     try:
-        return is_here(*resolve_host(name, 0, _RESOLVE))
+        return is_here(*resolve_host(name, 0))
     except (NetworkError, OSError):
         # It may be a name in the user's configuration of `ssh`.
         return False

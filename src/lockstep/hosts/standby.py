@@ -50,8 +50,8 @@ from lockstep.transport.dial import connect
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
 
-_RESOLVE = 5.0
-"""Seconds to resolve the name of the standby, and to connect to it."""
+_CONNECT = 5.0
+"""Seconds to connect to the standby."""
 _ANSWER = 10.0
 """Seconds for a coordinator to answer: it shows every second that it lives."""
 _AGAIN = 30.0
@@ -98,7 +98,7 @@ class Standby:
         """Return whether it is on this host; the name of that host may be unknown until later."""
         if self._is_here is None:
             try:
-                self._is_here = is_here(*resolve_host(*split_address(self.address), _RESOLVE))
+                self._is_here = is_here(*resolve_host(*split_address(self.address)))
             except (NetworkError, OSError):
                 return False
         return self._is_here
@@ -168,7 +168,7 @@ def is_led_at(address: str, *, encrypted: bool) -> bool:
     credentials = own_credentials(address, encrypted=encrypted)
     until = time.monotonic() + _ANSWER
     try:
-        connection = connect(address, Greeting(ConnectionKind.CONTROL), credentials, _RESOLVE)
+        connection = connect(address, Greeting(ConnectionKind.CONTROL), credentials, _CONNECT)
     except NetworkError:
         return False
     channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel.over(

@@ -16,6 +16,7 @@ from lockstep.functions.history import RunHistory
 from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import Giver, ResultBox, pack
 from lockstep.functions.worker import WORKER
+from lockstep.protocol.job_spec import GRACE
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.system.child_process import command_of
 from lockstep.system.run_folder import RUNS, fresh_folder, remove_where_empty
@@ -25,8 +26,8 @@ Result = TypeVar("Result")
 
 _NAME = "lockstep.launch"
 _PIECE = 64 * 1024
-_END_PATIENCE = 30.0
-"""Seconds that an interrupted job may take to end: the default of --grace for a checkpoint, and 10."""
+_END_PATIENCE = GRACE + 10.0
+"""Seconds that an interrupted job may take to end, with a last checkpoint."""
 
 
 def launch(

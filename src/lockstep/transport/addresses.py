@@ -12,6 +12,9 @@ from lockstep.errors import ConfigError, NetworkError
 SocketAddress = tuple[Any, ...]
 """The form in which sockets take and return an address."""
 
+RESOLVES_WITHIN = 5.0
+"""Seconds for the name service, unless a caller has another limit."""
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port.
@@ -77,7 +80,9 @@ def is_here(family: socket.AddressFamily, address: SocketAddress) -> bool:
     return True
 
 
-def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, SocketAddress]:
+def resolve_host(
+    host: str, port: int, patience: float = RESOLVES_WITHIN
+) -> tuple[socket.AddressFamily, SocketAddress]:
     """Return the address of a host, of IPv4 if it has one; takes at most `patience` seconds.
 
     Raises:
@@ -91,7 +96,9 @@ def resolve_host(host: str, port: int, patience: float) -> tuple[socket.AddressF
     return resolved
 
 
-def look_up(host: str, port: int, patience: float) -> tuple[socket.AddressFamily, SocketAddress] | str:
+def look_up(
+    host: str, port: int, patience: float = RESOLVES_WITHIN
+) -> tuple[socket.AddressFamily, SocketAddress] | str:
     """Return the address of a host as `resolve_host` does, or why it cannot be resolved."""
     addresses: list[tuple[socket.AddressFamily, SocketAddress]] = []
     why = [f"no answer in {patience:g} s"]
