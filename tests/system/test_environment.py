@@ -19,6 +19,7 @@ from lockstep.system.environment import (
     replaced_hash_seed,
     require_variables,
     shared_variables,
+    show_run_folder,
     switched_off,
     tf_config,
     unrecorded,
@@ -176,6 +177,10 @@ def test_forgetting_the_worker_keeps_other_variables() -> None:
     forget_worker(environment)
     assert [name for name in environment if name.startswith("LOCKSTEP_")] == []
     assert environment["HOME"] == "/home"
+    show_run_folder(Path("/runs/a"), environment)
+    assert [name for name in environment if name.startswith("LOCKSTEP_")] == ["LOCKSTEP_RUN_DIR"]
+    # A difference of these names explains no difference of bits.
+    assert variable_marks(["LOCKSTEP_RUN_DIR"], (), environment) == {}
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from lockstep.system.environment import (
     forget_worker,
     home_folder,
     read_worker,
+    show_run_folder,
     variable,
 )
 from lockstep.system.exit_status import WRONG_STATE
@@ -129,6 +130,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(1)
     job.at_exit(recorder.flush)
     forget_worker()
+    if RunPaths(identity.run_dir).events.exists():
+        # Agents of other hosts have a temporary folder.
+        show_run_folder(identity.run_dir)
     _share_searches()
     share_downloads(identity.run_dir, identity.agent, identity.worker, events.publish)
     sources = RunPaths(identity.run_dir).sources

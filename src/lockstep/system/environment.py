@@ -58,6 +58,8 @@ WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 ENGINE = f"{_PREFIX}ENGINE"
 """The variable with the descriptor of the socket of the engine that has started this process."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+RUN_DIR = f"{_PREFIX}RUN_DIR"
+"""The run folder, of a script on the host that has it."""
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
 
@@ -127,6 +129,11 @@ def forget_worker(environ: MutableMapping[str, str] = os.environ) -> None:
     """Remove the `LOCKSTEP_*` variables, so that a worker's children do not act as the worker."""
     for name in [name for name in environ if name.startswith(_PREFIX)]:
         del environ[name]
+
+
+def show_run_folder(folder: Path, environ: MutableMapping[str, str] = os.environ) -> None:
+    """Tell the script where the run folder is, for its own files."""
+    environ[RUN_DIR] = os.fspath(folder)
 
 
 def worker_environment(
@@ -573,5 +580,6 @@ _OF_JOB = {
     LISTED: "--devices sets it",
     _HASH_SEED: "--seed sets it",
     "TF_CONFIG": "the job sets it for each worker",
+    RUN_DIR: "--run-dir sets it",
 }
 """The variables that a job sets for its workers, and how."""
