@@ -179,6 +179,10 @@ def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) ->
         ("--volume s:/saved --checkpoint /saved/../a", "give a --checkpoint below /saved"),
         ("--volume s:/saved --checkpoint /savedto", "give a --checkpoint below /saved"),
         ("--volume s:/saved --checkpoint /saved/a", ""),
+        (
+            "--checkpoint s3://bucket/a --run-dir s3://bucket/b",
+            "the pods have no credentials for s3://bucket/a and s3://bucket/b: give them a service account",
+        ),
         ("--checkpoint s3://bucket/a", "the pods have no credentials for s3://bucket/a: give them a service"),
     ],
 )

@@ -146,6 +146,7 @@ def test_launch_in_a_worker_is_refused() -> None:
     [
         ({"workers": 0}, "Invalid value for '-n' / '--workers': 0 is not in the range 1<=x<=4096."),
         ({"run_dir": ""}, "Invalid value for '--run-dir': the path is empty; name a folder"),
+        ({"run_dir": "s3://b/a"}, "lockstep.launch, run_dir='s3://b/a': give a folder of this machine"),
         ({"run_dir": "a\0b"}, r"lockstep.launch, '--run-dir=a\x00b': it contains a null character"),
         ({"checkpoint": "\udcff"}, r"b'\xff' is not UTF-8"),
         ({"workers": 2, "replicas": 1}, "2 workers cannot share 1 replicas: "),

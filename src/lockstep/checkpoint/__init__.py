@@ -1,1 +1,1 @@
-"""Durable checkpoints on disk: their contents, when they are written, and how they are read. No framework."""
+"""Durable checkpoints on disk, and copies of them and of run folders in object stores. No framework."""

@@ -81,10 +81,15 @@ def parse_url(url: str) -> str:
     return url.rstrip("/") if scheme != "memory" else url
 
 
+def name_for(url: str) -> str:
+    """Return a name for a folder of this machine with the content of a prefix: its last part, and a hash."""
+    last = re.sub("[^A-Za-z0-9._-]", "-", url.rpartition("/")[2])[:40]
+    return f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+
+
 def folder_for(url: str) -> Path:
     """Return the folder of this machine for the checkpoints of a prefix."""
-    last = re.sub("[^A-Za-z0-9._-]", "-", url.rpartition("/")[2])[:40]
-    return cache_folder() / "checkpoints" / f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
+    return cache_folder() / "checkpoints" / name_for(url)
 
 
 def folder_of(location: str | os.PathLike[str]) -> Path:
@@ -116,7 +121,7 @@ class ObjectStore:
             from obstore.store import from_url
         except ImportError:
             raise UnfitError(
-                f"checkpoints in {url} need the package obstore: pip install 'keras-lockstep[store]'"
+                f"{url} needs the package obstore: pip install 'keras-lockstep[store]'"
             ) from None
         self._obstore = obstore
         if backing is not None:
@@ -178,6 +183,15 @@ class ObjectStore:
             self._obstore.put(self._store, name, file, chunk_size=part, max_concurrency=_AT_ONCE)
         except Exception as error:
             raise self._failed("written", error) from None
+
+    def size(self, name: str) -> int | None:
+        """Return the size of an object, or None if there is no such object."""
+        try:
+            return int(self._obstore.head(self._store, name)["size"])
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            raise self._failed("read", error) from None
 
     def parts(self, name: str, size: int) -> Iterator[bytes]:
         """Yield an object of `size` bytes in parts.

@@ -97,7 +97,7 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
 
     job = _job(context, options)
     text = _yaml(job.objects(JobKey.generate().text.strip()))
-    if lack := _lack(options["checkpoint"], job.volumes):
+    for lack in _lacks(options, job.volumes):
         note(lack)
     sys.stdout.write(f"# Secret: a process with the key below can join the job.\n{text}")
 
@@ -183,20 +183,26 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     return job.with_standby() if in_store and pods > 1 and not job.standby else job
 
 
-def _lack(checkpoint: Path | str | None, volumes: Sequence[Volume]) -> str:
-    """Return a note about what the pods lack so that checkpoints outlive them, or an empty string."""
-    if isinstance(checkpoint, str):
-        return f"the pods have no credentials for {checkpoint}: give them a service account of the cloud"
+def _lacks(options: Mapping[str, Any], volumes: Sequence[Volume]) -> list[str]:
+    """Return notes about what the pods lack so that checkpoints and the run folder outlive them."""
+    checkpoint = options["checkpoint"]
+    urls = [url for url in (checkpoint, options["run_dir"]) if isinstance(url, str)]
+    account = "give them a service account of the cloud"
+    lacks = [f"the pods have no credentials for {' and '.join(urls)}: {account}"] if urls else []
     if checkpoint is None:
-        return "without --checkpoint, in a --volume, the job starts over if all its pods are lost"
-    if any(volume.contains(PurePosixPath(checkpoint)) for volume in volumes):
-        return ""
-    advice = (
-        f"give a --checkpoint below {volumes[0].path}"
-        if volumes
-        else f"add for example --volume CLAIM:/saved --checkpoint /saved/{checkpoint.name}"
-    )
-    return f"--checkpoint {checkpoint} is not in a --volume, so checkpoints are lost with the pods; {advice}"
+        lacks.append("without --checkpoint, in a --volume, the job starts over if all its pods are lost")
+    elif not isinstance(checkpoint, str) and not any(
+        volume.contains(PurePosixPath(checkpoint)) for volume in volumes
+    ):
+        advice = (
+            f"give a --checkpoint below {volumes[0].path}"
+            if volumes
+            else f"add for example --volume CLAIM:/saved --checkpoint /saved/{checkpoint.name}"
+        )
+        lacks.append(
+            f"--checkpoint {checkpoint} is not in a --volume, so checkpoints are lost with the pods; {advice}"
+        )
+    return lacks
 
 
 def _yaml(documents: tuple[dict[str, Any], ...]) -> str:

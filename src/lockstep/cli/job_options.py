@@ -146,7 +146,7 @@ def resumed_spec(options: dict[str, Any], where: Place, begun: JobSpec, held: "H
     spec = spec_of(options, where, held)
     # An engine may have found fewer hosts than the job will have.
     began = replace(spec, workers=begun.workers, hosts=begun.hosts)
-    return replace(began, run_dir=begun.run_dir, inherited=begun.inherited)
+    return replace(began, run_dir=begun.run_dir, run_store=begun.run_store, inherited=begun.inherited)
 
 
 def _checkpoints(

@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from lockstep.cli.completion import complete_run
+from lockstep.cli.parameter_types import Folder
 from lockstep.errors import ConfigError
 
 
@@ -13,7 +14,7 @@ from lockstep.errors import ConfigError
 @click.argument("run", shell_complete=complete_run)
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=Folder(path_type=Path),
     help="Folder of the new run.  [default: runs/<script>-<time>, in the folder where RUN was started]",
 )
 @click.option(

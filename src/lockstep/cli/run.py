@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import click
 
-from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of
+from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of, name_for
+from lockstep.checkpoint.run_upload import prepare, uploaded_beside
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
@@ -276,8 +277,10 @@ _GROUPS = {
 )
 @click.option(
     "--run-dir",
-    type=Folder(path_type=Path),
-    help="Folder for logs and events of this run.  [default: runs/<script>-<time>]",
+    type=FolderOrUrl(path_type=Path),
+    metavar="DIR|URL",
+    help="Folder for logs and events of this run. A URL, such as s3://bucket/job, is a place in an object "
+    "store to which the folder is uploaded while it grows.  [default: runs/<script>-<time>]",
 )
 @click.option(
     "--tag",
@@ -519,6 +522,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     # Where an engine starts a coordinator again, hosts that run the job have the variables.
     _take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
+    run_store = options["run_dir"] if isinstance(options["run_dir"], str) else ""
+    if run_store:
+        options["run_dir"] = RUNS / name_for(run_store)
     folder, board = _folder_of(options["checkpoint"]), options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
@@ -538,7 +544,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             else:
                 run_dir = folder_of_job() or options["run_dir"] or _fresh_folder(options)
                 claim_folder(run_dir, patience=_ENDS_WITHIN)
-            spec = replace(spec, run_dir=run_dir)
+            if run_store and folder_of_job() is None:
+                note(f"the run folder {run_dir} is uploaded to {run_store}")
+                prepare(run_store, run_dir, _FIRST_RETRIES)
+            spec = replace(spec, run_dir=run_dir, run_store=run_store)
             events_at = events_begin(run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
             # The verdict is that of an earlier run.
@@ -578,6 +587,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
                 return run_listening(spec, destination, resumed, command, shown)
 
     with contextlib.ExitStack() as beside:
+        if run_store:
+            # Entered first: it uploads what the others have written to the folder.
+            beside.enter_context(uploaded_beside(spec.run_dir, run_store))
         notifier = beside.enter_context(_notifier(receiver, spec, engine is not None))
         shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
         if options["ui"]:

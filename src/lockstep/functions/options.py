@@ -16,8 +16,11 @@ def command_options(caller: str, values: Mapping[str, object]) -> list[str]:
         values: the values of the options.
 
     Raises:
-        ConfigError: a value has a null character, which a command line cannot contain.
+        ConfigError: a value has a null character, which a command line cannot contain; or the run folder is a
+            URL, where the results of the function cannot be read.
     """
+    if "://" in str(values.get("run-dir", "")):
+        raise ConfigError(f"{caller}, run_dir={values['run-dir']!r}: give a folder of this machine")
     options: list[str] = []
     for name, value in values.items():
         if value is True:

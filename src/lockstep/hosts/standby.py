@@ -8,6 +8,7 @@ When the first host comes back, its command joins the job with an agent, which i
 if the coordinator is lost, it starts one at the address of the first host.
 """
 
+import contextlib
 import importlib.util
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from lockstep.checkpoint.run_upload import uploaded_beside
 from lockstep.errors import ConfigError, LockstepError, NetworkError, UnfitError, with_code
 from lockstep.hosts.gate import Gate
 from lockstep.hosts.gathering import Stopped
@@ -220,9 +222,20 @@ def lead(begin: BeginJob, command: StopChannel) -> int:
             gate.gather(wait)
             spec = replace(spec, run_dir=_run_folder(spec, console.say))
             try:
-                return gate.run(spec, begins=False)
+                with _uploaded(spec):
+                    return gate.run(spec, begins=False)
             finally:
                 leave_folder(spec.run_dir)
+
+
+def _uploaded(spec: JobSpec) -> contextlib.AbstractContextManager[None]:
+    """Upload the run folder of this host to a place of its own, below that of the first host's folder."""
+    if not spec.run_store:
+        return contextlib.nullcontext()
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    url = f"{spec.run_store}/{socket.gethostname()}-{stamp}"
+    note(f"the run folder {spec.run_dir} is uploaded to {url}")
+    return uploaded_beside(spec.run_dir, url)
 
 
 def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:

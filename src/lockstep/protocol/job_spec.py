@@ -178,6 +178,7 @@ class JobSpec(JobSettings):
         module: whether `target` is a module.
         arguments: the arguments of the script.
         run_dir: the run folder, as the user wrote it.
+        run_store: the URL to which it is uploaded; empty for none.
         tee: the workers whose output the terminal shows.
         backend: the Keras backend; None to leave it unchanged.
         chosen: the backend and the reason for it, for messages.
@@ -199,6 +200,7 @@ class JobSpec(JobSettings):
     module: bool = False
     arguments: tuple[str, ...] = ()
     run_dir: Path
+    run_store: str = ""
     tee: Tee = "chief"
     backend: str | None = None
     chosen: str = ""

@@ -1,0 +1,113 @@
+"""What of a run folder an object store lacks, and what may be uploaded now. Pure.
+
+Logs grow at their end, but a store replaces whole objects. So a large file is uploaded less often: all of
+them together take at most `RATE` on average, and a log of 100 MB is at most 100 s behind.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+import msgspec
+
+from lockstep.errors import CheckpointError
+
+INDEX = ".lockstep-run.json"
+"""The object that lists the others."""
+MARK = ".lockstep-store"
+"""The file of the local folder with the holder of the store to which it was last uploaded."""
+EVERY = 30.0
+"""Seconds between two uploads of a file that grows, at least."""
+LARGE = 1_000_000
+"""Bytes from which a file counts as large."""
+RATE = 1_000_000
+"""Bytes per second that uploads of large files take on average, at most."""
+
+_FORMAT = 1
+_TRANSIENT = re.compile(
+    rf"(comparison/)?(lock|saved/.*)|comparison/temporary/.*|{re.escape(MARK)}|{re.escape(INDEX)}"
+)
+_RECORDED = re.compile(
+    r"(events|measurements)\.jsonl|(worker-\d+|output)\.log|worker-\d+\.stack|comparison\.json|downloaded|"
+    r"(digests|order|sources)/[^/]+"
+)
+
+
+class RunIndex(msgspec.Struct, frozen=True):
+    """The object that lists the files of a run folder in a store.
+
+    Attributes:
+        format: the version of these fields.
+        holder: the process that uploads the folder. Another one that finds its place taken uploads no more.
+        files: their names. A file may be missing that was to be uploaded next.
+    """
+
+    format: int = _FORMAT
+    holder: str = ""
+    files: tuple[str, ...] = ()
+
+
+class FileState(NamedTuple):
+    """The size of a file, and when it was last changed, in nanoseconds."""
+
+    size: int
+    modified: int
+
+
+class UploadedFile(NamedTuple):
+    """The state of a file when it was uploaded, and when that was, in seconds."""
+
+    state: FileState
+    at: float
+
+
+def changed(files: Mapping[str, FileState], uploaded: Mapping[str, UploadedFile]) -> list[str]:
+    """Return the names of the files that the store lacks or has in an earlier state, the smallest first."""
+    names = [name for name in files if name not in uploaded or uploaded[name].state != files[name]]
+    return sorted(names, key=lambda name: (files[name].size, name))
+
+
+def due(files: Mapping[str, FileState], uploaded: Mapping[str, UploadedFile], now: float) -> list[str]:
+    """Return the names of the files to upload now, the smallest first."""
+    names = changed(files, uploaded)
+    large = sum(files[name].size for name in names if files[name].size > LARGE)
+
+    def may(name: str) -> bool:
+        wait = max(EVERY, large / RATE) if files[name].size > LARGE else EVERY
+        return name not in uploaded or now - uploaded[name].at >= wait
+
+    return [name for name in names if may(name)]
+
+
+def is_kept(name: str) -> bool:
+    """Whether a file of a run folder belongs in the store: it has a printable name, and outlives the run."""
+    return name.isprintable() and not _TRANSIENT.fullmatch(name)
+
+
+def is_recorded(name: str) -> bool:
+    """Whether Lockstep has written a file of a run folder; commands that show a run read only such files."""
+    return _RECORDED.fullmatch(name) is not None
+
+
+def read_index(data: bytes, url: str) -> RunIndex:
+    """Decode the index of a store.
+
+    Raises:
+        CheckpointError: it is damaged, or of another version.
+    """
+    try:
+        index = msgspec.json.decode(data, type=RunIndex)
+    except ValueError as error:
+        raise CheckpointError(f"{url}/{INDEX} is damaged: {error}; give another URL, or remove it") from None
+    if index.format != _FORMAT or not all(map(_is_below, index.files)):
+        raise CheckpointError(
+            f"{url}/{INDEX} is not of this version; use the version that wrote it, or give another URL"
+        )
+    return index
+
+
+def _is_below(name: str) -> bool:
+    """Whether a name leads to a file below the folder; whoever may write to the store has chosen it."""
+    path = PurePosixPath(name)
+    return is_kept(name) and not path.is_absolute() and ".." not in path.parts and str(path) == name

@@ -1,0 +1,397 @@
+"""A run folder in an object store: a process beside the job uploads what of it has grown.
+
+The job writes its folder on this machine as without a store. The process reads it, and neither it nor the
+store can stop or delay the job. It outlives the command, whose end it notices by a pipe, and then uploads the
+rest within a limit.
+
+An index (`RunIndex`) lists the objects, and has the token of the process that uploads. Each process that
+begins puts its own token there. One that finds another token uploads no more, so that an earlier run which
+still exists on some machine changes nothing: it is fenced like a writer of checkpoints (`mirror.py`).
+
+The module is not forked after the store was used: the library has threads of its own.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from lockstep.checkpoint.object_store import Conflict, ObjectStore
+from lockstep.checkpoint.run_files import (
+    EVERY,
+    INDEX,
+    MARK,
+    RATE,
+    FileState,
+    RunIndex,
+    UploadedFile,
+    changed,
+    due,
+    is_kept,
+    read_index,
+)
+from lockstep.errors import CheckpointError, ConfigError, UnfitError
+from lockstep.system.child_process import command_of
+from lockstep.system.exit_status import describe_exit
+from lockstep.system.files import open_regular
+from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
+from lockstep.system.prose import count
+
+_LAST_SECONDS = 60.0
+"""Seconds that the rest has at the end, besides those for its bytes at `RATE`."""
+_PAUSE = 5.0
+"""Seconds between two tries at the end."""
+_NOTE_EVERY = 10.0
+_NICE = 10
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+
+
+def _open(url: str, retries: int = 8) -> ObjectStore:
+    # Folders on a disk know no conditional replacement.
+    return ObjectStore(url, conditional=not url.startswith("file:"), retries=retries)
+
+
+def _read(store: ObjectStore) -> tuple[RunIndex | None, str | None]:
+    content = store.read(INDEX)
+    return (None, None) if content is None else (read_index(content[0], store.url), content[1])
+
+
+# ------------------------------------------------------------------------------------------- at the start
+
+
+def prepare(url: str, folder: Path, retries: int) -> None:
+    """Check that a store takes a run folder, and fetch the files of an earlier run there, if any.
+
+    Args:
+        url: the prefix.
+        folder: the folder of this machine, which exists and is locked. Its files are replaced unless they are
+            those that this machine has uploaded last.
+        retries: how often a request is repeated.
+
+    Raises:
+        CheckpointError: the store cannot be read or written.
+        ConfigError: the folder cannot be written.
+        UnfitError: obstore is not installed.
+    """
+    store = _open(url, retries)
+    index, tag = _read(store)
+    with contextlib.suppress(Conflict):
+        store.replace(INDEX, msgspec.json.encode(index or RunIndex()), tag)
+    if index is not None and index.holder != _mark(folder):
+        if index.files:
+            note(f"fetching {count(len(index.files), 'file')} of an earlier run from {url}")
+        _fetch(store, index, folder, lambda name: True)
+
+
+def fetch_run(url: str, folder: Path, wanted: Callable[[str], bool]) -> None:
+    """Copy files of a run folder from a store to an existing folder.
+
+    Args:
+        url: the prefix.
+        folder: where to.
+        wanted: whether to copy the file of a name.
+
+    Raises:
+        CheckpointError: the store cannot be read.
+        ConfigError: it has no run there, or the folder cannot be written.
+        UnfitError: obstore is not installed.
+    """
+    store = _open(url, retries=4)
+    index, _ = _read(store)
+    if index is None or RunPaths(Path()).events.name not in index.files:
+        raise ConfigError(f"there is no run in {url}")
+    _fetch(store, index, folder, wanted)
+
+
+def _fetch(store: ObjectStore, index: RunIndex, folder: Path, wanted: Callable[[str], bool]) -> None:
+    for name in filter(wanted, index.files):
+        size = store.size(name)
+        if size is None:
+            # The run was killed before it could upload the file.
+            continue
+        path = folder / name
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("xb") as file:
+                for part in store.parts(name, size):
+                    file.write(part)
+            temporary.replace(path)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{store.url}/{name} changes while it is read; wait for the run to end"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _mark(folder: Path) -> str:
+    try:
+        return (folder / MARK).read_text()
+    except (OSError, ValueError):
+        return ""
+
+
+# --------------------------------------------------------------------------------------- while a job runs
+
+
+class _TakenOver(Exception):
+    """Another process uploads to the prefix."""
+
+
+class RunUpload:
+    """Uploads what has grown in a run folder.
+
+    Args:
+        folder: the folder.
+        url: the prefix.
+        connect: opens the store.
+        say: shows a note.
+        now: the time in seconds.
+        wait: waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        connect: Callable[[str], ObjectStore] = _open,
+        say: Callable[[str], None] = note,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self._folder = folder
+        self._url = url
+        self._connect = connect
+        self._say = say
+        self._now = now
+        self._wait = wait
+        self._store: ObjectStore | None = None
+        self._holder = secrets.token_hex(8)
+        self._holds = False
+        self._taken_over = False
+        self._uploaded: dict[str, UploadedFile] = {}
+        self._listed = set[str]()
+        self._failures = 0
+        self._reason = ""
+
+    def run(self, ended: threading.Event) -> None:
+        """Upload what has grown until the job has ended, and then the rest, until nothing is left."""
+        while not self._taken_over:
+            self.advance()
+            if ended.wait(EVERY):
+                break
+        while not (self._taken_over or self.advance(last=True)):
+            self._wait(_PAUSE)
+
+    def advance(self, *, last: bool = False) -> bool:
+        """Upload what may be uploaded now, or everything if `last`; return whether that succeeded."""
+        files = files_of(self._folder)
+        if not RunPaths(self._folder).events.exists() or self._taken_over:
+            # A command that is refused before its job begins leaves nothing in the store.
+            return True
+        names = changed(files, self._uploaded) if last else due(files, self._uploaded, self._now())
+        if not (names or self._listed - files.keys()):
+            return True
+        try:
+            self._upload(files, names)
+        except _TakenOver:
+            self._taken_over = True
+            self._say(f"another run uploads to {self._url}, so this one does not any more; {self._where()}")
+        except (CheckpointError, UnfitError) as error:
+            self._fail(str(error))
+        else:
+            return True
+        return False
+
+    def left(self) -> tuple[int, int]:
+        """Return the number of files that the store lacks, also in part, and their bytes."""
+        files = files_of(self._folder)
+        names = changed(files, self._uploaded) if RunPaths(self._folder).events.exists() else []
+        return len(names), sum(files[name].size for name in names)
+
+    def verdict(self) -> str:
+        """Return how the upload has ended, if it has had problems; empty otherwise."""
+        number, _ = self.left()
+        why = "another run uploads there" if self._taken_over else self._reason
+        if number or self._taken_over:
+            return (
+                f"{self._url} lacks {count(number, 'file')} of the run, or their ends: "
+                f"{why or 'there was no time'}; {self._where()}"
+            )
+        if self._failures:
+            failed = count(self._failures, "upload")
+            return f"the run folder is complete in {self._url}; {failed} failed before"
+        return ""
+
+    def _upload(self, files: dict[str, FileState], names: list[str]) -> None:
+        if self._store is None:
+            self._store = self._connect(self._url)
+        store = self._store
+        self._hold(store, files)
+        for name in names:
+            try:
+                os.close(open_regular(self._folder / name))
+            except FileNotFoundError:
+                # The next round knows.
+                continue
+            except OSError as error:
+                self._fail(f"{name} cannot be read: {error.strerror}")
+                continue
+            store.put(name, self._folder / name, files[name].size)
+            self._uploaded[name] = UploadedFile(files[name], self._now())
+        # Also files of an earlier run that the job has removed at its start.
+        gone = self._listed - files.keys()
+        store.delete(gone)
+        for name in gone:
+            self._uploaded.pop(name, None)
+        self._listed -= gone
+
+    def _hold(self, store: ObjectStore, files: dict[str, FileState]) -> None:
+        """Check that no other process uploads here, and list the files."""
+        index, tag = _read(store)
+        if self._holds and index is None:
+            # The user has emptied the prefix.
+            self._uploaded.clear()
+            self._listed.clear()
+            self._holds = False
+            raise CheckpointError(f"{store.url}/{INDEX} was removed")
+        if self._holds and index is not None and index.holder != self._holder:
+            raise _TakenOver
+        self._listed |= {*files, *(() if index is None else index.files)}
+        wanted = RunIndex(holder=self._holder, files=tuple(sorted(self._listed)))
+        if index != wanted:
+            try:
+                store.replace(INDEX, msgspec.json.encode(wanted), tag)
+            except Conflict:
+                raise CheckpointError(f"{store.url}/{INDEX} changes while it is written") from None
+        if not self._holds:
+            self._holds = True
+            with contextlib.suppress(OSError):
+                (self._folder / MARK).write_text(self._holder)
+
+    def _fail(self, why: str) -> None:
+        self._failures, self._reason = self._failures + 1, why
+        if self._failures == 1:
+            self._say(
+                f"the run folder is not uploaded now: {why}; the job goes on, and uploads are tried again "
+                f"every {EVERY:g} s"
+            )
+
+    def _where(self) -> str:
+        return f"{self._folder} has everything"
+
+
+def files_of(folder: Path) -> dict[str, FileState]:
+    """Return the states of the files of a run folder that belong in a store, by name."""
+    files = {}
+    for root, _, names in os.walk(folder):
+        for each in names:
+            path = Path(root, each)
+            name = path.relative_to(folder).as_posix()
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and is_kept(name):
+                    files[name] = FileState(status.st_size, status.st_mtime_ns)
+    return files
+
+
+# ------------------------------------------------------------------------------------ the process beside it
+
+
+class _CutOff(Exception):
+    """The user does not wait for the rest."""
+
+
+@contextlib.contextmanager
+def uploaded_beside(folder: Path, url: str) -> Iterator[None]:
+    """Upload a run folder to a store in a process beside this one, and at the end of the block the rest.
+
+    Nothing here can stop the block, or delay it before its end. SIGINT and SIGTERM end the wait there.
+
+    Args:
+        folder: the folder of the run.
+        url: the prefix of the store; see `prepare`.
+    """
+    try:
+        # In a new session, Ctrl-C reaches only the command.
+        process = subprocess.Popen(
+            command_of(__spec__.name, url, os.fspath(folder.absolute())),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError as error:
+        note(f"the run folder is not uploaded to {url}: no process can be started: {error.strerror}")
+        yield
+        return
+    assert process.stdin is not None
+    try:
+        yield
+    finally:
+        try:
+            with _cut_off_by_signals():
+                process.stdin.close()
+                status = process.wait()
+            if status:
+                note(f"the upload of {folder} to {url} {describe_exit(status)}; the folder has everything")
+        except _CutOff:
+            process.kill()
+            process.wait()
+            note(f"the end of the run is not uploaded to {url}; {folder} has everything")
+
+
+@contextlib.contextmanager
+def _cut_off_by_signals() -> Iterator[None]:
+    def cut_off(number: int, frame: FrameType | None) -> None:
+        raise _CutOff
+
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, cut_off)
+        yield
+    finally:
+        for restored, handler in before.items():
+            signal.signal(restored, handler)
+
+
+def main(url: str, folder: Path) -> int:
+    """Upload a run folder until stdin is closed, and then the rest; return 0, whatever the store does."""
+    for ignored in _SIGNALS:
+        # Those of a service manager are for the command.
+        signal.signal(ignored, signal.SIG_IGN)
+    os.nice(_NICE)
+    upload, ended = RunUpload(folder, url), threading.Event()
+    thread = threading.Thread(target=upload.run, args=(ended,), daemon=True)
+    thread.start()
+    sys.stdin.buffer.read()
+    ended.set()
+    give_up = time.monotonic() + _LAST_SECONDS + upload.left()[1] / RATE
+    while thread.is_alive() and time.monotonic() < give_up:
+        thread.join(_NOTE_EVERY)
+        if thread.is_alive():
+            number, size = upload.left()
+            note(f"uploading {count(number, 'file')} of the run, {size / 1e6:,.1f} MB, to {url}")
+    if text := upload.verdict():
+        note(text)
+    return 0
+
+
+if __name__ == "__main__":
+    # The thread may wait for a store that does not answer.
+    os._exit(main(sys.argv[1], Path(sys.argv[2])))
