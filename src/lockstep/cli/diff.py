@@ -8,12 +8,13 @@ from pathlib import Path
 import click
 
 from lockstep.cli.completion import complete_run
+from lockstep.cli.parameter_types import Run
 from lockstep.system.notes import note
 
 
 @click.command()
-@click.argument("first", metavar="RUN", shell_complete=complete_run)
-@click.argument("second", metavar="RUN", shell_complete=complete_run)
+@click.argument("first", metavar="RUN", type=Run(), shell_complete=complete_run)
+@click.argument("second", metavar="RUN", type=Run(), shell_complete=complete_run)
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 @click.option(
     "--rerun",
@@ -28,9 +29,9 @@ def diff(first: str, second: str, as_json: bool, repeats: bool) -> None:
     \b
     lockstep diff runs/train-20260101-120000 runs/train-20260102-120000
 
-    RUN is the folder of a run, or its name in runs/. Runs with different numbers of workers and the same
-    number of replicas are equal. The exit status is 0 if everything that both runs have recorded is equal, 1
-    if the runs differ, and 2 if they cannot be compared.
+    RUN is the folder of a run, its name in runs/, or its URL in an object store. Runs with different numbers
+    of workers and the same number of replicas are equal. The exit status is 0 if everything that both runs
+    have recorded is equal, 1 if the runs differ, and 2 if they cannot be compared.
     """
     from lockstep.coordinator.run_lookup import find_run
     from lockstep.diff.comparison import compare

@@ -7,6 +7,7 @@ import warnings
 import click
 
 from lockstep.cli.completion import complete_run
+from lockstep.cli.parameter_types import Run
 
 _LOOK_EVERY = 0.2
 
@@ -23,7 +24,7 @@ def _compile(context: click.Context, param: click.Parameter, value: str | None) 
 
 
 @click.command()
-@click.argument("job", shell_complete=complete_run)
+@click.argument("job", type=Run(), shell_complete=complete_run)
 @click.option("-f", "--follow", is_flag=True, help="Continue with new output until the job ends.")
 @click.option(
     "--worker",
@@ -43,8 +44,9 @@ def _compile(context: click.Context, param: click.Parameter, value: str | None) 
 def logs(job: str, follow: bool, workers: tuple[int, ...], pattern: re.Pattern[str] | None) -> None:
     """Show the output of the workers of JOB.
 
-    JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.
-    The run may have ended. If there may be several workers, each line begins with its worker.
+    JOB is a name that lockstep list shows, a run folder, its name in runs/, the beginning of a name, or the
+    URL of a run in an object store. The run may have ended. If there may be several workers, each line begins
+    with its worker.
     """
     from lockstep.coordinator.admin_client import JobWatch
     from lockstep.coordinator.run_lookup import find_run, job_in

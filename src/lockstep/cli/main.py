@@ -11,7 +11,7 @@ import click
 
 from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.help import LazyGroup
-from lockstep.cli.parameter_types import PARTS, FolderOrUrl
+from lockstep.cli.parameter_types import PARTS, FolderOrUrl, Run
 from lockstep.errors import LockstepError, with_code
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
@@ -165,7 +165,7 @@ def list_jobs() -> None:
 
 
 @cli.command()
-@click.argument("folders", metavar="[FOLDER]...", nargs=-1, shell_complete=complete_run)
+@click.argument("folders", metavar="[FOLDER]...", type=Run(), nargs=-1, shell_complete=complete_run)
 @click.option(
     "--where",
     "conditions",
@@ -191,11 +191,12 @@ def runs(
     lockstep runs --where tags=lr --where state=finished --sort val_loss
     lockstep runs --where "lost>0" --json
 
-    The list includes runs that have ended. FOLDER is the folder of a run, or one that contains such folders.
-    A line has the start in local time, the duration, the numbers of workers, replicas, hosts and training
-    steps, the effective training time, lost workers, warnings, the metrics of the last epoch, tags, the run
-    from which it resumed, the beginning of the digest, how the run ended, and its problems. Columns without
-    values are omitted. If a folder has several runs, the line describes the last one.
+    The list includes runs that have ended. FOLDER is the folder of a run, one that contains such folders, or
+    the URL of a run in an object store. A line has the start in local time, the duration, the numbers of
+    workers, replicas, hosts and training steps, the effective training time, lost workers, warnings, the
+    metrics of the last epoch, tags, the run from which it resumed, the beginning of the digest, how the run
+    ended, and its problems. Columns without values are omitted. If a folder has several runs, the line
+    describes the last one.
     """
     from lockstep.monitoring import past_runs
     from lockstep.monitoring.run_catalog import resolve

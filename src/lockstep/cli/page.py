@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.cli.completion import complete_run
+from lockstep.cli.parameter_types import Run
 from lockstep.coordinator.run_lookup import find_run
 from lockstep.errors import ConfigError
 from lockstep.system.child_process import command_of
@@ -26,7 +27,7 @@ _RESOLVES_WITHIN = 10.0
 
 
 @click.command()
-@click.argument("runs", metavar="[RUN]...", nargs=-1, shell_complete=complete_run)
+@click.argument("runs", metavar="[RUN]...", type=Run(), nargs=-1, shell_complete=complete_run)
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, help="Port of the page.  [default: any free one]"
 )
@@ -48,8 +49,8 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
     lockstep ui train                # the running job of this name
 
     The page also shows runs that are training. Ctrl-C ends it. RUN is the folder of a run, a folder that
-    contains such folders, or the name of a running job. The printed address opens the page in one browser,
-    once.
+    contains such folders, the name of a running job, or the URL of a run in an object store, as it was
+    uploaded last. The printed address opens the page in one browser, once.
     """
     from lockstep.monitoring.page_server import PageServer, RunsView
     from lockstep.monitoring.run_catalog import Catalog, resolve
@@ -125,7 +126,7 @@ def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
 
 
 @click.command()
-@click.argument("run", shell_complete=complete_run)
+@click.argument("run", type=Run(), shell_complete=complete_run)
 @click.option(
     "-o",
     "--output",
@@ -137,8 +138,8 @@ def _encryption(host: str, number: str) -> "tuple[ssl.SSLContext, str]":
 def report(run: str, output: Path) -> None:
     """Write the page of RUN to one HTML file.
 
-    The file shows the page of lockstep ui without a network. RUN is the folder of a run, or the name of a
-    running job.
+    The file shows the page of lockstep ui without a network. RUN is the folder of a run, the name of a
+    running job, or the URL of a run in an object store, such as s3://bucket/job.
     """
     from lockstep.monitoring.report import build_report, write_report
 

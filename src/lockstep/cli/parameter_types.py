@@ -1,11 +1,15 @@
 """Types of options and arguments of commands."""
 
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import click
 
 from lockstep.errors import ConfigError
+from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
 from lockstep.system.prose import printable
 
 PARTS = click.IntRange(min=1, max=4096)
@@ -50,6 +54,28 @@ class FolderOrUrl(Folder):
             return parse_url(os.fsdecode(value))
         except ConfigError as error:
             self.fail(f"{error}.", param, ctx)
+
+
+class Run(click.types.StringParamType):
+    """A run of this machine, or the URL of one in an object store, which is fetched for the command."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the text, or the path of the folder in which the run is until the command ends."""
+        from lockstep.checkpoint.object_store import is_url, parse_url
+        from lockstep.checkpoint.run_files import is_recorded
+        from lockstep.checkpoint.run_upload import fetch_run
+
+        text = super().convert(value, param, ctx)
+        if not is_url(text) or ctx is None or ctx.resilient_parsing:
+            return text
+        url = parse_url(text)
+        above = ctx.with_resource(tempfile.TemporaryDirectory(prefix="lockstep-run-"))
+        folder = Path(above, url.rpartition("/")[2])
+        folder.mkdir()
+        fetch_run(url, folder, is_recorded)
+        if b'"finished"' not in RunPaths(folder).events.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]:
+            note(f"the end of the run is not in {url}: it is shown as it was uploaded last")
+        return str(folder)
 
 
 class Tag(click.types.StringParamType):

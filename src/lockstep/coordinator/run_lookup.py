@@ -55,6 +55,11 @@ def name_or_folder(text: str) -> str | Path:
     name = choose(text, names)
     if name is not None:
         return name
+    if "://" in text:
+        raise ConfigError(
+            f"{text}: this command takes a run of this machine; lockstep report, ui, runs, logs and diff "
+            "take the URL of a run"
+        )
     folder_name = choose(text, run_folders())
     if folder_name is None:
         raise ConfigError(
