@@ -342,6 +342,27 @@ def loss_figures() -> tuple[keras.Model, list[float]]:
     return model, found + list(model.evaluate(X, y, batch_size=8, verbose=0, return_dict=True).values())
 
 
+class Unreduced(LossFigures):
+    """Reduces the loss of `compile` itself, which is a vector, without what has no label."""
+
+    def loss_of(self, data: Any) -> Any:
+        x, y = data
+        labelled = ops.cast(ops.not_equal(y[..., 0], 0), "float32")
+        return ops.mean(self.loss(y, self(x)) * labelled)
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs[..., None])
+
+
+def unreduced() -> tuple[keras.Model, list[float]]:
+    """See `Unreduced`."""
+    model, y = Unreduced(), np.maximum(X[..., None], 0)
+    model(X[:2])
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction=None))
+    found = figures(model.fit(X, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+    return model, found + list(model.evaluate(X, y, batch_size=8, verbose=0, return_dict=True).values())
+
+
 class GivenStep(Cleared):
     """Has its step as an attribute, and the class has that of Keras."""
 
@@ -513,8 +534,9 @@ ON_BACKEND = {
         phased,
         remembering,
         loss_figures,
+        unreduced,
     ],
-    "torch": [cleared, given_step, cleared_tensors, phased, remembering, fading, loss_figures],
+    "torch": [cleared, given_step, cleared_tensors, phased, remembering, fading, loss_figures, unreduced],
 }
 
 

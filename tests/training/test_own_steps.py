@@ -20,10 +20,13 @@ Launch = Callable[..., Any]
 
 IN_GRAPHS = (
     *("parts", "eager_parts", "triplet", "texts"),
-    *("cleared", "given_step", "phased", "remembering", "loss_figures"),
+    *("cleared", "given_step", "phased", "remembering", "loss_figures", "unreduced"),
 )
-"""Trainings on TensorFlow only, but for the last five."""
-ON_TORCH = ("cleared", "given_step", "cleared_tensors", "phased", "remembering", "fading", "loss_figures")
+"""Trainings on TensorFlow only, but for the last six."""
+ON_TORCH = (
+    *("cleared", "given_step", "cleared_tensors", "phased", "remembering", "fading"),
+    *("loss_figures", "unreduced"),
+)
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 

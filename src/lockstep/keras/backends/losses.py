@@ -43,7 +43,12 @@ def replica_step(
     """Within the block, a replica's step computes losses and metrics that can be combined over replicas.
 
     Yields (the densities of its losses, the results of its metrics).
+
+    Raises:
+        ModelError: a step of Keras has a loss that is a vector.
     """
+    if not has_own(model, f"{kind}_step"):
+        refuse_vectors(model)
     growths = growths_of(model)
     divisor = growths.divisor if kind == "train" else 1
     # A worker of parameter servers trains with a whole batch.
@@ -65,11 +70,7 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
 
     The density of a loss is its denominator divided by the number of elements, if the denominator is a number
     of unmasked elements or a sum of weights; None if it is the number of elements.
-
-    Raises:
-        ModelError: one of the model's losses is a vector.
     """
-    refuse_vectors(model)
     densities: list[Any] = []
     with _observed(lambda *reduction: densities.append(_density(*reduction))), means(model, weight):
         yield densities
