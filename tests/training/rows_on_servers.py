@@ -227,11 +227,12 @@ def misused() -> None:
 def function() -> None:
     model = build("sgd")
     coordinator = lockstep.ClusterCoordinator(lockstep.ParameterServerStrategy())
-    try:
-        coordinator.schedule(lambda: model(X))
-        coordinator.join()
-    except LockstepError as error:
-        print("error", type(error).__name__, " ".join(str(error).split()), flush=True)
+    for uses in (lambda: model(X), lambda: [variable.value for variable in model.trainable_variables]):
+        try:
+            coordinator.schedule(uses)
+            coordinator.join()
+        except LockstepError as error:
+            print("error", type(error).__name__, " ".join(str(error).split()), flush=True)
 
 
 match KIND:

@@ -283,8 +283,10 @@ def test_a_function_on_jax_trains_no_rows(launch: Launch) -> None:
     run = launch("-n 1 --ps 1", SCRIPT, "function")
     assert run.status == 0, run.stderr
     for worker in range(3):
-        (line,) = run.marked(worker, "error ")
-        assert "a ServerEmbedding, of whose rows jax.grad returns no gradient: train it in fit" in line
+        lines = run.marked(worker, "error ")
+        for verb, line in zip(("calls", "reads"), lines, strict=True):
+            assert f"a scheduled function {verb}" in line
+            assert "a ServerEmbedding, of whose rows jax.grad returns no gradient: train it in fit" in line
 
 
 @pytest.fixture(autouse=True)

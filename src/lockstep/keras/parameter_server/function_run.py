@@ -685,9 +685,11 @@ class _Watcher:
             # The program needs the variable to read its gradient. The parameter itself refuses other reads.
             return
         if table is not None:
+            on_jax = keras.backend.backend() == "jax"
+            why = "other than by lookups, such as in a loss: use keras.layers.Embedding"
             raise ModelError(
-                f"a scheduled function reads the table of layer {table.name!r}, a ServerEmbedding, other "
-                "than by lookups, such as in a loss: use keras.layers.Embedding"
+                f"a scheduled function reads the table of layer {table.name!r}, a ServerEmbedding, "
+                f"{NO_ROWS_ON_JAX if on_jax else why}"
             )
         self._note_read(variable)
 
