@@ -113,8 +113,8 @@ REFUSALS = [
         for way in WAYS[2:-1]
     ),
     (
-        "--standby not --listen not --tf-config",
-        "--standby is for jobs that other hosts join; give --listen or --tf-config too",
+        "--standby not --listen not --tf-config not --slurm",
+        "--standby is for jobs that other hosts join; give --listen, --tf-config or --slurm too",
     ),
     (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
     (

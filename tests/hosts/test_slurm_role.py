@@ -18,10 +18,12 @@ def task(node: int, *hosts: str, job: int = 4242, step: int = 0) -> SlurmTask:
 
 def test_the_task_of_the_first_host_coordinates() -> None:
     first, second, third = (find_place(task(node, "a", "b", "c"), 7) for node in range(3))
-    assert first == TaskPlace(TaskRole.COORDINATOR, "a", "a:24242", "a:24242", 7, 3)
-    assert second == TaskPlace(TaskRole.AGENT, "b", "b:0", "a:24242", 7, 2)
-    assert third == TaskPlace(TaskRole.AGENT, "c", "c:0", "a:24242", 7, 2)
-    assert find_place(task(1, "a", "b"), None) == TaskPlace(TaskRole.AGENT, "b", "b:0", "a:24242", 2, 1)
+    coordinator, standby = "a:24242", "b:24242"
+    assert first == TaskPlace(TaskRole.COORDINATOR, "a", "a:24242", coordinator, 7, 3, standby=standby)
+    assert second == TaskPlace(TaskRole.AGENT, "b", "b:0", coordinator, 7, 2, standby=standby)
+    assert third == TaskPlace(TaskRole.AGENT, "c", "c:0", coordinator, 7, 2, standby=standby)
+    two = find_place(task(1, "a", "b"), None)
+    assert two == TaskPlace(TaskRole.AGENT, "b", "b:0", coordinator, 2, 1, standby=standby)
 
 
 def test_the_host_is_not_that_of_the_rank() -> None:
@@ -33,7 +35,7 @@ def test_the_host_is_not_that_of_the_rank() -> None:
 def test_a_step_on_one_host_is_a_job_of_this_machine() -> None:
     for workers in (None, 4):
         place = find_place(task(0, "a"), workers)
-        assert (place.role, place.workers) == (TaskRole.ALONE, workers or 1)
+        assert (place.role, place.workers, place.standby) == (TaskRole.ALONE, workers or 1, "")
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

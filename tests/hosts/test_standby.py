@@ -13,6 +13,7 @@ import pytest
 from host_network import Host, Running
 from stepping_job import HERE, digest
 from test_joining import ended
+from test_slurm import variables as of_slurm
 
 from lockstep.protocol.host import LEFT_OUT
 
@@ -29,8 +30,8 @@ class StandbyJob:
         agents: those on node2 and node3.
     """
 
-    def __init__(self, nodes: Sequence[Host], variables: dict[str, str], *, by_cluster: bool) -> None:
-        self.nodes, self.by_cluster, store = nodes, by_cluster, nodes[4]
+    def __init__(self, nodes: Sequence[Host], variables: dict[str, str], by: str = "--listen") -> None:
+        self.nodes, self.by, store = nodes, by, nodes[4]
         shutil.copy(HERE / "small_store.py", store.work)
         server = store.start(sys.executable, "small_store.py", "9000")
         server.wait_until(lambda: store.processes() and 9000 in store.listening())
@@ -47,9 +48,12 @@ class StandbyJob:
     def start(self, index: int) -> Running:
         """Start the command of a host."""
         first, standby = self.nodes[0].address, f"--standby {self.nodes[1].address}:7001"
-        options = f"--backend jax {standby} --replicas 5 --checkpoint s3://bucket/job --run-dir run"
+        options = "--backend jax --replicas 5 --checkpoint s3://bucket/job --run-dir run"
+        options += "" if self.by == "--slurm" else f" {standby}"
         program, variables = ("stepping.py", str(STEPS), *PACED), self.variables
-        if self.by_cluster:
+        if self.by == "--slurm":
+            words, variables = f"run --slurm {options}", {**variables, **of_slurm(index, 3)}
+        elif self.by == "--tf-config":
             tasks = {"worker": [f"{node.name}:7000" for node in self.nodes[:3]]}
             place = {"cluster": tasks, "task": {"type": "worker", "index": index}}
             words, variables = f"run --tf-config {options}", {**variables, "TF_CONFIG": json.dumps(place)}
@@ -91,7 +95,7 @@ Begin = Callable[..., StandbyJob]
 
 @pytest.fixture
 def begin(nodes: Sequence[Host], keyed: dict[str, str]) -> Begin:
-    return lambda by_cluster=False: StandbyJob(nodes, keyed, by_cluster=by_cluster)
+    return lambda by="--listen": StandbyJob(nodes, keyed, by)
 
 
 def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) -> None:
@@ -157,12 +161,30 @@ def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> Non
 
 
 @pytest.mark.slow
+def test_the_second_task_of_slurm_is_the_standby(begin: Begin, nodes: Sequence[Host]) -> None:
+    """It needs no option. `scancel` reaches the coordinator that it has started."""
+    job = begin("--slurm")
+    nodes[0].cut()
+    nodes[0].signal_all(signal.SIGKILL)
+    job.await_takeover()
+    for agent in job.agents:
+        os.kill(agent.process.pid, signal.SIGTERM)
+    assert ended(*job.agents) == (143, 143), [agent.err for agent in job.agents]
+    standby, third = job.agents
+    assert "this host takes the job over at node2:24242" in standby.err
+    assert "stopping (SIGTERM): waiting up to 20 s for the step and a checkpoint" in standby.err
+    assert "takes the job over" not in third.err
+    nodes[4].signal_all(signal.SIGKILL)
+    nodes[0].remove_abandoned()
+
+
+@pytest.mark.slow
 def test_tasks_of_a_cluster_find_the_job_at_either_address(begin: Begin, nodes: Sequence[Host]) -> None:
     """The commands are those of the pods in Kubernetes, which starts a lost pod again.
 
     The first host comes back, and takes the job over when the standby is lost.
     """
-    job = begin(by_cluster=True)
+    job = begin("--tf-config")
     nodes[0].cut()
     nodes[0].signal_all(signal.SIGKILL)
     job.await_takeover()

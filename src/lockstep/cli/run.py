@@ -190,9 +190,9 @@ _GROUPS = {
 @click.option(
     "--standby",
     metavar="ADDRESS:PORT",
-    help="With --listen or --tf-config, if the first host is lost, the agent on the host with this ADDRESS "
-    "takes the job over and listens there. Needs --checkpoint with the URL of a store, which decides who "
-    "leads the job.",
+    help="With --listen, --tf-config or --slurm, if the first host is lost, the agent on the host with this "
+    "ADDRESS takes the job over and listens there. Needs --checkpoint with the URL of a store, which decides "
+    "who leads the job.  [default: with --slurm and such a --checkpoint, the second host]",
 )
 @click.option(
     "--workers-here",
@@ -811,12 +811,14 @@ def _refuse_with_servers(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"--ps cannot be combined with {refused[0]}: {reasons[refused[0]]}")
 
 
-def _of_task(tasks: ScheduledTask, script: Script, options: Mapping[str, Any]) -> Here | Listen:
+def _of_task(tasks: ScheduledTask, script: Script, options: dict[str, Any]) -> Here | Listen:
     """Return where the job that this process begins runs, or play another role of its task, and end."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
 
     scheduler = tasks.scheduler
     task = scheduler.place(tasks.processes, tasks.here, options["servers"] or 0)
+    if isinstance(options["checkpoint"], str) and not options["one_writer"]:
+        options["standby"] = options["standby"] or task.standby
     match task.role:
         case TaskRole.IDLE_SERVER:
             note("a parameter server has nothing to do: the workers hold the whole state")
@@ -873,7 +875,7 @@ def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
             port=spare if where.task and spare != port else 0,
             encrypted=encrypted,
             patience=_STANDBY_LOST,
-            shows=bool(where.task),
+            shows=where.retries,
             others=(own,) if own else (),
             leads_at=own,
         )

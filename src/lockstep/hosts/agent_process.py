@@ -402,6 +402,9 @@ class AgentProcess:
                         pass
                     case StopRequest(stop) if self.grace is not None and leaves == math.inf:
                         leaves = now + self.grace + _UNTIL_ENDED
+                        if standby is not None:
+                            # The coordinator of this host gets no signals.
+                            standby.stop(stop)
                     case StopRequest(stop):
                         leaves = now
                     case _:

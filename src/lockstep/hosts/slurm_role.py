@@ -64,7 +64,8 @@ def find_place(task: SlurmTask, workers: int | None) -> TaskPlace:
     begins = TaskRole.COORDINATOR if hosts > 1 else TaskRole.ALONE
     role = begins if task.node == 0 else TaskRole.AGENT
     address = f"{name}:0" if role is TaskRole.AGENT else coordinator
-    return TaskPlace(role, name, address, coordinator, workers, here)
+    standby = f"{task.hosts[1][0]}:{port_of(task)}" if hosts > 1 else ""
+    return TaskPlace(role, name, address, coordinator, workers, here, standby=standby)
 
 
 def port_of(task: SlurmTask) -> int:

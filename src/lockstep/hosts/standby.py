@@ -80,7 +80,7 @@ class Standby:
     children: set[int]
     _is_here: bool | None = None
     _process: "subprocess.Popen[bytes] | None" = None
-    _channel: PacketChannel[BeginJob, StopRequest] | None = None
+    _channel: PacketChannel[BeginJob | StopRequest, StopRequest] | None = None
     _due: float = field(default=0.0)
 
     @classmethod
@@ -135,6 +135,12 @@ class Standby:
         self._channel = PacketChannel(ours, StopRequest)
         spec = replace(self.begin.spec, standby=self.address)
         self._channel.send(msgspec.structs.replace(self.begin, spec=spec))
+
+    def stop(self, number: int) -> None:
+        """Have the coordinator stop the job because of a signal, if it runs."""
+        if self.runs:
+            assert self._channel is not None
+            self._channel.send(StopRequest(number))
 
     def see_off(self) -> None:
         """Wait until the coordinator has ended the job."""

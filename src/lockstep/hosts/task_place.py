@@ -34,6 +34,8 @@ class TaskPlace:
         here: the workers that this process starts.
         tasks: the tasks of the cluster, in whose order the hosts of the job are placed; empty for any order.
         task: the index of its task in `tasks`.
+        standby: HOST:PORT at which another task takes the job over, unless the user names another one; empty
+            if the tasks have no such port.
     """
 
     role: TaskRole
@@ -44,3 +46,4 @@ class TaskPlace:
     here: int = 1
     tasks: tuple[Task, ...] = ()
     task: int = 0
+    standby: str = ""

@@ -189,8 +189,8 @@ _REFUSALS = (
     ),
     _Refusal(
         "standby",
-        _except("listen", *_PODS),
-        "--standby is for jobs that other hosts join; give --listen or --tf-config too",
+        _except("listen", *SCHEDULERS),
+        "--standby is for jobs that other hosts join; give --listen, --tf-config or --slurm too",
     ),
     _Refusal("plain", (None,), "--plain is for jobs on several hosts; give {ways} too"),
     _Refusal(
