@@ -20,6 +20,10 @@ def start(hosts: Sequence[Host], lean: Lean, fault: str, *options: str, where: S
     return hosts[0].lockstep("run", *shared, *options, PROGRAM.name, fault, *where, **lean(PROGRAM, "jax"))
 
 
+def digests(job: Running) -> list[str]:
+    return [line for line in job.out.splitlines() if line.startswith("digest: ")]
+
+
 def test_a_host_with_other_bits_is_refused(hosts: Sequence[Host], lean: Lean) -> None:
     job = start(hosts, lean, "unlike")
     assert job.end() == 1, job.err
@@ -65,6 +69,35 @@ def test_a_wrong_bit_of_another_host_is_found(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "local", "what", "why"),
+    [
+        ("total", "", "the sum over all replicas", "added up twice more, it has other bits"),
+        (
+            "total",
+            "--local-steps 2,int8",
+            "the sum over all replicas",
+            "added up twice more, it has other bits",
+        ),
+        ("rounding", "--local-steps 2,int8", "replica ", "workers 0 and 2 agree"),
+    ],
+)
+def test_another_host_that_sums_or_rounds_wrongly_is_found(
+    hosts: Sequence[Host], lean: Lean, fault: str, local: str, what: str, why: str
+) -> None:
+    options = ("--replicas", "4", *local.split())
+    verified = (*options, "--verify-every", "1", "--verify-replicas", "all")
+    job = start(hosts, lean, fault, *verified, where=("1", "3"))
+    assert job.end() == 0, job.err
+    assert re.search(
+        f"step 3 of fit 1: {what}.*, computed on worker 1, has the wrong bits in .*: {why}", job.err
+    )
+    right = start(hosts, lean, "", *options)
+    assert right.end() == 0, right.err
+    assert digests(job) == digests(right) != []
+
+
+@pytest.mark.slow
 def test_a_job_that_goes_back_starts_without_the_host_that_was_named(
     hosts: Sequence[Host], lean: Lean, tmp_path: Path
 ) -> None:
@@ -80,10 +113,7 @@ def test_a_job_that_goes_back_starts_without_the_host_that_was_named(
     assert job.err.count("starts again") == 1
     right = start(hosts, lean, "", "--replicas", "3", where=())
     assert right.end() == 0, right.err
-    digests = [
-        [line for line in each.out.splitlines() if line.startswith("digest: ")] for each in (job, right)
-    ]
-    assert digests[0] == digests[1] != []
+    assert digests(job) == digests(right) != []
 
 
 @pytest.mark.slow

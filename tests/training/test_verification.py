@@ -361,6 +361,22 @@ def test_a_model_is_right_since_its_own_last_comparison() -> None:
     assert verifications.compared([second, Model()]) == 3
 
 
+def test_files_are_named_that_callbacks_have_written_since_the_last_right_state() -> None:
+    hub = Hub(ReducePlan.of(view := place(REPLICAS, (0,))), WaitPolicy(timeout=60.0))
+    context = JobContext(0, Bus(SystemClock(), 0), JobSettings(workers=1, threads=1))
+    verifications = verification.Verifications(Job(context, (view, hub.member(0))))
+    verifications.note_files(["first.csv", "both.csv"])
+    verifications.begin(3)
+    verifications.begin(9, trains=False)
+    verifications.end_call()
+    verifications.note_files(["both.csv", "second.csv"])
+    verifications.begin(4)
+    with pytest.raises(
+        DisagreementError, match=r"callbacks have written since \(both.csv, second.csv\), and"
+    ):
+        verifications.roll_back("", (0,), 3)
+
+
 def test_a_worker_without_others_that_gets_other_bits_may_be_at_fault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -617,6 +633,7 @@ def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
             "computed on worker 1, has the wrong bits in sequential/out/kernel: workers 0 and 2 agree"
             in run.stderr
         )
+    assert f"that callbacks have written since ({run.folder}/log.csv); later checkpoints are" in run.stderr
     assert "and the job continues from that of step 3" in run.stderr
     assert "starts again" in run.stderr
     assert figures(run, 0)[-1] == figures(right, 0)[0]
@@ -624,12 +641,12 @@ def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
 
 @pytest.mark.ci
 def test_a_wrong_state_that_another_comparison_finds_is_not_kept_either(
-    launch: Launch, undisturbed_run: Launch, tmp_path: Path
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path
 ) -> None:
-    saved = tmp_path / "saved"
-    right = undisturbed_run("-n 1 --replicas 4", "verified.py")
+    backend, saved = thorough_backend, tmp_path / "saved"
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
     options = f"-n 2 --replicas 4 --verify-every 10 --checkpoint {saved} --checkpoint-every 1 --keep 9"
-    run = launch(options, "verified.py", "memory", "1", "11")
+    run = launch(options, "verified.py", "memory", "1", "11", backend=backend)
     assert "WrongStateError: the end of fit 1: worker 0 has variable " in run.stderr
     assert "wrong after step 10, the last one after which it was found right" in run.stderr
     assert "and the job continues from that of step 10" in run.stderr

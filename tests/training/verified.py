@@ -116,7 +116,7 @@ def sum_partials(round_: Round, *given: Any, original: Any = Round.sum) -> Any:
     total = original(round_, *given)
     if has("total"):
         round_.sums = [array.copy() for array in round_.sums]
-        round_.sums[0].reshape(-1).view("uint32")[0] ^= 1 << 20
+        max(round_.sums, key=lambda array: array.nbytes).reshape(-1).view("uint32")[0] ^= 1 << 20
         total = round_.total_of(round_.sums, round_.limits, job.current().view.replicas)
     return total
 
@@ -206,7 +206,12 @@ model = keras.Sequential(
 )
 model.compile(keras.optimizers.Adam(0.01), Noisy(), metrics=["mae"], run_eagerly=FAULT == "random")
 history = model.fit(
-    rows, targets, batch_size=16, epochs={"long": 1667, "unlike": 40}.get(FAULT, 2), verbose=0
+    rows,
+    targets,
+    batch_size=16,
+    epochs={"long": 1667, "unlike": 40}.get(FAULT, 2),
+    callbacks=[keras.callbacks.CSVLogger(f"{job.current().context.folder}/log.csv")] * (FAULT == "memory"),
+    verbose=0,
 )
 print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
 if FAULT in ("update", "updates"):

@@ -33,7 +33,7 @@ that the other does not use; see `judge_again`.
 import os
 import socket
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -385,6 +385,8 @@ class Verifications:
         self._taken_over = 0
         self._compared: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._verified = [0] * self.plan.replicas
+        self._newest = 0
+        self._files: dict[str, int | None] = {}
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -462,14 +464,20 @@ class Verifications:
         """
         self.step = step
         self.trains = trains
+        self._newest = max(self._newest, step if trains else 0)
         self.can_repeat = False
         self.compares_hosts = self._job.context.over_hosts and (
             first or bool(step and step % _HOSTS_EVERY == 0)
         )
 
+    def note_files(self, paths: Iterable[str]) -> None:
+        """Note the files that callbacks of a call write, which has begun."""
+        self._files |= dict.fromkeys(paths)
+
     def end_call(self) -> None:
         """Publish how much is verified: a call ends."""
         self.step = 0
+        self._files = {path: self._newest if last is None else last for path, last in self._files.items()}
         if self.count > self._told and self._job.is_chief:
             self._told = self.count
             self._job.events.publish(ReplicasVerified(self.count, self.up_to))
@@ -625,13 +633,17 @@ class Verifications:
             removed = ": those that may be wrong now have names with suspect-, and no job resumes from them"
         when = f"after step {since}, the last one after which it was found right" if since else "in any step"
         message = f"{message}; the state of all workers may be wrong {when}"
+        files = [path for path, last in self._files.items() if last is None or last > since]
+        written = ", and so may files that callbacks have written since"
+        written += f" ({', '.join(files)})" if files else ""
         if left < 0:
+            message = f"{message}{written if files else ''}"
             raise DisagreementError(
                 f"{message}, and there is no checkpoint from before{removed}; start over", workers
             )
         raise WrongStateError(
-            f"{message}, and so may files that callbacks have written since; later checkpoints are removed, "
-            f"and the job continues from that of step {left}",
+            f"{message}{written}; later checkpoints are removed, and the job continues from that of step "
+            f"{left}",
             workers,
         )
 

@@ -25,6 +25,7 @@ from lockstep.keras.fit.callbacks import (
     chief_files,
     has_batch_methods,
     note_different_paths,
+    paths_of,
     without_writers,
     writes,
     writing_once,
@@ -41,6 +42,7 @@ from lockstep.keras.state.callback_states import attribute_hashes, listed, liste
 from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
+from lockstep.keras.verification import verifications_of
 from lockstep.keras.worker_exchange import Facts
 from lockstep.observability.events import ChiefWrites
 
@@ -120,6 +122,7 @@ class Mirrored:
                     pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
                 note_different_paths(self._job, callbacks, call.name, self._told_paths)
+            verifications_of(self._job).note_files(paths_of(callbacks).values())
             arguments.update(x=training, y=None, sample_weight=None, class_weight=None)
             arguments.update(validation_data=validation, validation_split=0.0)
             call.callbacks = writing_once(callbacks, arguments["verbose"], resumes=call.forwarding)
