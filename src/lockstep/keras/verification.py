@@ -78,9 +78,10 @@ _SUM = "the sum over all replicas"
 _ENDS = {
     "undecided": "{who} get different bits in {shown}, each time the same, and no third worker can decide "
     "which are right{why}: the processor, the memory or a library of one of their hosts is at fault, or the "
-    "step depends on the worker; check both hosts with lockstep doctor --burn-in, or start three workers",
+    "step depends on the worker; check them with lockstep doctor --burn-in, or start three workers",
     "undecided sum": "the same summands, added up again on {who}, gave different bits in {shown}, and "
-    "nothing tells which are right: the processor, the memory or a library of one of these hosts is at fault",
+    "nothing tells which are right: the processor, the memory or a library of one of these hosts is at "
+    "fault; check them with lockstep doctor --burn-in, or start three workers",
     "step": "the step is not deterministic: computed again from the same state and examples, {who} got other "
     "bits in {shown}; look for random numbers that no seed of Keras determines, for the time, and for "
     "operations that are not deterministic",
