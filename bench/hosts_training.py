@@ -8,18 +8,19 @@ with a program in the place of ssh that starts a process there. Other rows are t
 encryption, as many workers on one host, with more than two hosts the job on two, and the peer without an
 exchange: what is left of its step. With local steps, which compute something else, other rows take H steps
 between two exchanges; each value is one of `lockstep run --local-steps`. On PyTorch, DistributedDataParallel
-does so beside it, with post-local SGD. With a rate, such as 1gbit, a host
-sends no faster. All processes are pinned, have one thread, and in their turns real-time priority, so that
-other programs of the machine do not disturb the comparison.
+does so beside it, with post-local SGD, and so does torchft, where it can be imported. With a rate, such as
+1gbit, a host sends no faster. All processes are pinned, have one thread, and in their turns real-time
+priority, so that other programs of the machine do not disturb the comparison.
 """
 
 import argparse
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
-from hosts_network import available, network, run_over_hosts, within
+from hosts_network import SUBNET, available, network, run_over_hosts, within
 from models import COMPARED, MODELS
 from programs import (
     KERAS_DDP_FUSED,
@@ -42,6 +43,7 @@ TWO_HOSTS = "lockstep, not encrypted, two hosts"
 NO_EXCHANGE = "keras, fused Adam, no exchange"
 LOCAL = "lockstep, not encrypted, local steps "
 LOCAL_DDP = KERAS_DDP_FUSED + ", post-local SGD "
+TORCHFT = "keras, fused Adam, torchft LocalSGD "
 
 
 def ratios(hosts: int, local: Sequence[str]) -> list[Ratio]:
@@ -63,10 +65,13 @@ def ratios(hosts: int, local: Sequence[str]) -> list[Ratio]:
     ]
 
 
-def ddp(name: str, namespaces: list[str], exchange: int, work: Work, local_steps: int = 0) -> Program:
+def ddp(
+    name: str, namespaces: list[str], exchange: int, work: Work, local_steps: int = 0, torchft: str = ""
+) -> Program:
     arguments = ("keras", "fused", str(exchange))
     peer = PeerProgram(name, "training_ddp.py", arguments, "torch", processes=len(namespaces))
     variables = {"GLOO_SOCKET_IFNAME": "eth0", "BENCH_LOCAL_STEPS": str(local_steps)}
+    variables["BENCH_TORCHFT"] = torchft
     program = peer_program(peer, name, work, variables)
     program.commands = within(namespaces, program.commands)
     return program
@@ -96,6 +101,8 @@ def measure(backend: str, hosts: int, rate: str, work: Work, local: Sequence[str
             programs.append(ddp(NO_EXCHANGE, namespaces[:2], 0, work))
             numbers = sorted({int(text.split(",")[0]) for text in local})
             programs += [ddp(f"{LOCAL_DDP}{h}", namespaces, hosts, work, h) for h in numbers]
+            if find_spec("torchft"):
+                programs += [ddp(f"{TORCHFT}{h}", namespaces, hosts, work, h, SUBNET) for h in numbers]
         for program in programs:
             program.variables[REALTIME] = "1"
         regime = take_turns(folder, programs, work.turns)

@@ -5,7 +5,8 @@
 LIBRARY is `torch`, or `keras`: a model of Keras on its PyTorch backend, which is a module of PyTorch. ADAM is
 `adam`, the default, or `fused`, which passes over the memory once. EXCHANGE processes train together in
 DistributedDataParallel over gloo; with 0, two processes train alone. With BENCH_LOCAL_STEPS, each process
-takes so many steps by itself before the weights are averaged (the post-local SGD of PyTorch).
+takes so many steps by itself before the weights are averaged: by the post-local SGD of PyTorch, or with
+BENCH_TORCHFT by the LocalSGD of torchft. Its value is the network of the processes, such as 10.219.0.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import math
 import os
 import sys
 import time
+from datetime import timedelta
 from typing import Any
 
 from turns import SOCKET, Turns, pin
@@ -20,6 +22,7 @@ from turns import SOCKET, Turns, pin
 NAME, MODEL, LIBRARY, ADAM = sys.argv[1:5]
 EXCHANGE, PROCESS, BATCH, TURNS, STEPS = map(int, sys.argv[5:])
 LOCAL_STEPS = int(os.environ.get("BENCH_LOCAL_STEPS", "0"))
+TORCHFT = os.environ.get("BENCH_TORCHFT", "")
 pin(PROCESS)
 os.environ["KERAS_BACKEND"] = "torch"
 
@@ -41,6 +44,40 @@ def build() -> Any:
     return measured.compiled(keras)
 
 
+def average_by_torchft(model: Any, optimizer: Any) -> None:
+    """Average the weights after every LOCAL_STEPS steps. The first process runs the lighthouse, too."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import LocalSGD
+
+    host, port = f"{TORCHFT}.{PROCESS + 1}", 29510
+    if PROCESS == 0:
+        kept.append(LighthouseServer(bind=f"0.0.0.0:{port}", min_replicas=EXCHANGE, join_timeout_ms=60_000))
+    store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    limit = timedelta(minutes=10)
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=model.load_state_dict,
+        state_dict=model.state_dict,
+        min_replica_size=EXCHANGE,
+        use_async_quorum=False,
+        timeout=limit,
+        quorum_timeout=limit,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=f"http://{TORCHFT}.1:{port}",
+        replica_id=f"process{PROCESS}",
+        hostname=host,
+        init_sync=False,
+    )
+    local = LocalSGD(manager, model, optimizer, LOCAL_STEPS)
+    local.__enter__()
+    kept.extend([store, manager, local])
+
+
+kept: list[Any] = []
 torch.set_num_threads(1)
 replicas = EXCHANGE or 2
 measured = MODELS[MODEL]
@@ -48,14 +85,17 @@ model = build()
 if EXCHANGE:
     rendezvous = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
     torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=EXCHANGE)
+if EXCHANGE and not TORCHFT:
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 average = None
-if LOCAL_STEPS:
+if LOCAL_STEPS and not TORCHFT:
     state = PostLocalSGDState(None, None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
     model.register_comm_hook(state, post_localSGD_hook)
     average = PeriodicModelAverager(period=LOCAL_STEPS).average_parameters
 parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=ADAM == "fused" or None)
+if TORCHFT:
+    average_by_torchft(model, optimizer)
 BETA, EPSILON = 0.999, 1e-7
 numbers = itertools.count(1)
 loss_of = torch.nn.CrossEntropyLoss()
