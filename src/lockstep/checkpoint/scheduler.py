@@ -57,6 +57,10 @@ _REST_SECONDS = 60.0
 """The shortest time between two checkpoints that are written because a call ended."""
 
 
+DEFAULT_EVERY = "10m"
+"""The interval of checkpoints unless the user sets one; see `parse_every`."""
+
+
 @dataclass(frozen=True)
 class Every:
     """An interval: a number of steps, or of seconds."""

@@ -16,6 +16,7 @@ import click
 
 from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of, name_for
 from lockstep.checkpoint.run_upload import prepare, uploaded_beside
+from lockstep.checkpoint.scheduler import DEFAULT_EVERY
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
@@ -365,7 +366,7 @@ _GROUPS = {
     "--checkpoint-every",
     "every",
     metavar="N|TIME",
-    default="10m",
+    default=DEFAULT_EVERY,
     show_default=True,
     help="Checkpoint interval: a number of training steps, or a time such as 30s, 10m or 1h.",
 )

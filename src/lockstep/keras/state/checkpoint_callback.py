@@ -24,6 +24,7 @@ from lockstep.checkpoint.resume import (
     refuse_different_job,
 )
 from lockstep.checkpoint.scheduler import (
+    DEFAULT_EVERY,
     CheckpointScheduler,
     Every,
     end_at_a_step,
@@ -100,7 +101,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        every: int | str = "10m",
+        every: int | str = DEFAULT_EVERY,
         keep: int = 3,
         accept_changes: bool = False,
     ) -> None:
