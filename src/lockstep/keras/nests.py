@@ -1,4 +1,4 @@
-"""Nests of arrays, as Keras's methods and datasets have them: their leaves and their structure."""
+"""Nests of arrays, as Keras's methods and datasets have them, and arrays that count as writable."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 Nest = Any
 """A nest of arrays or placeholders; None for a missing leaf."""
@@ -65,3 +66,20 @@ def repeated(nest: Nest, examples: int, count: int) -> Nest:
         return leaf[indices] if isinstance(leaf, np.ndarray) else keras.ops.take(leaf, indices, axis=0)
 
     return packed(nest, [rows(leaf) for leaf in leaves_of(nest)])
+
+
+class _Writable:
+    """An array's memory, declared as writable."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def declared_writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return an array of the same memory, which may be read-only, for libraries that refuse such arrays.
+
+    NumPy does not export read-only arrays, and PyTorch warns of them. Nothing may write to the result.
+    """
+    return np.asarray(_Writable(array))

@@ -15,6 +15,7 @@ from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import EQUAL, StepKind
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
+from lockstep.keras.nests import declared_writable
 from lockstep.keras.private.common import KERAS_SEED
 from lockstep.keras.private.tensorflow import (
     TENSORFLOW_SEED,
@@ -481,15 +482,6 @@ def same_bits(variable: tf.Variable, before: Any) -> bool:
     return np.array_equal(now, then)
 
 
-class _WritableVariable:
-    """An array's memory, declared as writable."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = array
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
 def borrowed(array: npt.NDArray[Any]) -> Any:
     """Return a tensor that reads an array's memory in place, if that is possible and faster than a copy.
 
@@ -503,8 +495,7 @@ def borrowed(array: npt.NDArray[Any]) -> Any:
         or array.dtype.kind != "f"
     ):
         return tf.constant(array)
-    # NumPy does not export read-only arrays.
-    return tf.experimental.dlpack.from_dlpack(np.asarray(_WritableVariable(array)).__dlpack__())
+    return tf.experimental.dlpack.from_dlpack(declared_writable(array).__dlpack__())
 
 
 def copied(tensor: Any, factor: Any) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.keras.nests import declared_writable
 from lockstep.keras.private.torch import scale_in_place
 from lockstep.system.environment import cublas_is_deterministic
 
@@ -38,7 +39,7 @@ def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> tor
     array = np.asarray(array)
     if array.dtype == ml_dtypes.bfloat16:
         return borrowed(array.view(np.int16), device).view(torch.bfloat16)
-    return torch.from_numpy(np.asarray(_Writable(array))).to(device)
+    return torch.from_numpy(declared_writable(array)).to(device)
 
 
 def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -130,11 +131,3 @@ def _dense(gradient: Any, variable: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(variable, requires_grad=False)
     dense: torch.Tensor = gradient.detach()
     return (dense if dense.layout == torch.strided else dense.to_dense()).contiguous()
-
-
-class _Writable:
-    """An array's memory, declared as writable: PyTorch has no read-only tensors, and warns of such arrays."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = array
-        self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}

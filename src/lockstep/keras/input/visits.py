@@ -16,7 +16,8 @@ The script's seed is noted when it is set (`worker/script_seed.py`).
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import keras
@@ -59,7 +60,7 @@ def visits(count: int, batch_size: int, shuffle: Shuffle, seed: OrderSeed) -> Vi
     """Return the order of `count` examples; see `lockstep.data.order.Order`."""
     if seed is not None or not shuffle:
         return _JobsVisits(Order(count, batch_size, shuffle, seed or ()))
-    return _VISITS[keras.backend.backend()](count, batch_size, shuffle)
+    return _keras_visits(count, batch_size, shuffle)
 
 
 def draw_as_a_loader() -> None:
@@ -112,70 +113,61 @@ class _JobsVisits:
         return f"batches of {order.batch_size}, shuffle {order.shuffle}, seed {order.seed}"
 
 
+@dataclass(frozen=True)
 class _KerasVisits:
-    """An order that Keras draws."""
+    """An order that Keras's own adapter draws, applied to the indices of the examples.
 
-    states: tuple[str, ...] = ()
-    """The random states that determine it, by their names in `random_states`."""
+    Attributes:
+        about: describes it.
+        states: the random states that determine it, by their names in `random_states`.
+        draw: draws the next pass; yields the items of each batch.
+    """
 
-    def __init__(self, about: str) -> None:
-        self._about = about
+    about: str
+    states: tuple[str, ...]
+    draw: Callable[[], Iterator[Indices]]
 
     def begin(self) -> Iterator[Indices]:
-        raise NotImplementedError
+        return self.draw()
 
     def sample(self) -> Indices:
         return first_of_pass(self.begin())
 
     def fact(self) -> str:
-        return f"{self._about}, random states {digest_of_states(self.states)}"
+        return f"{self.about}, random states {digest_of_states(self.states)}"
 
 
-class _ArrayVisits(_KerasVisits):
-    """Drawn by Keras's own adapter, applied to the indices of the examples."""
+def _keras_visits(count: int, batch_size: int, shuffle: Shuffle) -> _KerasVisits:
+    """Return the order that Keras draws: a whole pass when its first batch is read, or each batch by itself.
 
-    def __init__(self, count: int, batch_size: int, shuffle: Shuffle) -> None:
-        super().__init__(f"batches of {batch_size}, shuffle {shuffle}")
-        self._adapter = ArrayDataAdapter(np.arange(count), batch_size=batch_size, shuffle=shuffle)
-
-
-class _JaxVisits(_ArrayVisits):
-    """Drawn by NumPy: the whole pass when its first batch is read, or each batch separately."""
-
-    states = ("numpy",)
-
-    def begin(self) -> Iterator[Indices]:
-        yield from self._adapter.get_numpy_iterator()
-
-
-class _TorchVisits(_ArrayVisits):
-    """Drawn by PyTorch: the whole pass when its first batch is read, or each batch separately."""
-
-    states = ("torch",)
-
-    def begin(self) -> Iterator[Indices]:
-        for indices in self._adapter.get_torch_dataloader().batch_sampler:
-            yield np.array(indices)
-
-
-class _TensorFlowVisits(_ArrayVisits):
-    """Drawn by TensorFlow, whose graphs draw the same order in each pass if the script has set a seed."""
-
-    def __init__(self, count: int, batch_size: int, shuffle: Shuffle) -> None:
+    The graphs of TensorFlow draw the same order in each pass if the script has set a seed.
+    """
+    about, examples = f"batches of {batch_size}, shuffle {shuffle}", np.arange(count)
+    if (backend := keras.backend.backend()) == "tensorflow":
         # The batch size does not matter if all examples are shuffled, and a single batch is faster to read.
-        super().__init__(count, batch_size if shuffle == "batch" else count, shuffle)
-        drawn = [on_host(indices) for indices in easily_freed(self._adapter.get_tf_dataset())]
-        self._batches: list[Any] = [
+        size = batch_size if shuffle == "batch" else count
+        adapter = ArrayDataAdapter(examples, batch_size=size, shuffle=shuffle)
+        drawn = [on_host(indices) for indices in easily_freed(adapter.get_tf_dataset())]
+        batches: list[Any] = [
             indices[start : start + batch_size]
             for indices in drawn
             for start in range(0, len(indices), batch_size)
         ]
+        return _KerasVisits(about, (), lambda: iter(batches))
+    adapter = ArrayDataAdapter(examples, batch_size=batch_size, shuffle=shuffle)
 
-    def begin(self) -> Iterator[Indices]:
-        return iter(self._batches)
+    def by_numpy() -> Iterator[Indices]:
+        yield from adapter.get_numpy_iterator()
 
+    def by_torch() -> Iterator[Indices]:
+        for indices in adapter.get_torch_dataloader().batch_sampler:
+            yield np.array(indices)
 
-_VISITS = {"jax": _JaxVisits, "torch": _TorchVisits, "tensorflow": _TensorFlowVisits}
+    return (
+        _KerasVisits(about, ("numpy",), by_numpy)
+        if backend == "jax"
+        else _KerasVisits(about, ("torch",), by_torch)
+    )
 
 
 class BatchVisits:
