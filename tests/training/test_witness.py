@@ -23,9 +23,10 @@ from lockstep.keras.backends.jax import JaxProgram
 from lockstep.keras.fit import global_step, introductions, mirrored, outputs, witness
 from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.plain_function import rounded_outputs
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.trials import Trial
-from lockstep.keras.fit.witness import explaining, rounded_outputs
+from lockstep.keras.fit.witness import explaining
 from lockstep.keras.private.common import mask_of
 from lockstep.keras.rounds import Round
 from lockstep.observability.events import CheckEnded, Event, StepCompared

@@ -1,0 +1,194 @@
+"""Plain Keras's own function for a step, as the reference of a comparison.
+
+It knows nothing of replicas. Its logs also have the gradients, layers compute in single precision, and the
+last bits of inputs and outputs may be changed, which shows how far rounding goes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
+from lockstep.keras.fit.trials import (
+    HALF_TYPES,
+)
+from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
+from lockstep.keras.variables import optimizers_of
+from lockstep.worker.patch_registry import replaced
+
+GRADIENT = "lockstep gradient"
+"""The beginning of the names of gradients in the logs, before the numbers of update and variable."""
+
+
+def moved_bits(number: int, epsilon: float) -> Callable[[Any], Any]:
+    """Return a function that changes arrays in the last bits, in another way for each number."""
+    generator = np.random.default_rng(number)
+
+    def moved(array: Any) -> Any:
+        if array is None or array.dtype.kind != "f":
+            return array
+        return (array * (1 + 2 * epsilon * generator.choice([-1.0, 1.0], array.shape))).astype(array.dtype)
+
+    return moved
+
+
+@contextmanager
+def single_precision(model: Any) -> Iterator[int]:
+    """Within the block, layers that compute in half precision compute in single precision.
+
+    Rounding to half precision would hide differences of some percent. Yields the number of these layers.
+    """
+    policies = [
+        (layer, layer.dtype_policy) for layer in layers_of(model) if layer.compute_dtype in HALF_TYPES
+    ]
+    # A policy of quantized weights has more than a type, and several layers share a map of policies.
+    policies = [(layer, policy) for layer, policy in policies if type(policy) is keras.DTypePolicy]
+    try:
+        for layer, _ in policies:
+            layer.dtype_policy = keras.DTypePolicy("float32")
+        yield len(policies)
+    finally:
+        for layer, policy in policies:
+            layer.dtype_policy = policy
+
+
+@contextmanager
+def rounded_outputs(model: Any, size: float) -> Iterator[None]:
+    """Within the block, the outputs of layers differ in the last bits, each element in another way.
+
+    So outputs that are equal, such as the scores of two equal rows, are not, as may happen in a batch of
+    another size. Whole numbers remain, because they may be indices.
+
+    Args:
+        model: the model.
+        size: the largest change, as a part of an element. With the negative of it, changes are the opposite.
+    """
+    ops = keras.ops
+
+    def moved(output: Any) -> Any:
+        if not keras.backend.is_float_dtype(keras.backend.standardize_dtype(output.dtype)):
+            return output
+        place = ops.zeros(())
+        for number in range(len(output.shape)):
+            along = ops.arange(ops.shape(output)[number], dtype="float32")
+            place = place[..., None] + (number + 1.7) * along
+        changes = ops.cast(size * ops.sin(ops.square(place + 0.5)), output.dtype)
+        rounded = output * (1 + changes)
+        rounded = ops.where(ops.equal(output, ops.round(output)), output, rounded)
+        if (mask := mask_of(output)) is not None:
+            set_mask(rounded, mask)
+        return rounded
+
+    def rounding(call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def rounded(*args: Any, **options: Any) -> Any:
+            return keras.tree.map_structure(
+                lambda leaf: moved(leaf) if keras.ops.is_tensor(leaf) else leaf, call(*args, **options)
+            )
+
+        return rounded
+
+    with ExitStack() as stack:
+        for layer in layers_of(model):
+            stack.enter_context(replaced(layer, "call", rounding(layer.call)))
+        yield
+
+
+class FunctionWithGradients:
+    """Keras's function for a step, whose logs also have the gradients that the optimizers get.
+
+    Attributes:
+        made: the function, once it was made.
+        updated: the updates, once the step was traced or has run.
+        has_occurrences: whether a gradient is a list of occurrences, as of an Embedding on TensorFlow.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.made: Any = None
+        self.updated: list[Update] = []
+        self.has_occurrences = False
+        self._model = model
+        self._jax = keras.backend.backend() == "jax"
+        self._recorded: dict[str, Any] = {}
+        # A function of Keras may keep these, so there is one of each for all of its calls.
+        self._replacements = [(model, "train_step", self._step(model.train_step))]
+        for optimizer in optimizers_of(model):
+            if self._jax:
+                replacement = self._stateless(optimizer)
+                self._replacements.append((optimizer, "stateless_apply", replacement))
+            else:
+                self._replacements.append((optimizer, "apply", self._stateful(optimizer)))
+                if overrides_apply_gradients(optimizer):
+                    self._replacements.append((optimizer, "apply_gradients", self._overridden(optimizer)))
+
+    @contextmanager
+    def adding_gradients(self) -> Iterator[None]:
+        """Within the block, the logs have the gradients."""
+        with ExitStack() as stack:
+            for owner, name, replacement in self._replacements:
+                stack.enter_context(replaced(owner, name, replacement))
+            yield
+
+    def _note(self, optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+        number = len(self.updated)
+        self.updated.append(Update(optimizer, list(variables), plain=True))
+        for position, gradient in enumerate(gradients):
+            if gradient is not None:
+                self._recorded[f"{GRADIENT} {number} {position}"] = self._dense(gradient)
+
+    def _dense(self, gradient: Any) -> Any:
+        if type(gradient).__name__ != "IndexedSlices":
+            # The step may change it afterwards, as PyTorch's zero_grad does.
+            return gradient if self._jax else keras.ops.copy(gradient)
+        import tensorflow as tf
+
+        self.has_occurrences = True
+        return tf.convert_to_tensor(gradient)
+
+    def _stateless(self, optimizer: Any) -> Callable[..., Any]:
+        original = optimizer.stateless_apply
+
+        def stateless_apply(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> Any:
+            self._note(optimizer, list(grads), self._model.trainable_variables)
+            return original(optimizer_variables, grads, trainable_variables)
+
+        return stateless_apply
+
+    def _stateful(self, optimizer: Any) -> Callable[..., Any]:
+        original = optimizer.apply
+
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            grads = list(grads)
+            variables = trained_by(optimizer) if trainable_variables is None else list(trainable_variables)
+            self._note(optimizer, grads, variables)
+            return original(grads, trainable_variables)
+
+        return apply
+
+    def _overridden(self, optimizer: Any) -> Callable[..., Any]:
+        """Return an `apply_gradients` of the program's own, whose gradients count before it changes them."""
+        apply, original = optimizer.apply, optimizer.apply_gradients
+
+        def apply_gradients(grads_and_vars: Any, **options: Any) -> Any:
+            pairs = list(grads_and_vars)
+            self._note(optimizer, *zip(*pairs, strict=True))
+            with replaced(optimizer, "apply", apply):
+                return original(pairs, **options)
+
+        return apply_gradients
+
+    def _step(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def train_step(*args: Any) -> Any:
+            self._recorded.clear()
+            self.updated.clear()
+            result = original(*args)
+            logs = result[0] if self._jax else result
+            if isinstance(logs, dict):
+                logs = {**logs, **self._recorded}
+            return (logs, *result[1:]) if self._jax else logs
+
+        return train_step
