@@ -106,9 +106,8 @@ class Parts(keras.Model):
             loss = ops.mean(ops.square(self.decoder(code) - data))
         own = [*self.encoder.trainable_weights, *self.decoder.trainable_weights]
         self.optimizer.apply_gradients(zip(tape.gradient(loss, own), own, strict=True))
-        if not self.run_eagerly:
-            self.slow(code)
-            self.slow.kernel.assign(0.9 * self.slow.kernel + 0.1 * self.decoder.kernel)
+        self.slow(code)
+        self.slow.kernel.assign(0.9 * self.slow.kernel + 0.1 * self.decoder.kernel)
         self.tracker.update_state(loss)
         return {"loss": self.tracker.result()}
 

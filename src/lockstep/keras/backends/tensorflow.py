@@ -616,7 +616,9 @@ class TensorFlowProgram(VariableState):
         # The variables of TensorFlow that the program keeps in attributes; a graph shows those itself.
         others += graph_of(model).variables.values()
         assigned_ids = {id(v) for v in others if v.dtype.is_floating or id(v) in seeds}
-        trained = self._trained()
+        # Any weight may change, whatever earlier steps and rounds have trained.
+        trained = [*(variable.value for variable in model.trainable_variables), *self._trained()]
+        trained = list({id(variable): variable for variable in trained}.values())
         trained_ids = {id(variable) for variable in trained}
         assumed = [variable for variable in others if id(variable) in assigned_ids]
         watched = [variable for variable in others if id(variable) not in assigned_ids] + trained
@@ -626,11 +628,18 @@ class TensorFlowProgram(VariableState):
             before = [variable.read_value() for variable in watched]
             computed = self._computed(step, variables, *arguments)
             changed = [(v, old) for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
-            missed = [v for v, _ in changed if not v.dtype.is_floating and id(v) not in trained_ids]
+            # The step has shown which weights its updates change.
+            fixed_ids = {id(variable) for variable in self._trained()}
+            missed = [
+                v
+                for v, _ in changed
+                if (id(v) not in fixed_ids if id(v) in trained_ids else not v.dtype.is_floating)
+            ]
             if missed:
                 for variable, old in changed:
                     variable.assign(old)
                 assumed.extend(missed)
+                watched[:] = [v for v in watched if all(v is not other for other in missed)]
                 return function(*arguments)
             self._classified(number, [variable for variable, _ in changed])
             self._assigned = variables
@@ -641,13 +650,13 @@ class TensorFlowProgram(VariableState):
     def _trained(self) -> list[tf.Variable]:
         """Return the weights and the optimizers' variables, which only updates may change.
 
-        Weights that no update changes, such as a slow copy of others, are layer state. A graph shows them. A
-        step that runs eagerly does not show them in advance.
+        Weights that no update changes, such as a slow copy of others, are layer state. A graph shows them in
+        advance. A step that runs eagerly shows them when it has been computed.
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]
         weights = self._form.trained
-        if self._kind != "train" or self._eager or not weights:
+        if self._kind != "train" or not weights:
             weights = self._model.trainable_variables
         return [variable.value for variable in [*weights, *variables]]
 
