@@ -15,7 +15,6 @@ from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.socket_owners import describe, is_of_another_user, peer, process_of, user_of
 from lockstep.transport.addresses import is_here, join_address, look_up, split_address
 
-_PATIENCE = 5.0
 _BACKLOG = 128
 
 
@@ -26,7 +25,7 @@ def resolve(address: str, task: str) -> str:
         ConfigError: the name cannot be resolved.
     """
     host, port = split_address(address)
-    resolved = look_up(host, port, _PATIENCE)
+    resolved = look_up(host, port)
     if isinstance(resolved, str):
         raise ConfigError(
             f"the host {host!r} of {task}'s address {address} cannot be resolved ({resolved}); correct it in "
