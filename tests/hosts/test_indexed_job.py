@@ -107,6 +107,7 @@ def test_the_official_client_knows_every_field_and_its_type(export: Export) -> N
     [
         ("", "train-1.train:2223"),
         ("--kind JobSet", "train-host-0-1.train:2223"),
+        ("--kind TrainJob", "train-node-0-1.train:2223"),
         ("--standby train-2.train:7000", "train-2.train:7000"),
         ("--pods 1", None),
         ("--one-writer", None),
@@ -115,8 +116,11 @@ def test_the_official_client_knows_every_field_and_its_type(export: Export) -> N
 def test_checkpoints_in_a_store_bring_a_standby(export: Export, options: str, standby: str | None) -> None:
     words = ("-n", "3", "--checkpoint", "s3://bucket/a", *options.split(), "train.py")
     _, text, _ = export(*words)
-    *_, job = yaml.safe_load_all(text)
-    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"] if "JobSet" in options else job["spec"]
+    *_, job = yaml.safe_load_all(text.replace("kind: TrainJob", "kind: Last"))
+    if job["kind"] == "Last":
+        _, runtime, _ = yaml.safe_load_all(text)
+        job = runtime["spec"]["template"]
+    spec = job["spec"]["replicatedJobs"][0]["template"]["spec"] if "--kind" in options else job["spec"]
     assert deserialized(spec, "V1JobSpec") == spec
     command = spec["template"]["spec"]["containers"][0]["command"]
     if standby is None:
@@ -145,6 +149,37 @@ def test_a_job_set_contains_the_same_job(export: Export) -> None:
     text = json.dumps(template["spec"]).replace("train-host-0", "train")
     assert json.loads(text) == job["spec"]
     assert "train-host-0-1.train:2222" in json.dumps(template)
+
+
+def test_a_train_job_refers_to_a_runtime_with_the_same_job(export: Export) -> None:
+    """The fields are those of trainer.kubeflow.org/v1alpha1. Its webhook requires what is checked here."""
+    _, job_set = yaml.safe_load_all(exported(export, *OPTIONS, *MORE, "--kind", "JobSet", "train.py"))
+    text = exported(export, *OPTIONS, *MORE, "--kind", "TrainJob", "train.py")
+    secret, runtime, train_job = yaml.safe_load_all(text)
+    assert secret["kind"] == "Secret"
+    assert (runtime["kind"], train_job["kind"]) == ("TrainingRuntime", "TrainJob")
+    assert runtime["apiVersion"] == train_job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
+    named = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": "train"}
+    assert train_job["spec"] == {"runtimeRef": named}
+    assert runtime["metadata"] == train_job["metadata"] == job_set["metadata"]
+    assert runtime["spec"].keys() == {"mlPolicy", "template"}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 2}
+    template = runtime["spec"]["template"]
+    assert template["metadata"]["labels"]["a.b/c"] == "d"
+    (replicated,) = template["spec"]["replicatedJobs"]
+    step = replicated["template"]["metadata"]["labels"].pop("trainer.kubeflow.org/trainjob-ancestor-step")
+    assert (step, replicated["name"], replicated["replicas"]) == ("trainer", "node", 1)
+    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == "node"
+    rules = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert {rule["onExitCodes"]["containerName"] for rule in rules if "onExitCodes" in rule} == {"node"}
+    # Otherwise, it is the JobSet, whose Job and container have other names.
+    same = json.dumps(template["spec"]).replace("train-node-0", "train-host-0")
+    same = same.replace('"name": "node"', '"name": "lockstep"').replace(
+        '"containerName": "node"', '"containerName": "lockstep"'
+    )
+    same = same.replace('{"name": "lockstep", "replicas"', '{"name": "host", "replicas"')
+    assert json.loads(same) == job_set["spec"]
 
 
 def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) -> None:

@@ -45,10 +45,11 @@ def export() -> None:
 @click.option("--name", help="Name of the Job, the Service and the Secret.  [default: that of SCRIPT]")
 @click.option(
     "--kind",
-    type=click.Choice(["Job", "JobSet"]),
+    type=click.Choice(["Job", "JobSet", "TrainJob"]),
     default="Job",
     show_default=True,
-    help="Kind of the object with the pods. A JobSet needs the controller of jobset.sigs.k8s.io.",
+    help="Kind of the object with the pods. A JobSet needs the controller of jobset.sigs.k8s.io, a TrainJob "
+    "also that of Kubeflow Trainer.",
 )
 @click.option("--cpu", metavar="QUANTITY", help="Cores of each pod, such as 4 or 500m.  [default: no limit]")
 @click.option("--memory", metavar="QUANTITY", help="Memory of each pod, such as 8Gi.  [default: no limit]")
@@ -88,10 +89,10 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
     \b
     lockstep export kubernetes --image registry/train:1 -n 4 train.py | kubectl apply -f -
 
-    The manifests are a Secret, a Service and an indexed Job, or a Secret and a JobSet. SCRIPT is a path in
-    the image, or with -m the name of a module there. The options below --user are those of lockstep run. The
-    output contains a new key, which is nowhere else and expires after 30 days. A process that has it can
-    join the job.
+    The manifests are a Secret, a Service and an indexed Job, or a Secret and a JobSet, or a Secret, a
+    TrainingRuntime and a TrainJob. SCRIPT is a path in the image, or with -m the name of a module there. The
+    options below --user are those of lockstep run. The output contains a new key, which is nowhere else and
+    expires after 30 days. A process that has it can join the job.
     """
     from lockstep.transport.keys import JobKey
 

@@ -1,7 +1,8 @@
 """A job as objects of Kubernetes: an indexed Job, a Service that names its pods, a Secret with its key. Pure.
 
 All pods have one template. `TF_CONFIG` tells them apart: Kubernetes replaces `$(JOB_COMPLETION_INDEX)` in it.
-A JobSet contains the same Job, and makes the Service itself.
+A JobSet contains the same Job, and makes the Service itself. A TrainJob of Kubeflow makes such a JobSet from
+a TrainingRuntime, which is an object of its own here.
 
 The pods need no privilege, so the Pod Security Standard "restricted" admits them. They can write to their
 volumes only: the root of the container is read-only, and `/tmp` is an empty volume.
@@ -48,6 +49,10 @@ _CONTAINER = "lockstep"
 _SCRATCH = "/tmp"
 _HOST = "host"
 """The name of the Job in a JobSet, for the host names of its pods."""
+_NODE = "node"
+"""The name that Kubeflow's controller requires for the container of a TrainJob, and its own runtimes use for
+the Job."""
+_TRAINER = "trainer.kubeflow.org"
 RUNS = f"{_SCRATCH}/runs"
 """The folder of run folders in a pod."""
 _RETRIES = 6
@@ -148,7 +153,7 @@ class IndexedJob:
         pods: how many.
         command: the command of the container in every pod.
         grace: seconds for a checkpoint after SIGTERM.
-        kind: the kind of the object with the pods: Job or JobSet.
+        kind: the kind of the object with the pods: Job, JobSet or TrainJob.
         resources: the quantities of cpu and memory of each pod.
         gpus: the number of GPUs of each pod.
         volumes: the claims that all pods have.
@@ -182,7 +187,7 @@ class IndexedJob:
                 "'-', beginning with a letter and not ending with '-'"
             )
         # The controller of a JobSet also wants room for the end of the name of a pod.
-        last = f"{self._prefix}-{self.pods - 1}" + ("-abcde" if self.kind == "JobSet" else "")
+        last = f"{self._prefix}-{self.pods - 1}" + ("" if self.kind == "Job" else "-abcde")
         longest = _LONGEST_NAME - (len(last) - len(self.name))
         if len(self.name) > longest:
             raise ConfigError(
@@ -217,13 +222,16 @@ class IndexedJob:
     def objects(self, key: str) -> tuple[dict[str, Any], ...]:
         """Return the objects of the job, in the order in which they must be created.
 
-        They are the Secret, the Service and the Job, or the Secret and the JobSet.
+        They are the Secret, the Service and the Job, or the Secret and the JobSet, or the Secret, the
+        TrainingRuntime and the TrainJob.
 
         Args:
             key: the text of the key file.
         """
         if self.kind == "JobSet":
             return self._secret(key), self._job_set
+        if self.kind == "TrainJob":
+            return self._secret(key), self._training_runtime, self._train_job
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": self._metadata, "spec": self._job}
         return self._secret(key), self._service, job
 
@@ -241,7 +249,16 @@ class IndexedJob:
     @property
     def _prefix(self) -> str:
         """The name of the Job, with which the host names of its pods begin."""
-        return f"{self.name}-{_HOST}-0" if self.kind == "JobSet" else self.name
+        return self.name if self.kind == "Job" else f"{self.name}-{self._replicated}-0"
+
+    @property
+    def _replicated(self) -> str:
+        """The name of the Job in a JobSet."""
+        return _NODE if self.kind == "TrainJob" else _HOST
+
+    @property
+    def _container(self) -> str:
+        return _NODE if self.kind == "TrainJob" else _CONTAINER
 
     @property
     def _labels(self) -> dict[str, str]:
@@ -282,19 +299,47 @@ class IndexedJob:
 
     @property
     def _job_set(self) -> dict[str, Any]:
-        job = {"metadata": {"labels": self._labels}, "spec": self._job}
         return {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": self._metadata,
-            "spec": {
-                "network": {
-                    "enableDNSHostnames": True,
-                    "subdomain": self.name,
-                    "publishNotReadyAddresses": True,
-                },
-                "replicatedJobs": [{"name": _HOST, "replicas": 1, "template": job}],
+            "spec": self._job_set_spec(self._labels),
+        }
+
+    def _job_set_spec(self, labels: Mapping[str, str]) -> dict[str, Any]:
+        """Return the specification of a JobSet whose Job has these labels."""
+        job = {"metadata": {"labels": dict(labels)}, "spec": self._job}
+        return {
+            "network": {
+                "enableDNSHostnames": True,
+                "subdomain": self.name,
+                "publishNotReadyAddresses": True,
             },
+            "replicatedJobs": [{"name": self._replicated, "replicas": 1, "template": job}],
+        }
+
+    @property
+    def _training_runtime(self) -> dict[str, Any]:
+        # The label says which Job of the JobSet trains. Its number of pods is that of the policy.
+        job_set = self._job_set_spec({**self._labels, f"{_TRAINER}/trainjob-ancestor-step": "trainer"})
+        return {
+            "apiVersion": f"{_TRAINER}/v1alpha1",
+            "kind": "TrainingRuntime",
+            "metadata": self._metadata,
+            "spec": {
+                "mlPolicy": {"numNodes": self.pods},
+                "template": {"metadata": {"labels": self._labels}, "spec": job_set},
+            },
+        }
+
+    @property
+    def _train_job(self) -> dict[str, Any]:
+        runtime = {"apiGroup": _TRAINER, "kind": "TrainingRuntime", "name": self.name}
+        return {
+            "apiVersion": f"{_TRAINER}/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": self._metadata,
+            "spec": {"runtimeRef": runtime},
         }
 
     @property
@@ -324,7 +369,7 @@ class IndexedJob:
         """The rules for the end of a pod. The first match applies, and other ends count as retries."""
 
         def exits(action: str, operator: str, *values: int) -> dict[str, Any]:
-            codes = {"containerName": _CONTAINER, "operator": operator, "values": list(values)}
+            codes = {"containerName": self._container, "operator": operator, "values": list(values)}
             return {"action": action, "onExitCodes": codes}
 
         return [
@@ -338,7 +383,7 @@ class IndexedJob:
     @property
     def _pod(self) -> dict[str, Any]:
         container: dict[str, Any] = {
-            "name": _CONTAINER,
+            "name": self._container,
             "image": self.image,
             # Kubernetes replaces $(NAME) in a command, and $$ by $.
             "command": [word.replace("$", "$$") for word in self.command],
