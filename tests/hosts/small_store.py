@@ -22,8 +22,10 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
 
-    def answer(self, status: int, data: bytes = b"", etag: str = "") -> None:
+    def answer(self, status: int, data: bytes = b"", etag: str = "", part: str = "") -> None:
         self.send_response(status)
+        if part:
+            self.send_header("Content-Range", part)
         self.send_header("Content-Length", str(len(data)))
         self.send_header("Last-Modified", "Mon, 02 Nov 2026 10:00:00 GMT")
         if etag:
@@ -38,8 +40,12 @@ class Handler(BaseHTTPRequestHandler):
             return
         with lock:
             data = objects.get(self.path)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if data is None:
             self.answer(404)
+        elif wanted is not None:
+            begin, end = int(wanted[1]), min(int(wanted[2]) + 1, len(data))
+            self.answer(206, data[begin:end], tag(data), f"bytes {begin}-{end - 1}/{len(data)}")
         else:
             self.answer(200, data, tag(data))
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ from stepping_job import HERE, digest
 from test_joining import ended
 from test_slurm import variables as of_slurm
 
+from lockstep.checkpoint.object_store import is_url, name_for
 from lockstep.protocol.host import LEFT_OUT
 
 STEPS = 400
@@ -28,10 +30,16 @@ class StandbyJob:
     Attributes:
         first: the command on node1.
         agents: those on node2 and node3.
+        run_dir: the option of the job.
+        run: the run folder, in the folder of a host.
     """
 
-    def __init__(self, nodes: Sequence[Host], variables: dict[str, str], by: str = "--listen") -> None:
+    def __init__(
+        self, nodes: Sequence[Host], variables: dict[str, str], by: str = "--listen", run_dir: str = "run"
+    ) -> None:
         self.nodes, self.by, store = nodes, by, nodes[4]
+        self.run_dir = run_dir
+        self.run = f"runs/{name_for(run_dir)}" if is_url(run_dir) else run_dir
         shutil.copy(HERE / "small_store.py", store.work)
         server = store.start(sys.executable, "small_store.py", "9000")
         server.wait_until(lambda: store.processes() and 9000 in store.listening())
@@ -48,7 +56,7 @@ class StandbyJob:
     def start(self, index: int) -> Running:
         """Start the command of a host."""
         first, standby = self.nodes[0].address, f"--standby {self.nodes[1].address}:7001"
-        options = "--backend jax --replicas 5 --checkpoint s3://bucket/job --run-dir run"
+        options = f"--backend jax --replicas 5 --checkpoint s3://bucket/job --run-dir {self.run_dir}"
         options += "" if self.by == "--slurm" else f" {standby}"
         program, variables = ("stepping.py", str(STEPS), *PACED), self.variables
         if self.by == "--slurm":
@@ -65,7 +73,7 @@ class StandbyJob:
 
     def steps(self, host: Host, worker: int) -> int:
         """The steps that a worker has made, as the run folder of a host shows it."""
-        path = host.work / f"run/worker-{worker}.log"
+        path = host.work / self.run / f"worker-{worker}.log"
         return path.read_text().count("made ") if path.exists() else 0
 
     def await_takeover(self) -> None:
@@ -74,19 +82,24 @@ class StandbyJob:
         standby.wait_until(lambda: "taking over a job of " in standby.err)
         standby.wait_until(lambda: any(self.steps(self.nodes[1], worker) > 2 for worker in range(6)))
 
-    def finish(self, folder: Path | None = None) -> None:
+    def finish(self, folder: Path | None = None, url: str = "") -> None:
         """Let the job end; check the digest of its end, which is that of an undisturbed run.
 
         Args:
             folder: the last run folder; None for that of the standby.
+            url: where it was uploaded to; empty for nowhere.
         """
         for host in self.nodes[:3]:
             (host.work / "fast").touch()
         assert ended(*self.agents) == (0, 0), [agent.err for agent in self.agents]
-        folder = folder or self.nodes[1].work / "run"
+        folder = folder or self.nodes[1].work / self.run
         logs = [path.read_text() for path in folder.glob("worker-*.log")]
         digests = [digest(log) for log in logs if "\ndigest " in log]
         assert set(digests) == {chaos_steps.alone(0, 5, STEPS)[-1]}
+        if url:
+            shown = self.nodes[2].lockstep("logs", url, **self.variables)
+            assert shown.end() == 0, shown.err
+            assert f"digest {digests[0]}" in shown.out
         self.nodes[4].signal_all(signal.SIGKILL)
 
 
@@ -95,16 +108,18 @@ Begin = Callable[..., StandbyJob]
 
 @pytest.fixture
 def begin(nodes: Sequence[Host], keyed: dict[str, str]) -> Begin:
-    return lambda by="--listen": StandbyJob(nodes, keyed, by)
+    return lambda by="--listen", run_dir="run": StandbyJob(nodes, keyed, by, run_dir)
 
 
 def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) -> None:
-    """Its network goes, and all its processes are killed."""
-    job = begin()
+    """Its network goes, and all its processes are killed. Its standby uploads a run folder of its own."""
+    job = begin(run_dir="s3://bucket/run")
     nodes[0].cut()
     nodes[0].signal_all(signal.SIGKILL)
     job.await_takeover()
-    job.finish()
+    url = re.search(r"is uploaded to (s3://bucket/run/\S+)", job.agents[0].err)
+    assert url is not None
+    job.finish(url=url[1])
     nodes[0].remove_abandoned()
 
 
