@@ -12,6 +12,7 @@ import pytest
 from job_on_ray import PATIENCE, Job, kill
 from ray_cluster import RayCluster
 
+from lockstep.checkpoint.run_files import INDEX
 from webhook import SECRET, Webhook
 
 Start = Callable[..., Job]
@@ -28,9 +29,14 @@ Path(f"seen-{job.current().worker}").write_text(os.environ["COLOR"] + os.environ
 
 @pytest.mark.ci
 def test_variables_of_the_script(cluster: RayCluster, tmp_path: Path) -> None:
-    """Workers on all nodes have them; the value that is not on the command line is not in the run folder."""
+    """Workers on all nodes have them; the value that is not on the command line is not in the run folder.
+
+    The coordinator uploads the folder, on whatever node it runs.
+    """
+    pytest.importorskip("obstore")
     (tmp_path / "script.py").write_text(SEEN)
-    command = "run --on ray -n 2 --backend jax --run-dir run --env COLOR=blue --env A_TOKEN script.py"
+    url = f"file://{tmp_path}/store/run"
+    command = f"run --on ray -n 2 --backend jax --run-dir {url} --env COLOR=blue --env A_TOKEN script.py"
     variables = os.environ | {"RAY_ADDRESS": cluster.address, "A_TOKEN": "unrecorded"}
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", *command.split()],
@@ -42,7 +48,13 @@ def test_variables_of_the_script(cluster: RayCluster, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"seen-{worker}").read_text() for worker in range(2)] == ["blueunrecorded"] * 2
-    kept = [file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()]
+    (run,) = tmp_path.glob("runs/run-*")
+    files = {path.name: path.read_bytes() for path in run.glob("*.json*")}
+    stored = {
+        path.name: path.read_bytes() for path in tmp_path.glob("store/run/*.json*") if path.name != INDEX
+    }
+    assert stored == files
+    kept = [file.read_bytes() for file in (tmp_path / "store").rglob("*") if file.is_file()]
     assert any(b'"env":{"COLOR":"blue","A_TOKEN":null}' in text for text in kept)
     assert not any(b"unrecorded" in text for text in kept)
 
