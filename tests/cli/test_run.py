@@ -295,7 +295,7 @@ print(random.random(), numpy.random.rand(), job.current().view.owners, settings.
             "CUDA_VISIBLE_DEVICES": "1",
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
-        assert (lockstep_variables, drawn) == ("[]", numbers)
+        assert (lockstep_variables, drawn) == ("['LOCKSTEP_RUN_DIR']", numbers)
 
 
 def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
