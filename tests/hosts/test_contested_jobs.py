@@ -1,6 +1,7 @@
 """What the processes of a job with a standby do, one at a time: who may lead, who listens, who only lives."""
 
 import dataclasses
+import itertools
 import math
 import signal
 import socket
@@ -117,8 +118,13 @@ def test_a_wait_for_the_store_ends_if_the_user_stops_the_job(
     answers = threading.Event()
     for each in signals:
         keeper.send(StopRequest(each))
+    calls = itertools.count()
+
+    def show_life() -> None:
+        assert next(calls) < 3, "the coordinator does not hear the user"
+
     with pytest.raises(Stopped) as stopped:
-        process._persist(answers.wait, lambda: None, limit)
+        process._persist(answers.wait, show_life, limit)
     answers.set()
     assert stopped.value.signal == number
 
@@ -134,7 +140,10 @@ def test_what_the_keeper_says_during_a_wait_for_the_store_is_not_lost(
     for message in said:
         keeper.send(message)
 
+    calls = itertools.count()
+
     def show_life() -> None:
+        assert next(calls) < 3, "the coordinator does not hear the keeper"
         if process._postponed:
             answers.set()
 
