@@ -27,11 +27,15 @@ class Done:
     folder: Path
 
     @property
+    def lines(self) -> list[str]:
+        """The lines of the standard error, without those that only a slow machine shows."""
+        return [line for line in self.err.splitlines() if "before the first step" not in line]
+
+    @property
     def notes(self) -> list[str]:
-        """Lockstep's notes, without the first two lines and those that only a slow machine shows."""
-        lines = [line for line in self.err.splitlines() if line.startswith("lockstep: ")]
-        varies = "logs in |unless the script sets one|before the first step|(examples|steps)/s with"
-        return [line for line in lines if not re.search(varies, line)]
+        """Lockstep's notes among them, without the first two lines and rates."""
+        varies = "logs in |unless the script sets one|(examples|steps)/s with"
+        return [line for line in self.lines if line.startswith("lockstep: ") and not re.search(varies, line)]
 
     def log(self, worker: int) -> str:
         return (self.folder / f"worker-{worker}.log").read_text()

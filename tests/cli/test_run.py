@@ -92,7 +92,7 @@ def test_the_output_of_the_chief_is_shown_and_every_worker_has_a_log(lockstep: A
         "because KERAS_BACKEND selects it",
     ]
     assert (done.status, done.out) == (0, "out 0\n")
-    assert done.err.splitlines() == [*start, "err 0", ALONE]
+    assert done.lines == [*start, "err 0", ALONE]
     assert [sorted(done.log(worker).splitlines()) for worker in (0, 1)] == [
         ["err 0", "out 0"],
         ["err 1", "out 1"],
