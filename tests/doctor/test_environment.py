@@ -304,6 +304,11 @@ def test_variables_of_workers_are_a_warning(tmp_path: Path) -> None:
     assert "LOCKSTEP_WORKER" not in job_environment(0, 1, {"LOCKSTEP_WORKER": "1"})
 
 
+def test_variables_that_users_set_or_read_are_no_warning(tmp_path: Path) -> None:
+    variables = {"LOCKSTEP_KEY_FILE": "/k", "LOCKSTEP_RUN_DIR": "/r", "LOCKSTEP_WITNESS": "off"}
+    assert findings(tmp_path, variables) == []
+
+
 STEP = {
     "SLURM_JOB_ID": "12",
     "SLURM_STEP_ID": "0",

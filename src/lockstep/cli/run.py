@@ -59,6 +59,7 @@ from lockstep.protocol.job_spec import (
 )
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
+    WITNESS,
     parse_variables,
     replaced_hash_seed,
     require_variables,
@@ -449,7 +450,7 @@ _GROUPS = {
     type=click.Choice(get_args(Calls)),
     default="first",
     show_default=True,
-    envvar="LOCKSTEP_WITNESS",
+    envvar=WITNESS,
     help="Calls of SCRIPT to compare with one process during training, as lockstep check does: the first "
     "fit, evaluate and predict of each model, every call, or none.",
 )

@@ -14,7 +14,14 @@ from lockstep.doctor.check import Finding, Sources, failure, fine, warning
 from lockstep.errors import ConfigError
 from lockstep.launcher.backend import is_legacy
 from lockstep.system.cuda import LISTED
-from lockstep.system.environment import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
+from lockstep.system.environment import (
+    LEGACY_KERAS,
+    PUBLIC,
+    legacy_keras,
+    slurm_variable,
+    switched_off,
+    visible_gpus,
+)
 from lockstep.system.prose import count, printable, shortened
 
 _MAX_SHOWN = 120
@@ -264,7 +271,7 @@ def uncovered_names(no_proxy: str) -> list[str]:
 
 def judge_worker_variables(shell: Shell) -> Iterator[Finding]:
     """Name variables that Lockstep gives to workers only."""
-    names = sorted(name for name in shell.variables if name.startswith("LOCKSTEP_"))
+    names = sorted(name for name in shell.variables.keys() - PUBLIC if name.startswith("LOCKSTEP_"))
     if names:
         yield warning(
             f"{plain(', '.join(names))}: only workers use these and remove them at their start; "

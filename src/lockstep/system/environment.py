@@ -60,6 +60,10 @@ ENGINE = f"{_PREFIX}ENGINE"
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN_DIR = f"{_PREFIX}RUN_DIR"
 """The run folder, of a script on the host that has it."""
+WITNESS = f"{_PREFIX}WITNESS"
+"""The value of `--witness` unless the command has one."""
+PUBLIC = frozenset({KEY_FILE, RUN_DIR, WITNESS})
+"""The variables of Lockstep that users set or read."""
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
 
