@@ -9,7 +9,13 @@ from lockstep.collectives.contract import Communicator
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, PeerLostError, ScopeError
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Event, FirstStepEnded
+from lockstep.observability.events import (
+    WORKER_EVENTS,
+    DistributionBegan,
+    Event,
+    FirstStepEnded,
+    TrainingPaused,
+)
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
@@ -96,6 +102,25 @@ def test_waits_of_earlier_views_count() -> None:
     job.exchange(Call((4, 5)))
     assert job.view.workers == (0,)
     assert 1000.0 <= job.waited < 2000.0
+
+
+def test_a_pause_begins_with_the_wait_for_the_worker_that_is_lost() -> None:
+    first, agent = job_of(worker=0, began_with=4)
+    hub = Hub(ReducePlan.of(place(1, (0,))))
+    job = Job(first.context, (first.view, hub.member(0)), agent)
+    pauses: list[float] = []
+    job.events.subscribe(lambda record: pauses.append(record.event.seconds), TrainingPaused)
+    hub.waited[0] = 500.0
+
+    def call(view: View, communicator: Communicator) -> str:
+        if view.number == 1:
+            hub.waited[0] += 1000.0
+            raise PeerLostError("worker 1 is silent")
+        return "done"
+
+    assert job.exchange(call) == "done"
+    (seconds,) = pauses
+    assert 1000.0 <= seconds < 1400.0
 
 
 def test_a_joined_worker_that_differs_exits() -> None:

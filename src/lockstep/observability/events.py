@@ -521,8 +521,8 @@ class TrainingPaused(_Event, frozen=True, tag="paused"):
 
     Attributes:
         number: the number of the view.
-        seconds: from the moment when it noticed the change until the call was complete, including repeated
-            computations.
+        seconds: the time that it waited for others in the call, and from the change until the call was
+            complete, including repeated computations.
     """
 
     number: int

@@ -342,6 +342,7 @@ class Job:
                 self._enter_next_view(PeerLostError("the workers change"), expected=True)
             self._next_after = None
         while True:
+            waited = self.waited
             try:
                 result = act(*self._entered)
             except DisagreementError as differs:
@@ -353,7 +354,9 @@ class Job:
                     self._enter_next(PeerLostError(str(differs)), catching_up)
                 # Otherwise the call ended in an earlier view, and the view without these workers has begun.
             except PeerLostError as lost:
-                begun = time.monotonic() if begun is None else begun
+                if begun is None:
+                    # A silent worker is lost only after a while: waiting for it is not training.
+                    begun = time.monotonic() - (self.waited - waited)
                 self._enter_next(lost, catching_up)
             else:
                 if begun is not None:
