@@ -51,8 +51,7 @@ def lose_servers(given: Sequence[str]) -> None:
     if here.settings.order is not None:
         return
     server_shards.KEPT_BYTES = 0
-    tasks = here.context.tasks
-    if given and tasks is not None and here.worker == tasks.id_of_server(int(given[0])):
+    if given and here.context.has_servers and here.worker == here.context.tasks.id_of_server(int(given[0])):
         _, call, kind, number, when = given
         lose_this_process(call, kind, int(number), when)
 
@@ -67,7 +66,6 @@ def stop_server(server: str, limit: str, task: str = "") -> None:
     """
     here, put, init = job.current(), ServerProcess._put, TaskProcess.__init__
     tasks = here.context.tasks
-    assert tasks is not None
 
     def made(self: TaskProcess, *given: Any) -> None:
         init(self, *given)

@@ -36,7 +36,6 @@ POINT, FOLDER = sys.argv[1], Path(sys.argv[2])
 REPLAYS = job.current().settings.order is not None
 WORKER = job.current().worker
 TASKS = job.current().context.tasks
-assert TASKS is not None
 FIRST_JOINER = TASKS.processes
 LAST_JOINER = FIRST_JOINER + (POINT in ("twice", "catching-up"))
 generator = np.random.default_rng(0)
