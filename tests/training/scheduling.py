@@ -171,8 +171,8 @@ def assigned_late() -> Iterator[None]:
         return
     Dispatcher._assign, assign = lambda *_: None, Dispatcher._assign  # type: ignore[method-assign]
     yield
-    dispatcher = functions._dispatcher
-    assert dispatcher is not None
+    assert functions._chief is not None
+    dispatcher = functions._chief.dispatcher
     with dispatcher._changed:
         workers = dispatcher._tasks.workers
         made = functions._calls
