@@ -23,6 +23,7 @@ from lockstep.checkpoint.store import Store
 from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import state_verification, verification
 from lockstep.keras.rounds import Round
@@ -498,10 +499,8 @@ def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch
     assert results[1] == right
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
-def test_another_worker_decides_which_of_two_always_adds_wrongly(
-    guilty: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def add_wrongly(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker always get another bit in a total, as it has it, and in each sum that it checks."""
     monkeypatch.setattr(verification, "_current", [])
     adding, answers, add = threading.local(), Verifier._sum_answers, TotalPart.sum
 
@@ -514,6 +513,13 @@ def test_another_worker_decides_which_of_two_always_adds_wrongly(
 
     monkeypatch.setattr(Verifier, "_sum_answers", checked)
     monkeypatch.setattr(TotalPart, "sum", lambda *given: add(*given) ^ adding.wrongly)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_another_worker_decides_which_of_two_always_adds_wrongly(
+    guilty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_wrongly(guilty, monkeypatch)
     repeated = RepeatedStep(-1)
     (right,) = set(repeated.take(place(REPLICAS, (2, 3))))
     first, second = repeated.take(place(REPLICAS, (0, 1)))
@@ -525,6 +531,67 @@ def test_another_worker_decides_which_of_two_always_adds_wrongly(
         assert "workers 1 and 2 agree" in str(results[0])
     else:
         assert results[0] == right
+
+
+def test_a_worker_that_always_adds_wrongly_goes_back_before_what_it_has_added(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add_wrongly(1, monkeypatch)
+    repeated = RepeatedStep(-1, step=2)
+    first, _ = repeated.take(place(REPLICAS, (0, 1)))
+    for error in repeated.take(place(REPLICAS, (0, 2), 2), first):
+        assert "computed on worker 1, has the wrong bits in " in str(error)
+        assert "the state of all workers may be wrong in any step" in str(error)
+    assert repeated.verdicts == [("third", (0, 1)), ("worker", (1,))]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_worker_that_always_sums_wrongly_leaves_no_wrong_state(
+    every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, here = flips.undisturbed()[flips.SIZES[1]], threading.local()
+    train, add = flips.Training._train, SliceReduce.sum
+
+    def trained(self: flips.Training, worker: int) -> None:
+        here.worker = worker
+        train(self, worker)
+
+    def summed(self: SliceReduce, *given: Any) -> None:
+        add(self, *given)
+        largest = max(self.total, key=lambda slot: slot.out.nbytes, default=None)
+        if here.worker == 1 and largest is not None:
+            largest.out.reshape(-1).view(np.uint8)[:1] ^= 1
+
+    monkeypatch.setattr(flips.Training, "_train", trained)
+    monkeypatch.setattr(SliceReduce, "sum", summed)
+    training = flips.Training(3, flips.SIZES[1], Verification(every, all=True))
+    training.run()
+    verdicts = [(failed.step, failed.part, failed.verdict, failed.workers) for failed in training.failed]
+    assert verdicts == [(every, "sum", "repeated", (1,)), (every, "sum", "worker", (1,))]
+    if every == 1:
+        assert (training.states, training.has_stopped) == ({right}, False)
+    else:
+        assert (training.states, len(training.ended)) == (set(), 3)
+        assert "the state of all workers may be wrong in any step" in str(training.ended[0])
+
+
+def test_a_worker_that_always_checks_a_sum_wrongly_may_have_summed_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here, train, add = threading.local(), flips.Training._train, TotalPart.sum
+
+    def trained(self: flips.Training, worker: int) -> None:
+        here.worker = worker
+        train(self, worker)
+
+    monkeypatch.setattr(flips.Training, "_train", trained)
+    monkeypatch.setattr(TotalPart, "sum", lambda *given: add(*given) ^ (here.worker == 1))
+    training = flips.Training(3, flips.SIZES[1], Verification(2, all=True))
+    training.run()
+    ((failed, *_), (error, *_)) = training.failed, training.ended
+    assert (failed.step, failed.part, failed.verdict, failed.workers) == (2, "sum", "worker", (1,))
+    assert "the state of all workers may be wrong in any step" in str(error)
+    assert (training.states, len(training.ended)) == (set(), 3)
 
 
 def figures(run: Any, worker: int) -> list[str]:

@@ -520,7 +520,14 @@ class Verifications:
             raise StepWithdrawn
 
     def follow(
-        self, verdict: Verdict, label: str, names: Sequence[str], part: str, replica: int = -1
+        self,
+        verdict: Verdict,
+        label: str,
+        names: Sequence[str],
+        part: str,
+        replica: int = -1,
+        *,
+        lasts: bool = False,
     ) -> None:
         """Publish a verdict; end the workers at fault, or all; return on the others.
 
@@ -530,14 +537,18 @@ class Verifications:
             names: the names of the arrays that differ.
             part: the part of the step: "gradient", "sum" or "update".
             replica: the number of the replica, or of the part of a total; -1 for the state.
+            lasts: whether a worker at fault may also have computed wrongly in earlier steps.
 
         Raises:
             DisagreementError: the verdict names nobody.
+            WrongStateError: the fault lasts, and not all earlier steps were verified; see `roll_back`.
         """
         if verdict.kind == "equal":
             return
         self.publish(verdict, names, part, replica)
         shown = listed(names, "some of its arrays" if part == "sum" else "its examples")
+        if verdict.kind == "worker" and lasts and not self.covers_earlier_steps:
+            self.roll_back(verdict.accusation(label, shown), verdict.workers, self.up_to)
         if verdict.kind == "worker" and self._job.is_chief and not self._is_present(verdict.workers):
             note(f"{verdict.accusation(label, shown)}; it has left")
         who = name_workers(verdict.workers) if verdict.workers else ""
@@ -735,6 +746,7 @@ class _Fault(NamedTuple):
         names: the names of the arrays that are wrong.
         part: the part of the step; see `follow`.
         replica: the number of the replica, or of the part of the total.
+        lasts: see `follow`.
         byte: the first one of the total that is wrong; -1 if it is not known.
         answers: what workers have added up, if they differ.
     """
@@ -744,6 +756,7 @@ class _Fault(NamedTuple):
     names: Sequence[str]
     part: str
     replica: int
+    lasts: bool = False
     byte: int = -1
     answers: Sequence[Answer] = ()
 
@@ -917,7 +930,13 @@ class Verifier:
         """Return once all answers for the replicas of a round are equal."""
         while fault := self._partial_fault(round_, drawn, self._made, "gradient"):
             # The others follow if they still differ without the worker at fault.
-            self._verifications.follow(fault.verdict, fault.label, fault.names, fault.part, fault.replica)
+            self._follow(fault)
+
+    def _follow(self, fault: _Fault) -> None:
+        """See `Verifications.follow`."""
+        self._verifications.follow(
+            fault.verdict, fault.label, fault.names, fault.part, fault.replica, lasts=fault.lasts
+        )
 
     def _partial_fault(
         self, round_: Round, replicas: Sequence[int], made: Callable[[int, int], list[Hashes]], part: str
@@ -932,7 +951,6 @@ class Verifier:
 
         Raises:
             StepWithdrawn: another worker decides.
-            WrongStateError: a worker at fault may have computed wrongly in earlier steps.
         """
         verifications, number = self._verifications, round_.number
         act = partial(self._answers, round_, replicas, 1, made)
@@ -953,12 +971,7 @@ class Verifier:
         verifications.withdraw_step(verdict, names, part, answers, replica, number)
         guilty = [answer for answer in (*present, *earlier) if answer.worker in verdict.workers]
         lasts = any(answer.is_steady and len(answer.attempts) > 1 for answer in guilty)
-        if verdict.kind == "worker" and lasts and not verifications.covers_earlier_steps:
-            # It may have computed wrongly in them.
-            verifications.publish(verdict, names, "gradient", replica)
-            message = verdict.accusation(label, listed(names))
-            verifications.roll_back(message, verdict.workers, verifications.up_to)
-        return _Fault(verdict, label, names, "gradient", replica)
+        return _Fault(verdict, label, names, "gradient", replica, lasts)
 
     def _answers(
         self,
@@ -1027,12 +1040,13 @@ class Verifier:
                 fault = self._partial_fault(round_, parts, partial(self._rounded, round_), "rounding")
             if fault is None:
                 return round_.total_of(total.sums, total.limits, self._verifications.plan.replicas)
-            verdict, is_single = fault.verdict, len(self._job.view.workers) == 1
+            verdict, lasts, is_single = fault.verdict, fault.lasts, len(self._job.view.workers) == 1
             if verdict.kind == "sum":
                 summer = total.summer_of(self._job.view, fault.byte)
                 workers = () if summer is None else (summer,)
                 if was_wrong and workers and not is_single:
                     verdict = Verdict("worker", workers, "others add up the same summands to another sum")
+                    lasts = True
                 elif not was_wrong:
                     # Nobody knows whether the sum, or a summand on its way, was wrong.
                     verdict = Verdict("repeated", workers)
@@ -1049,7 +1063,7 @@ class Verifier:
                 self._verifications.withdraw_step(
                     verdict, fault.names, "sum", fault.answers, fault.replica, round_.number
                 )
-            self._verifications.follow(verdict, fault.label, fault.names, fault.part, fault.replica)
+            self._follow(fault._replace(verdict=verdict, lasts=lasts))
             self._exchange(round_.sum, round_.catching_up)
 
     def _fault(self, round_: Round, total: _Total, parts: Sequence[int]) -> _Fault | None:
@@ -1094,18 +1108,21 @@ class Verifier:
         byte = max(answer.sums[part][1] for some in checks for answer in some)
         (first, *_), again = checks
         added_up = [Answer(answer.worker, (answer.sums[part][0],), answer.places) for answer in again]
+        sums = {answer.worker: answer.sums[part][0] for answer in again}
         if earlier := self._sums_before(round_, part):
-            verdict = judge_again(added_up, earlier)
+            verdict, lasts = judge_again(added_up, earlier), True
         else:
             verdict = judge_sum(
                 {answer.worker: answer.readings[part] for answer in others},
                 (first.worker, first.sums[part][0]),
-                {answer.worker: answer.sums[part][0] for answer in again},
+                sums,
                 total.summer_of(self._job.view, byte),
             )
+            # A worker that always checks wrongly may also have summed wrongly.
+            lasts = len(set(sums.values())) > 1 and sums.get(first.worker) == first.sums[part][0]
         names = [self._describe(_name_at(round_, total.layout, byte))] if byte >= 0 else []
         label = f"{round_.label}: {_SUM}"
-        return _Fault(verdict, label, names, "sum", part, byte=byte, answers=added_up)
+        return _Fault(verdict, label, names, "sum", part, lasts, byte, added_up)
 
     def _sums_before(self, round_: Round, part: int) -> tuple[Answer, ...]:
         return self._verifications.answers_before("sum", part, round_.number)
