@@ -327,7 +327,8 @@ def test_the_chief_publishes_a_verdict_before_a_worker_leaves(monkeypatch: pytes
     assert events == [(0, "worker"), (2, "ends")]
 
 
-def test_a_sum_whose_first_check_is_always_wrong_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def check_wrongly_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all workers get wrong bits in each first check of a sum, and right ones in the second."""
     checks, first, add = threading.local(), Verifier._sum_answers, verification.TotalPart.sum
 
     def answers(self: Verifier, *arguments: Any, again: bool = False) -> Any:
@@ -340,6 +341,10 @@ def test_a_sum_whose_first_check_is_always_wrong_ends_the_job(monkeypatch: pytes
 
     monkeypatch.setattr(Verifier, "_sum_answers", answers)
     monkeypatch.setattr(verification.TotalPart, "sum", added)
+
+
+def test_a_sum_whose_first_check_is_always_wrong_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_wrongly_once(monkeypatch)
     errors = verified(3, lambda worker, replica: gradient(replica), monkeypatch)
     assert [type(error) for error in errors] == [DisagreementError] * 3
     assert all("the same summands, added up again on workers 0, 1 and 2" in str(error) for error in errors)
@@ -412,7 +417,7 @@ def test_of_two_workers_that_always_differ_both_are_named(monkeypatch: pytest.Mo
 
 @dataclass
 class RepeatedStep:
-    """A step of threads that verify everything, one of which always computes a wrong gradient.
+    """A step of threads that verify replicas, one of which always computes a wrong gradient.
 
     Attributes:
         guilty: that worker.
@@ -497,6 +502,15 @@ def test_a_third_worker_decides_between_two(guilty: int, hosts: str, monkeypatch
     else:
         assert results[0] == right
     assert results[1] == right
+
+
+def test_checks_that_are_wrong_once_start_no_other_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_current", [])
+    check_wrongly_once(monkeypatch)
+    repeated = RepeatedStep(-1)
+    for error in repeated.take(place(REPLICAS, (0, 1))):
+        assert "the same summands, added up again on workers 0 and 1, gave different bits" in str(error)
+    assert repeated.verdicts == [*[("repeated", ())] * 3, ("undecided", (0, 1))]
 
 
 def add_wrongly(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1041,6 +1041,10 @@ class Verifier:
             if fault is None:
                 return round_.total_of(total.sums, total.limits, self._verifications.plan.replicas)
             verdict, lasts, is_single = fault.verdict, fault.lasts, len(self._job.view.workers) == 1
+            if fault.answers:
+                self._verifications.withdraw_step(
+                    verdict, fault.names, "sum", fault.answers, fault.replica, round_.number
+                )
             if verdict.kind == "sum":
                 summer = total.summer_of(self._job.view, fault.byte)
                 workers = () if summer is None else (summer,)
@@ -1059,10 +1063,6 @@ class Verifier:
                 verdict, wrong_checks = Verdict("repeated"), wrong_checks + 1
             if wrong_checks > _MOST_WRONG_CHECKS:
                 verdict = Verdict("undecided" if fault.part == "sum" else "step", self._job.view.workers)
-            if fault.answers:
-                self._verifications.withdraw_step(
-                    verdict, fault.names, "sum", fault.answers, fault.replica, round_.number
-                )
             self._follow(fault._replace(verdict=verdict, lasts=lasts))
             self._exchange(round_.sum, round_.catching_up)
 
@@ -1122,7 +1122,7 @@ class Verifier:
             lasts = len(set(sums.values())) > 1 and sums.get(first.worker) == first.sums[part][0]
         names = [self._describe(_name_at(round_, total.layout, byte))] if byte >= 0 else []
         label = f"{round_.label}: {_SUM}"
-        return _Fault(verdict, label, names, "sum", part, lasts, byte, added_up)
+        return _Fault(verdict, label, names, "sum", part, lasts=lasts, byte=byte, answers=added_up)
 
     def _sums_before(self, round_: Round, part: int) -> tuple[Answer, ...]:
         return self._verifications.answers_before("sum", part, round_.number)
