@@ -1,8 +1,9 @@
 """A run folder in an object store: the same bytes at the end, whatever the store does, at a bounded rate."""
 
+import itertools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.checkpoint import run_upload
 from lockstep.checkpoint.object_store import ObjectStore
 from lockstep.checkpoint.run_files import (
     EVERY,
+    FETCHED,
     INDEX,
     LARGE,
     MARK,
@@ -74,7 +76,9 @@ def test_large_logs_that_grow_all_the_time_take_a_bounded_rate(logs: int) -> Non
 def test_files_that_only_a_running_job_needs_stay_here() -> None:
     transient = [
         "lock",
-        "saved/0123",
+        "saved/0123456789abcdef0123456789abcdef",
+        "saved/keras_tuner.lock",
+        f"{FETCHED}/events.jsonl",
         "comparison/lock",
         "comparison/temporary/x",
         MARK,
@@ -92,8 +96,14 @@ def test_files_that_only_a_running_job_needs_stay_here() -> None:
         "sources/a.py",
     ]
     assert all(is_kept(name) and is_recorded(name) for name in own)
-    others = ["best.keras", "logs/train/events.out.tfevents.1", "comparison/events.jsonl", "modèle.keras"]
-    assert [(is_kept(name), is_recorded(name)) for name in others] == [(True, False)] * 4
+    others = [
+        "best.keras",
+        "saved/best.keras",
+        "logs/train/events.out.tfevents.1",
+        "comparison/events.jsonl",
+        "modèle.keras",
+    ]
+    assert [(is_kept(name), is_recorded(name)) for name in others] == [(True, False)] * 5
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "a//b", "", "lock", "./a"])
@@ -112,17 +122,22 @@ def test_a_damaged_index_is_named(data: bytes) -> None:
 
 
 class FailingStore(ObjectStore):
-    """A store whose requests fail while `fails` is true; `after_put` is called after each upload."""
+    """A store whose requests fail while `fails` is true; `after_put` is called after each upload.
+
+    Attributes:
+        refused: the names of files that it never takes.
+    """
 
     def __init__(self, backing: Any) -> None:
         super().__init__(URL, backing=backing)
         self.fails = False
         self.requests: list[str] = []
+        self.refused: set[str] = set()
         self.after_put: Callable[[str], object] = lambda name: None
 
     def _ask(self, name: str) -> None:
         self.requests.append(name)
-        if self.fails:
+        if self.fails or name in self.refused:
             raise CheckpointError(f"{URL} cannot be written: 503 Service Unavailable")
 
     def read(self, name: str) -> Any:
@@ -136,14 +151,16 @@ class FailingStore(ObjectStore):
 
 
 class Uploads:
-    """The upload of a folder, with a clock of its own."""
+    """The upload of a folder by a command, with a clock of its own."""
 
     def __init__(self, folder: Path, backing: Any) -> None:
         self.folder, self.store, self.seconds = folder, FailingStore(backing), 0.0
         self.notes: list[str] = []
         folder.mkdir(exist_ok=True)
+        prepare(URL, folder, 0)
+        (holder,) = (folder / MARK).read_text().split()
         self.upload = RunUpload(
-            folder, URL, lambda url: self.store, self.notes.append, lambda: self.seconds, self.wait
+            folder, URL, holder, lambda url: self.store, self.notes.append, lambda: self.seconds, self.wait
         )
 
     def wait(self, seconds: float) -> None:
@@ -172,7 +189,7 @@ def backing() -> Any:
 
 
 @pytest.fixture
-def uploads(tmp_path: Path, backing: Any) -> Uploads:
+def uploads(tmp_path: Path, backing: Any, stores: None) -> Uploads:
     begun = Uploads(tmp_path / "run", backing)
     begun.write("events.jsonl", '{"event": "job"}\n')
     return begun
@@ -218,7 +235,9 @@ def test_a_job_that_never_began_leaves_nothing(tmp_path: Path, backing: Any) -> 
     refused = Uploads(tmp_path / "run", backing)
     refused.write("sources/a.py", "")
     assert refused.finish() == ""
-    assert refused.store.requests == []
+    assert list(obstore.list(backing)) == []
+    assert list(files_of(refused.folder)) == ["sources/a.py"]
+    assert not (refused.folder / MARK).exists()
 
 
 def test_a_file_that_grows_during_its_upload_is_uploaded_again(uploads: Uploads, backing: Any) -> None:
@@ -275,12 +294,25 @@ def test_a_file_that_cannot_be_read_does_not_keep_others_back(
     assert list(stored(backing)) == ["events.jsonl"]
 
 
+def test_files_that_the_store_refuses_keep_no_others_back(uploads: Uploads, backing: Any) -> None:
+    uploads.store.refused = {f"bad-{number}" for number in range(5)}
+    for name in uploads.store.refused:
+        uploads.write(name, "")
+    for _ in range(4):
+        assert not uploads.advance()
+    assert list(stored(backing)) == ["events.jsonl"]
+    assert "lacks 5 files of the run" in uploads.upload.verdict()
+    assert uploads.notes[0].startswith("the run folder is not uploaded now: bad-0: ")
+    uploads.store.refused = set()
+    assert uploads.finish() == f"the run folder is complete in {URL}; 8 uploads failed before"
+    assert stored(backing) == local(uploads.folder)
+
+
 def test_an_earlier_run_that_still_exists_changes_nothing(
     uploads: Uploads, tmp_path: Path, backing: Any
 ) -> None:
     uploads.advance()
     later = Uploads(tmp_path / "later", backing)
-    prepare(URL, later.folder, 0)
     assert local(later.folder) == stored(backing)
     later.write("events.jsonl", '{"event": "job", "seed": 1}\n')
     assert later.advance()
@@ -294,6 +326,27 @@ def test_an_earlier_run_that_still_exists_changes_nothing(
     assert uploads.notes == [
         f"another run uploads to {URL}, so this one does not any more; {uploads.folder} has everything"
     ]
+    assert later.finish() == ""
+    assert stored(backing) == local(later.folder)
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_an_earlier_run_that_could_not_upload_takes_no_place(
+    uploads: Uploads, tmp_path: Path, backing: Any, *, emptied: bool
+) -> None:
+    if emptied:
+        uploads.advance()
+        obstore.delete(backing, [*stored(backing), INDEX])
+        uploads.write("worker-0.log", "Epoch 1\n")
+    uploads.store.fails = True
+    assert not uploads.advance()
+    later = Uploads(tmp_path / "later", backing)
+    later.write("events.jsonl", '{"event": "job", "seed": 1}\n')
+    assert later.advance()
+    uploads.store.fails = False
+    assert not uploads.advance()
+    assert "another run uploads" in uploads.finish()
+    later.write("events.jsonl", '{"event": "view"}\n')
     assert later.finish() == ""
     assert stored(backing) == local(later.folder)
 
@@ -313,7 +366,6 @@ def test_files_of_an_earlier_run_that_the_job_removes_leave_the_store(
     uploads.write("sources/old.py", "")
     uploads.finish()
     later = Uploads(tmp_path / "later", backing)
-    prepare(URL, later.folder, 0)
     (later.folder / "sources/old.py").unlink()
     assert later.finish() == ""
     assert list(stored(backing)) == ["events.jsonl"]
@@ -335,21 +387,68 @@ def test_the_next_run_on_another_machine_continues_the_files(
     assert local(there) == local(uploads.folder)
 
 
-def test_the_next_run_on_the_same_machine_keeps_what_was_not_uploaded(
-    uploads: Uploads, tmp_path: Path, backing: Any
-) -> None:
+def test_the_next_run_on_the_same_machine_keeps_what_was_not_uploaded(uploads: Uploads) -> None:
     uploads.advance()
     uploads.write("events.jsonl", '{"event": "view"}\n')
     before = local(uploads.folder)
     prepare(URL, uploads.folder, 0)
     assert local(uploads.folder) == before
-    # But if a run on another machine has used the URL since, that one counts.
+
+
+def test_a_run_that_another_one_has_replaced_stays_on_its_machine(
+    uploads: Uploads, tmp_path: Path, backing: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    uploads.advance()
     other = Uploads(tmp_path / "other", backing)
-    prepare(URL, other.folder, 0)
     other.write("events.jsonl", '{"event": "job", "seed": 2}\n')
     assert other.finish() == ""
-    prepare(URL, uploads.folder, 0)
-    assert local(uploads.folder) == local(other.folder) != before
+    uploads.write("events.jsonl", '{"event": "view"}\n')
+    uploads.write("worker-3.log", "Epoch 1\n")
+    before = local(uploads.folder)
+    assert "another run uploads" in uploads.finish()
+    for number in (2, 3):
+        prepare(URL, uploads.folder, 0)
+        assert local(uploads.folder) == local(other.folder), "the files of two runs do not mix"
+        assert local(tmp_path / "run-2") == before
+        assert (tmp_path / f"run-{number}").exists() == (number == 2), "its own run stays in place"
+    assert f"{uploads.folder} had files of another run, which are in {tmp_path}/run-2 now" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_run_whose_uploads_all_fail_continues_on_its_machine(
+    uploads: Uploads, tmp_path: Path, backing: Any
+) -> None:
+    uploads.finish()
+    other = Uploads(tmp_path / "other", backing)
+    other.write("events.jsonl", '{"event": "view"}\n')
+    other.store.fails = True
+    assert not other.advance()
+    before = local(other.folder)
+    prepare(URL, other.folder, 0)
+    assert local(other.folder) == before
+
+
+def test_a_store_that_fails_during_the_download_changes_no_folder(
+    uploads: Uploads, tmp_path: Path, backing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads.write("worker-0.log", "Epoch 1\n")
+    uploads.finish()
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "events.jsonl").write_text('{"event": "job", "seed": 3}\n')
+
+    def fail(store: ObjectStore, name: str, size: int) -> Any:
+        raise CheckpointError("503 Service Unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ObjectStore, "parts", fail)
+        with pytest.raises(CheckpointError):
+            prepare(URL, there, 0)
+    assert [path.name for path in there.iterdir()] == ["events.jsonl"]
+    prepare(URL, there, 0)
+    assert local(there) == local(uploads.folder)
+    assert list(local(tmp_path / "there-2")) == ["events.jsonl"]
 
 
 def test_a_run_is_fetched_without_the_files_of_its_script(
@@ -369,6 +468,38 @@ def test_a_run_is_fetched_without_the_files_of_its_script(
 def test_a_place_without_a_run_is_named(tmp_path: Path, backing: Any) -> None:
     with pytest.raises(ConfigError, match=f"there is no run in {URL}"):
         fetch_run(URL, tmp_path, is_recorded)
-    prepare(URL, tmp_path, 0)
+    # Its events were to be uploaded next.
+    obstore.put(backing, INDEX, msgspec.json.encode(RunIndex(files=("events.jsonl",))))
     with pytest.raises(ConfigError, match=f"there is no run in {URL}"):
         fetch_run(URL, tmp_path, is_recorded)
+
+
+def test_a_store_without_conditional_writes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(store: ObjectStore, name: str, data: bytes, tag: str | None) -> str:
+        raise NotImplementedError
+
+    monkeypatch.setattr(ObjectStore, "replace", refuse)
+    with pytest.raises(ConfigError, match=f"{URL} does not support conditional writes"):
+        prepare(URL, tmp_path, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_download_says_what_is_left(
+    uploads: Uploads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (uploads.folder / "events.jsonl").write_bytes(b"x" * 2_000_000)
+    uploads.finish()
+    seconds = itertools.count(0, 6)
+    monkeypatch.setattr(run_upload.time, "monotonic", lambda: float(next(seconds)))
+
+    def in_pieces(store: ObjectStore, name: str, size: int) -> Iterator[bytes]:
+        yield from (b"x" * 500_000 for _ in range(4))
+
+    monkeypatch.setattr(ObjectStore, "parts", in_pieces)
+    there = tmp_path / "there"
+    there.mkdir()
+    prepare(URL, there, 0)
+    lines = [line for line in capsys.readouterr().err.splitlines() if " MB " in line]
+    assert lines == [f"lockstep: fetching {left} MB more of the run from {URL}" for left in ("1.0", "0.0")]

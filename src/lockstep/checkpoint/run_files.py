@@ -16,17 +16,22 @@ from lockstep.errors import CheckpointError
 INDEX = ".lockstep-run.json"
 """The object that lists the others."""
 MARK = ".lockstep-store"
-"""The file of the local folder with the holder of the store to which it was last uploaded."""
+"""The file of the local folder with the tokens of runs of which it has everything, the latest first."""
+FETCHED = ".lockstep-fetched"
+"""The folder, in the local one, with files of an earlier run until all have arrived."""
 EVERY = 30.0
 """Seconds between two uploads of a file that grows, at least."""
 LARGE = 1_000_000
 """Bytes from which a file counts as large."""
 RATE = 1_000_000
 """Bytes per second that uploads of large files take on average, at most."""
+LAST_SECONDS = 60.0
+"""Seconds that the rest has at the end, besides those for its bytes at `RATE`."""
 
 _FORMAT = 1
 _TRANSIENT = re.compile(
-    rf"(comparison/)?(lock|saved/.*)|comparison/temporary/.*|{re.escape(MARK)}|{re.escape(INDEX)}"
+    r"(comparison/)?(lock|saved/([0-9a-f]{32}|keras_tuner\.lock))|comparison/temporary/.*|"
+    rf"{re.escape(MARK)}|{re.escape(INDEX)}|{re.escape(FETCHED)}/.*"
 )
 _RECORDED = re.compile(
     r"(events|measurements)\.jsonl|(worker-\d+|output)\.log|worker-\d+\.stack|comparison\.json|downloaded|"
@@ -39,7 +44,7 @@ class RunIndex(msgspec.Struct, frozen=True):
 
     Attributes:
         format: the version of these fields.
-        holder: the process that uploads the folder. Another one that finds its place taken uploads no more.
+        holder: the token of the run that uploads. One that finds another token there uploads no more.
         files: their names. A file may be missing that was to be uploaded next.
     """
 

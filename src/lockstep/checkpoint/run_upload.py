@@ -4,16 +4,20 @@ The job writes its folder on this machine as without a store. The process reads 
 store can stop or delay the job. It outlives the command, whose end it notices by a pipe, and then uploads the
 rest within a limit.
 
-An index (`RunIndex`) lists the objects, and has the token of the process that uploads. Each process that
-begins puts its own token there. One that finds another token uploads no more, so that an earlier run which
-still exists on some machine changes nothing: it is fenced like a writer of checkpoints (`mirror.py`).
+An index (`RunIndex`) lists the objects, and has the token of the run that uploads. Each command puts a new
+token there before its job begins. A process that finds another token uploads no more, so that an earlier run
+which still exists on some machine changes nothing: it is fenced like a writer of checkpoints (`mirror.py`).
+The folder records the token, too (`MARK`), so that the next command knows whether the store or the folder
+has the newest files.
 
 The module is not forked after the store was used: the library has threads of its own.
 """
 
 import contextlib
+import itertools
 import os
 import secrets
+import shutil
 import signal
 import stat
 import subprocess
@@ -29,7 +33,9 @@ import msgspec
 from lockstep.checkpoint.object_store import Conflict, ObjectStore
 from lockstep.checkpoint.run_files import (
     EVERY,
+    FETCHED,
     INDEX,
+    LAST_SECONDS,
     MARK,
     RATE,
     FileState,
@@ -43,13 +49,11 @@ from lockstep.checkpoint.run_files import (
 from lockstep.errors import CheckpointError, ConfigError, UnfitError
 from lockstep.system.child_process import command_of
 from lockstep.system.exit_status import describe_exit
-from lockstep.system.files import open_regular
+from lockstep.system.files import FOLDER_MODE, open_regular, replace
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
 
-_LAST_SECONDS = 60.0
-"""Seconds that the rest has at the end, besides those for its bytes at `RATE`."""
 _PAUSE = 5.0
 """Seconds between two tries at the end."""
 _NOTE_EVERY = 10.0
@@ -67,31 +71,88 @@ def _read(store: ObjectStore) -> tuple[RunIndex | None, str | None]:
     return (None, None) if content is None else (read_index(content[0], store.url), content[1])
 
 
+def _write(store: ObjectStore, index: RunIndex, tag: str | None) -> None:
+    """Replace the index that has a tag; raise Conflict if it has another one."""
+    try:
+        store.replace(INDEX, msgspec.json.encode(index), tag)
+    except NotImplementedError:
+        raise ConfigError(
+            f"{store.url} does not support conditional writes, without which two runs could damage each "
+            "other's files there: use another store"
+        ) from None
+
+
+def _unsteady(store: ObjectStore) -> CheckpointError:
+    return CheckpointError(f"{store.url}/{INDEX} changes while it is written; try again")
+
+
 # ------------------------------------------------------------------------------------------- at the start
 
 
 def prepare(url: str, folder: Path, retries: int) -> None:
-    """Check that a store takes a run folder, and fetch the files of an earlier run there, if any.
+    """Take a place in a store for a run folder, and fetch the files of an earlier run there, if any.
+
+    Files of the folder that are not of that run, or have gone on without the store, move to another folder.
 
     Args:
         url: the prefix.
-        folder: the folder of this machine, which exists and is locked. Its files are replaced unless they are
-            those that this machine has uploaded last.
+        folder: the folder of this machine, which exists and is locked.
         retries: how often a request is repeated.
 
     Raises:
         CheckpointError: the store cannot be read or written.
-        ConfigError: the folder cannot be written.
+        ConfigError: the folder cannot be written, or the store does not support conditional writes.
         UnfitError: obstore is not installed.
     """
     store = _open(url, retries)
-    index, tag = _read(store)
-    with contextlib.suppress(Conflict):
-        store.replace(INDEX, msgspec.json.encode(index or RunIndex()), tag)
-    if index is not None and index.holder != _mark(folder):
-        if index.files:
-            note(f"fetching {count(len(index.files), 'file')} of an earlier run from {url}")
-        _fetch(store, index, folder, lambda name: True)
+    holder, marks = secrets.token_hex(8), _marks(folder)
+    for is_last in (False, False, True):
+        index, tag = _read(store)
+        is_newest = index is None or not index.files or index.holder in marks
+        if is_newest and files_of(folder):
+            # The folder stays the newest one, whether or not this process survives the request.
+            _mark(folder, holder, *((index.holder,) if index is not None else marks))
+        try:
+            _write(store, RunIndex(holder=holder, files=() if index is None else index.files), tag)
+            break
+        except Conflict:
+            if is_last:
+                raise _unsteady(store) from None
+    if index is not None and not is_newest:
+        _replace_files(store, index, folder)
+    _mark(folder, holder)
+
+
+def _replace_files(store: ObjectStore, index: RunIndex, folder: Path) -> None:
+    """Move the files of a folder aside, and fetch those of a store."""
+    fetched = folder / FETCHED
+    shutil.rmtree(fetched, ignore_errors=True)
+    try:
+        fetched.mkdir(FOLDER_MODE)
+        note(f"fetching {count(len(index.files), 'file')} of an earlier run from {store.url}")
+        _fetch(store, index, fetched, lambda name: True)
+        if files_of(folder):
+            aside = _free_name(folder)
+            _move_files(folder, aside)
+            note(f"{folder} had files of another run, which are in {aside} now")
+        _move_files(fetched, folder)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(fetched, ignore_errors=True)
+
+
+def _free_name(folder: Path) -> Path:
+    names = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def _move_files(folder: Path, to: Path) -> None:
+    """Move all but the lock of a run folder."""
+    to.mkdir(FOLDER_MODE, exist_ok=True)
+    for path in folder.iterdir():
+        if path.name not in (RunPaths(folder).lock.name, FETCHED):
+            path.rename(to / path.name)
 
 
 def fetch_run(url: str, folder: Path, wanted: Callable[[str], bool]) -> None:
@@ -112,37 +173,47 @@ def fetch_run(url: str, folder: Path, wanted: Callable[[str], bool]) -> None:
     if index is None or RunPaths(Path()).events.name not in index.files:
         raise ConfigError(f"there is no run in {url}")
     _fetch(store, index, folder, wanted)
+    if not RunPaths(folder).events.exists():
+        # The run has just begun, or was killed then.
+        raise ConfigError(f"there is no run in {url}")
 
 
 def _fetch(store: ObjectStore, index: RunIndex, folder: Path, wanted: Callable[[str], bool]) -> None:
-    for name in filter(wanted, index.files):
-        size = store.size(name)
-        if size is None:
-            # The run was killed before it could upload the file.
-            continue
+    # A file may be absent: the run was killed before it could upload it.
+    sizes = {name: size for name in filter(wanted, index.files) if (size := store.size(name)) is not None}
+    left, noted = sum(sizes.values()), time.monotonic()
+    for name, size in sizes.items():
         path = folder / name
-        temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("xb") as file:
+            path.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            with path.open("wb") as file:
                 for part in store.parts(name, size):
                     file.write(part)
-            temporary.replace(path)
+                    left -= len(part)
+                    if time.monotonic() - noted >= _NOTE_EVERY:
+                        noted = time.monotonic()
+                        note(f"fetching {left / 1e6:,.1f} MB more of the run from {store.url}")
         except FileNotFoundError:
             raise CheckpointError(
                 f"{store.url}/{name} changes while it is read; wait for the run to end"
             ) from None
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
-        finally:
-            temporary.unlink(missing_ok=True)
 
 
-def _mark(folder: Path) -> str:
+def _marks(folder: Path) -> tuple[str, ...]:
     try:
-        return (folder / MARK).read_text()
+        return tuple((folder / MARK).read_text().split())
     except (OSError, ValueError):
-        return ""
+        return ()
+
+
+def _mark(folder: Path, *holders: str) -> None:
+    path = folder / MARK
+    try:
+        replace(path, " ".join(holders).encode())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 # --------------------------------------------------------------------------------------- while a job runs
@@ -158,6 +229,7 @@ class RunUpload:
     Args:
         folder: the folder.
         url: the prefix.
+        holder: the token of the run there.
         connect: opens the store.
         say: shows a note.
         now: the time in seconds.
@@ -168,6 +240,7 @@ class RunUpload:
         self,
         folder: Path,
         url: str,
+        holder: str,
         connect: Callable[[str], ObjectStore] = _open,
         say: Callable[[str], None] = note,
         now: Callable[[], float] = time.monotonic,
@@ -180,11 +253,11 @@ class RunUpload:
         self._now = now
         self._wait = wait
         self._store: ObjectStore | None = None
-        self._holder = secrets.token_hex(8)
-        self._holds = False
+        self._holder = holder
         self._taken_over = False
         self._uploaded: dict[str, UploadedFile] = {}
         self._listed = set[str]()
+        self._refused = set[str]()
         self._failures = 0
         self._reason = ""
 
@@ -196,6 +269,7 @@ class RunUpload:
                 break
         while not (self._taken_over or self.advance(last=True)):
             self._wait(_PAUSE)
+        self._withdraw()
 
     def advance(self, *, last: bool = False) -> bool:
         """Upload what may be uploaded now, or everything if `last`; return whether that succeeded."""
@@ -207,14 +281,12 @@ class RunUpload:
         if not (names or self._listed - files.keys()):
             return True
         try:
-            self._upload(files, names)
+            return self._upload(files, names)
         except _TakenOver:
             self._taken_over = True
             self._say(f"another run uploads to {self._url}, so this one does not any more; {self._where()}")
-        except (CheckpointError, UnfitError) as error:
+        except (CheckpointError, ConfigError, UnfitError) as error:
             self._fail(str(error))
-        else:
-            return True
         return False
 
     def left(self) -> tuple[int, int]:
@@ -237,12 +309,14 @@ class RunUpload:
             return f"the run folder is complete in {self._url}; {failed} failed before"
         return ""
 
-    def _upload(self, files: dict[str, FileState], names: list[str]) -> None:
+    def _upload(self, files: dict[str, FileState], names: list[str]) -> bool:
         if self._store is None:
             self._store = self._connect(self._url)
         store = self._store
         self._hold(store, files)
-        for name in names:
+        failures = 0
+        # A file that the store refuses keeps no other one back.
+        for name in sorted(names, key=self._refused.__contains__):
             try:
                 os.close(open_regular(self._folder / name))
             except FileNotFoundError:
@@ -251,7 +325,16 @@ class RunUpload:
             except OSError as error:
                 self._fail(f"{name} cannot be read: {error.strerror}")
                 continue
-            store.put(name, self._folder / name, files[name].size)
+            try:
+                store.put(name, self._folder / name, files[name].size)
+            except CheckpointError as error:
+                self._refused.add(name)
+                failures += 1
+                if failures > 1:
+                    raise
+                self._fail(f"{name}: {error}")
+                continue
+            self._refused.discard(name)
             self._uploaded[name] = UploadedFile(files[name], self._now())
         # Also files of an earlier run that the job has removed at its start.
         gone = self._listed - files.keys()
@@ -259,29 +342,36 @@ class RunUpload:
         for name in gone:
             self._uploaded.pop(name, None)
         self._listed -= gone
+        return not failures
 
     def _hold(self, store: ObjectStore, files: dict[str, FileState]) -> None:
         """Check that no other process uploads here, and list the files."""
         index, tag = _read(store)
-        if self._holds and index is None:
+        if index is not None and index.holder != self._holder:
+            raise _TakenOver
+        if index is None and self._uploaded:
             # The user has emptied the prefix.
             self._uploaded.clear()
             self._listed.clear()
-            self._holds = False
             raise CheckpointError(f"{store.url}/{INDEX} was removed")
-        if self._holds and index is not None and index.holder != self._holder:
-            raise _TakenOver
         self._listed |= {*files, *(() if index is None else index.files)}
         wanted = RunIndex(holder=self._holder, files=tuple(sorted(self._listed)))
         if index != wanted:
             try:
-                store.replace(INDEX, msgspec.json.encode(wanted), tag)
+                _write(store, wanted, tag)
             except Conflict:
-                raise CheckpointError(f"{store.url}/{INDEX} changes while it is written") from None
-        if not self._holds:
-            self._holds = True
-            with contextlib.suppress(OSError):
-                (self._folder / MARK).write_text(self._holder)
+                raise _unsteady(store) from None
+
+    def _withdraw(self) -> None:
+        """Remove the index of a command that was refused before its job began, if no run is there."""
+        if RunPaths(self._folder).events.exists():
+            return
+        with contextlib.suppress(CheckpointError, UnfitError):
+            store = self._connect(self._url)
+            index, _ = _read(store)
+            if index is not None and index.holder == self._holder and not index.files:
+                store.delete([INDEX])
+                (self._folder / MARK).unlink(missing_ok=True)
 
     def _fail(self, why: str) -> None:
         self._failures, self._reason = self._failures + 1, why
@@ -326,10 +416,12 @@ def uploaded_beside(folder: Path, url: str) -> Iterator[None]:
         folder: the folder of the run.
         url: the prefix of the store; see `prepare`.
     """
+    # Nobody has taken the place of a standby, which is a new one.
+    holder = next(iter(_marks(folder)), secrets.token_hex(8))
     try:
         # In a new session, Ctrl-C reaches only the command.
         process = subprocess.Popen(
-            command_of(__spec__.name, url, os.fspath(folder.absolute())),
+            command_of(__spec__.name, url, os.fspath(folder.absolute()), holder),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -370,18 +462,18 @@ def _cut_off_by_signals() -> Iterator[None]:
             signal.signal(restored, handler)
 
 
-def main(url: str, folder: Path) -> int:
+def main(url: str, folder: Path, holder: str) -> int:
     """Upload a run folder until stdin is closed, and then the rest; return 0, whatever the store does."""
     for ignored in _SIGNALS:
         # Those of a service manager are for the command.
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(_NICE)
-    upload, ended = RunUpload(folder, url), threading.Event()
+    upload, ended = RunUpload(folder, url, holder), threading.Event()
     thread = threading.Thread(target=upload.run, args=(ended,), daemon=True)
     thread.start()
     sys.stdin.buffer.read()
     ended.set()
-    give_up = time.monotonic() + _LAST_SECONDS + upload.left()[1] / RATE
+    give_up = time.monotonic() + LAST_SECONDS + upload.left()[1] / RATE
     while thread.is_alive() and time.monotonic() < give_up:
         thread.join(_NOTE_EVERY)
         if thread.is_alive():
@@ -394,4 +486,4 @@ def main(url: str, folder: Path) -> int:
 
 if __name__ == "__main__":
     # The thread may wait for a store that does not answer.
-    os._exit(main(sys.argv[1], Path(sys.argv[2])))
+    os._exit(main(sys.argv[1], Path(sys.argv[2]), sys.argv[3]))
