@@ -228,6 +228,40 @@ def test_a_job_that_is_stopped_before_its_next_view_ends(
         assert [each.number for each in job.to(host) if isinstance(each, StartView)] == [1]
 
 
+def test_a_view_after_a_stop_has_the_rest_of_the_grace_period(make: Callable[[Reaction], Job]) -> None:
+    """A host is lost before the stop is decided. The view waits no longer for the store than the user."""
+    limits: list[float] = []
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartWorker(2):
+            job.coordinator.state = replace(job.coordinator.state, elastic=True)
+            job.command.send(StopRequest(signal.SIGINT, 19.0))
+        if isinstance(instruction, ReportAll):
+            return [exited(2, -9)] if host == 1 else []
+        return [] if isinstance(instruction, StartWorker) else well(host, instruction)
+
+    def announce(view: StartView, show_life: Callable[[], None], limit: float) -> StopRequest | None:
+        limits.append(limit)
+        return StopRequest() if view.number > 1 else None
+
+    job = make(react)
+    job.coordinator.announce = announce
+    assert job.coordinator.run() == 130
+    assert "stopped by SIGINT; no checkpoint of the last steps" in job.notes()
+    assert 0.0 <= limits[1] <= 1.0
+
+
+def test_a_job_that_is_stopped_before_its_first_view_starts_no_worker(
+    make: Callable[[Reaction], Job],
+) -> None:
+    job = make(well)
+    job.coordinator.announce = lambda view, show_life, limit: StopRequest(signal.SIGINT)
+    assert job.coordinator.run() == 130
+    assert "stopped by SIGINT; no step was computed, because the object store did not answer" in job.notes()
+    for host in (0, 1):
+        assert job.to(host) == [EndHost(0.0, (), 130)]
+
+
 def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
     def react(host: int, instruction: Instruction) -> list[HostReport]:
         if instruction == StartWorker(2):

@@ -18,7 +18,7 @@ import pytest
 from lockstep.checkpoint.object_store import StoreLease
 from lockstep.cli import run
 from lockstep.coordinator.job_record import JobRecord, encode_record
-from lockstep.errors import ConfigError, LockstepError, NetworkError, UnfitError
+from lockstep.errors import CheckpointError, ConfigError, LockstepError, NetworkError, UnfitError
 from lockstep.hosts import agent_command, coordinator_process, gate, standby
 from lockstep.hosts.agent_command import AgentOptions
 from lockstep.hosts.agent_process import LeftOut
@@ -28,7 +28,6 @@ from lockstep.hosts.gate import Gate
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.host_listener import WITHOUT_KEY, HostListener
 from lockstep.hosts.joining import CoordinatorAddress
-from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.hosts.leadership import Leadership
 from lockstep.hosts.roster import OpenRoster
 from lockstep.hosts.standby import Standby, is_led_at
@@ -37,7 +36,7 @@ from lockstep.observability.console import Console
 from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.coordinator import Coordinate, CoordinatorCommand, CoordinatorReport
-from lockstep.protocol.host import BeginJob, HostReport, Instruction, KeepAlive, KeepRecord, ShowNote
+from lockstep.protocol.host import BeginJob, KeepRecord, ShowNote
 from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -87,13 +86,27 @@ def test_a_coordinator_that_cannot_lead_leaves_a_job_that_another_one_may_contin
 
 
 @pytest.fixture
-def waiting() -> Iterator[tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]]]:
+def waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]]]:
     """A coordinator that may wait for its store, and the channel of its keeper."""
+    monkeypatch.setattr(coordinator_process, "ALIVE_EVERY", 0.01)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
     channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
     with EventLoop() as loop, closing(keeper), closing(channel):
         yield CoordinatorProcess(channel, loop, _patience=600.0), keeper
+
+
+def bounded(show_life: Callable[[], None]) -> Callable[[], None]:
+    """Return the function, which fails if a wait for the store calls it without end."""
+    calls = itertools.count()
+
+    def show() -> None:
+        assert next(calls) < 3000, "the coordinator does not hear the keeper"
+        show_life()
+
+    return show
 
 
 @pytest.mark.parametrize(
@@ -118,15 +131,66 @@ def test_a_wait_for_the_store_ends_if_the_user_stops_the_job(
     answers = threading.Event()
     for each in signals:
         keeper.send(StopRequest(each))
-    calls = itertools.count()
-
-    def show_life() -> None:
-        assert next(calls) < 3, "the coordinator does not hear the user"
-
     with pytest.raises(Stopped) as stopped:
-        process._persist(answers.wait, show_life, limit)
+        process._persist(answers.wait, bounded(lambda: None), limit)
     answers.set()
     assert stopped.value.signal == number
+
+
+def test_the_waits_for_the_store_of_a_job_that_is_stopped_share_one_grace_period(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+) -> None:
+    """Otherwise, the command kills the coordinator, and the standby continues a job that the user stopped."""
+    process, keeper = waiting
+    process._grace = 600.0
+    answers = threading.Event()
+    process._postponed.append((StopRequest(signal.SIGINT, 1.0), process._clock.now() - 599.0))
+    with pytest.raises(Stopped) as stopped:
+        process._persist(answers.wait, bounded(lambda: None))
+    assert stopped.value.signal == signal.SIGINT
+    process._postponed[0] = StopRequest(signal.SIGINT), process._clock.now()
+    keeper.send(StopRequest(signal.SIGTERM))
+    with pytest.raises(Stopped) as stopped:
+        process._persist(answers.wait, bounded(lambda: None))
+    answers.set()
+    assert stopped.value.signal == signal.SIGTERM
+
+
+def test_a_stop_that_has_waited_for_the_store_has_the_rest_of_the_grace_period(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+) -> None:
+    process, keeper = waiting
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    process._postponed.append((StopRequest(signal.SIGINT, 2.0), process._clock.now() - 17.0))
+    keeper.send(StopRequest(signal.SIGTERM))
+    process._hear(None, commands[0])  # type: ignore[arg-type]
+    first, second = commands[1].receive(), commands[1].receive()
+    assert isinstance(first, StopRequest)
+    assert first.signal == signal.SIGINT
+    assert first.waited >= 19.0
+    assert second == StopRequest(signal.SIGTERM)
+    for end in commands:
+        end.close()
+
+
+def test_each_error_of_the_store_is_told_once(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Errors that alternate would print a line at each try otherwise."""
+    process, _ = waiting
+    monkeypatch.setattr(coordinator_process, "_PAUSE", 0.0)
+    errors = iter(("no connection", "no answer", "no connection", "no answer"))
+
+    def act() -> str:
+        for why in errors:
+            raise CheckpointError(why)
+        return "answered"
+
+    assert process._persist(act, lambda: None) == "answered"
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.partition(";")[0] for line in lines] == ["lockstep: no connection", "lockstep: no answer"]
 
 
 def test_what_the_keeper_says_during_a_wait_for_the_store_is_not_lost(
@@ -140,15 +204,12 @@ def test_what_the_keeper_says_during_a_wait_for_the_store_is_not_lost(
     for message in said:
         keeper.send(message)
 
-    calls = itertools.count()
-
     def show_life() -> None:
-        assert next(calls) < 3, "the coordinator does not hear the keeper"
         if process._postponed:
             answers.set()
 
-    assert process._persist(answers.wait, show_life)
-    assert list(process._postponed) == said
+    assert process._persist(answers.wait, bounded(show_life))
+    assert [message for message, _ in process._postponed] == said
 
 
 @pytest.mark.parametrize("coordinates", [True, False])
@@ -222,31 +283,6 @@ def test_a_first_host_that_finds_no_coordinator_may_be_started_again(
             agent_command._connect(options, address, commands[0], loop, SystemClock())
     for end in commands:
         end.close()
-
-
-def test_a_keeper_shows_that_it_lives_while_its_coordinator_does_not() -> None:
-    """With a standby, agents leave a host that says nothing."""
-    heard = {}
-    for shows in (True, False):
-        ends: tuple[Channel[Instruction, HostReport], Channel[HostReport, Instruction]] = LocalChannel.pair()
-        commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
-        with EventLoop() as loop:
-            keeper = Keeper(
-                KeepRecord(0, 0, b""),
-                [ConnectedHost("node2", None, 1, 1, ends[0])],
-                commands[0],
-                loop,
-                SystemClock(),
-                Console(Sink(1), Sink(2), "all", 0),
-                "run",
-                set(),
-                shows_life=shows,
-            )
-            keeper._tend()
-        heard[shows] = ends[1].receive()
-        for end in (*ends, *commands):
-            end.close()
-    assert heard == {True: KeepAlive(), False: None}
 
 
 @pytest.fixture

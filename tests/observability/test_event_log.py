@@ -46,7 +46,7 @@ def test_each_event_appends_a_line(tmp_path: Path) -> None:
 def test_times_have_milliseconds(tmp_path: Path) -> None:
     with EventLog.open(tmp_path / "log", pytest.fail) as log:
         log.append(PublishedEvent(1234567.89123, None, StopRequested(2)))
-    assert (tmp_path / "log").read_text() == '{"time":1234567.891,"event":"stop","signal":2}\n'
+    assert (tmp_path / "log").read_text() == '{"time":1234567.891,"event":"stop","signal":2,"waited":0.0}\n'
 
 
 @pytest.mark.parametrize("event", [CallStarted("ä\n\udc80"), WorkerLost(0, "ä\n\udc80")])

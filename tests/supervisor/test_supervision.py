@@ -575,6 +575,15 @@ def test_a_host_without_a_gpu_gets_no_other_worker() -> None:
     assert decide(ended, failed, 5.1).state.stage is Stage.FINISHED
 
 
+def test_a_stop_that_has_waited_has_the_rest_of_the_grace_period() -> None:
+    """The command kills the coordinator a few seconds after this period, which begins with the signal."""
+    saves = replace(WAITING, keeps=True)
+    for waited, left in ((0.0, 20.0), (19.0, 1.0), (30.0, 0.0)):
+        decision = decide(saves, StopRequested(15, waited), 50.0)
+        assert decision.state.shutdown.deadline == 50.0 + left
+        assert f"waiting up to {left:g} s for the step" in decision.reason
+
+
 def test_a_job_that_cannot_start_all_workers_ends_at_once() -> None:
     decision = decide(TWO, StartFailed(0, False, "no processes"), 0.0)
     assert decision.actions == (FinishJob(JobOutcome(1, "cannot start worker 0: no processes")),)

@@ -159,7 +159,7 @@ class Coordinator:
     _queue: dict[HostAgent, None] = field(default_factory=dict)
     _record_due: float = 0.0
     _view: StartView = field(default_factory=lambda: StartView(0, ()))
-    _stops: deque[tuple[int, float]] = field(default_factory=deque)
+    _stops: deque[tuple[StopRequest, float]] = field(default_factory=deque)
     _outcome: actions.JobOutcome | None = None
     _output: RemoteOutput = field(init=False)
     _narrator: Narrator = field(init=False)
@@ -253,6 +253,9 @@ class Coordinator:
         self.events.publish(run_events.JobStarted(**provenance(script), job=self.spec.recorded()))
         workers = tuple(range(self.spec.workers))
         self._send_view(self.state.start_view())
+        if self._outcome is not None:
+            # The user has stopped it meanwhile.
+            return
         for worker in workers:
             self._tell(worker, StartWorker(worker))
 
@@ -335,13 +338,13 @@ class Coordinator:
         )
 
     def _turn(self) -> None:
-        stop = self._stops[0][1] if self._stops else None
+        stop = self._stops[0][1] + _REPORT_PATIENCE if self._stops else None
         sends = self._record_due if self._queue else None
         times = (self.state.due, self._narrator.due, stop, sends, self._watch.due)
         dues = [due for due in times if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
         # The turn may have taken the report of the first stop.
-        if self._stops and self.clock.now() >= self._stops[0][1]:
+        if self._stops and self.clock.now() >= self._stops[0][1] + _REPORT_PATIENCE:
             self._stop()
         if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(job_events.DeadlinePassed())
@@ -424,17 +427,22 @@ class Coordinator:
         hosts = tuple(self._addressed(members) for members in view.hosts)
         self._view = msgspec.structs.replace(view, hosts=hosts, term=self.term)
         self.console.chief = self.state.view.chief
-        shutdown = self.state.shutdown
-        ends = shutdown.deadline if shutdown.stage is Stage.SAVING else None
-        limit = math.inf if ends is None else max(0.0, ends - self.clock.now())
-        stop = None if self.announce is None else self.announce(self._view, self._show_life, limit)
+        shutdown, left = self.state.shutdown, math.inf
+        if shutdown.stage is Stage.SAVING and shutdown.deadline is not None:
+            left = shutdown.deadline - self.clock.now()
+        elif self._stops:
+            left = self.state.limits.save - self._first_stop().waited
+        stop = None if self.announce is None else self.announce(self._view, self._show_life, max(0.0, left))
         if stop is None:
             self._tell_all(self._view)
             return
+        number = self._stops[0][0].signal if self._stops else stop.signal
         outcome = shutdown.outcome or actions.JobOutcome(
-            128 + stop.signal, f"stopped by {signal_name(stop.signal)}", stopped=True
+            128 + number, f"stopped by {signal_name(number)}", stopped=True
         )
-        text = f"{outcome.message}; no checkpoint of the last steps, because the object store did not answer"
+        is_first = view.number == self.spec.view.number
+        missing = "no step was computed" if is_first else "no checkpoint of the last steps"
+        text = f"{outcome.message}; {missing}, because the object store did not answer"
         self._stopped, self._outcome = True, replace(outcome, message=text)
 
     def _show_life(self) -> None:
@@ -526,11 +534,11 @@ class Coordinator:
         match self.command.receive():
             case PeerGone():
                 raise CommandGone
-            case StopRequest(number):
+            case StopRequest() as stop:
                 self._stopped = True
                 self._drop_output()
                 # A script that has already ended must count as ended: workers' messages come first.
-                self._stops.append((number, self.clock.now() + _REPORT_PATIENCE))
+                self._stops.append((stop, self.clock.now()))
                 self._request_reports()
 
     def _request_reports(self) -> None:
@@ -539,11 +547,17 @@ class Coordinator:
                 agent.has_reported = False
                 agent.send(ReportAll())
 
+    def _first_stop(self) -> StopRequest:
+        """Return the first stop that is not decided yet, as it is now."""
+        stop, since = self._stops[0]
+        return stop.after(self.clock.now() - since)
+
     def _stop(self) -> None:
-        number, _ = self._stops.popleft()
+        stop = self._first_stop()
+        self._stops.popleft()
         self._stops_taken += 1
         self._changed = True
-        requested = run_events.StopRequested(number)
+        requested = run_events.StopRequested(stop.signal, round(stop.waited, 3))
         self.events.publish(requested)
         self._decide(requested)
 

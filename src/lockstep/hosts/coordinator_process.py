@@ -187,7 +187,8 @@ class CoordinatorProcess:
     _leads: bool = False
     _patience: float = 0.0
     _grace: float = 0.0
-    _postponed: deque[CoordinatorCommand | Unreadable] = field(default_factory=deque)
+    _clock: SystemClock = field(default_factory=SystemClock)
+    _postponed: deque[tuple[CoordinatorCommand | Unreadable, float]] = field(default_factory=deque)
 
     def run(self) -> int:
         """Coordinate the job to its end; return its exit status.
@@ -335,39 +336,49 @@ class CoordinatorProcess:
             act: does it; called in a thread.
             show_life: called every second.
             limit: the seconds that are left to a job that the user has stopped already; infinite otherwise.
-                If the user stops the job now, it has `--grace`, and ends at the second signal.
+                A job that the user stops during this or an earlier wait has `--grace` for all of them, and
+                ends at the second signal.
 
         Raises:
             CheckpointError: the store has not answered in time; SupersededError if another one leads the job.
             Stopped: the user has stopped the job, and the store has not answered.
         """
-        clock = SystemClock()
-        begun, noted, until = clock.now(), "", clock.now() + limit
-        stop = int(signal.SIGTERM) if limit < math.inf else 0
+        clock, told = self._clock, set[str]()
+        begun = clock.now()
+        # When the grace period ends, and the signals of the user.
+        until, signals = begun + limit, [int(signal.SIGTERM)] if limit < math.inf else []
 
         def tell(why: str) -> None:
-            nonlocal noted
-            if why != noted and not stop:
-                noted = why
+            if why not in told and not signals:
+                told.add(why)
                 note(f"{why}; the next change of workers waits for it, for up to {self._patience:g} s")
 
+        def heed(stop: StopRequest, since: float) -> None:
+            nonlocal until
+            signals.append(stop.signal)
+            until = min(until, since - stop.waited + self._grace)
+
         def look() -> None:
-            nonlocal until, stop
             self._end_without_keeper()
             show_life()
-            now = clock.now()
-            if not noted and now - begun >= SILENCE:
+            if not told and clock.now() - begun >= SILENCE:
                 tell(f"the object store has not answered for {SILENCE:g} s")
-            for number in self._postpone():
-                if stop:
-                    raise Stopped(number)
-                stop, until = number, now + self._grace
-                note(
-                    f"stopping ({signal_name(stop)}): waiting up to {self._grace:g} s for the object store, "
-                    "which decides whether this coordinator leads the job; Ctrl-C again ends the job at once"
-                )
-            if now >= until:
-                raise Stopped(stop)
+            for stop, since in self._postpone():
+                heed(stop, since)
+                if len(signals) == 1:
+                    note(
+                        f"stopping ({signal_name(stop.signal)}): waiting up to "
+                        f"{max(0.0, round(until - clock.now(), 1)):g} s for the object store, which decides "
+                        "whether this coordinator leads the job; Ctrl-C again ends the job at once"
+                    )
+            if len(signals) > 1:
+                raise Stopped(signals[-1])
+            if clock.now() >= until:
+                raise Stopped(signals[0])
+
+        for message, since in self._postponed:
+            if isinstance(message, StopRequest):
+                heed(message, since)
 
         while True:
             done: Future[Result] = Future()
@@ -388,15 +399,16 @@ class CoordinatorProcess:
                 look()
                 wait_for([self.keeper.fileno()], _PAUSE)
 
-    def _postpone(self) -> list[int]:
-        """Keep the messages of the keeper for later; return the signals of the user among them."""
-        postponed = []
+    def _postpone(self) -> list[tuple[StopRequest, float]]:
+        """Keep the messages of the keeper for later; return the new stops, and when each was received."""
+        stops, now = [], self._clock.now()
         while (message := self.keeper.receive()) is not None:
             if isinstance(message, PeerGone):
                 sys.exit(1)
-            postponed.append(message)
-        self._postponed.extend(postponed)
-        return [message.signal for message in postponed if isinstance(message, StopRequest)]
+            self._postponed.append((message, now))
+            if isinstance(message, StopRequest):
+                stops.append((message, now))
+        return stops
 
     def _drop(self, host: int) -> None:
         self.keeper.send(HostDropped(host))
@@ -412,10 +424,12 @@ class CoordinatorProcess:
             sys.exit(1)
 
     def _hear(self, coordinator: Coordinator, user: StopChannel) -> None:
-        while (
-            message := self._postponed.popleft() if self._postponed else self.keeper.receive()
-        ) is not None:
+        while True:
+            now = self._clock.now()
+            message, since = self._postponed.popleft() if self._postponed else (self.keeper.receive(), now)
             match message:
+                case None:
+                    return
                 case HostChannel():
                     agent = HostAgent(_channel(message), message.name, message.peer, remote=True)
                     self._late.append((message, agent))
@@ -425,7 +439,7 @@ class CoordinatorProcess:
                     # The record contains it.
                     self._old_stops -= 1
                 case StopRequest():
-                    user.send(message)
+                    user.send(message.after(now - since))
                 case PeerGone():
                     sys.exit(1)
 

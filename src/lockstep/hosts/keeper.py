@@ -126,7 +126,7 @@ class Keeper:
     _requests: socket.socket | None = None
     _pidfd: int = -1
     _status: int | None = None
-    _stops: list[StopRequest] = field(default_factory=list)
+    _stops: list[tuple[StopRequest, float]] = field(default_factory=list)
     _losses: deque[float] = field(default_factory=deque)
     _alive_due: float = 0.0
     _heard: float = 0.0
@@ -202,8 +202,8 @@ class Keeper:
         )
         for host in range(len(self.hosts)):
             self._introduce(host)
-        for stop in self._stops:
-            self._tell(stop)
+        for stop, since in self._stops:
+            self._tell(stop.after(self.clock.now() - since))
 
     def _tell(self, message: CoordinatorCommand) -> None:
         assert self._coordinator is not None
@@ -354,7 +354,7 @@ class Keeper:
             case PeerGone():
                 self._left = True
             case StopRequest() as stop:
-                self._stops.append(stop)
+                self._stops.append((stop, self.clock.now()))
                 if self._coordinator is not None:
                     self._tell(stop)
 

@@ -166,9 +166,15 @@ class WaitReported(_Event, frozen=True, tag="wait"):
 
 
 class StopRequested(_Event, frozen=True, tag="stop"):
-    """A signal, or `lockstep stop`, requests the end of the job; only a signal is published."""
+    """A signal, or `lockstep stop`, requests the end of the job; only a signal is published.
+
+    Attributes:
+        signal: the signal.
+        waited: the seconds of the grace period that had passed before the coordinator could act.
+    """
 
     signal: int
+    waited: float = 0.0
 
 
 class DecisionMade(_Event, frozen=True, tag="decision"):

@@ -36,9 +36,15 @@ class StopRequest(msgspec.Struct, frozen=True, tag="end"):
 
     Attributes:
         signal: the signal that the command has received; SIGTERM if another terminal requests the end.
+        waited: the seconds for which the request has waited for a coordinator that could take it.
     """
 
     signal: Annotated[int, msgspec.Meta(ge=1, le=_MOST_SIGNAL)] = int(SIGTERM)
+    waited: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
+
+    def after(self, seconds: float) -> "StopRequest":
+        """Return the request as it is so many seconds later."""
+        return StopRequest(self.signal, self.waited + max(0.0, seconds))
 
 
 StopChannel = Channel[StopRequest, StopRequest]

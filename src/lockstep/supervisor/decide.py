@@ -712,6 +712,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     """Stop the job: with checkpoints after one more checkpoint, otherwise at once."""
     name, shutdown = signal_name(event.signal), state.shutdown
+    grace = max(0.0, state.limits.save - event.waited)
     if state.stage is Stage.SAVING:
         killed = _kill(state, now, f"received {name} during the grace period")
         return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
@@ -722,7 +723,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
         state = _with_outcome(state, JobOutcome(0))
         if state.keeps:
             # The chief may be writing the last checkpoint.
-            state = _at_stage(state, Stage.ENDING, now + state.limits.save)
+            state = _at_stage(state, Stage.ENDING, now + grace)
             return Decision(state, (ShowMessage(reason),), reason)
         return _signal_all(state, event.signal, now, reason).after(ShowMessage(reason))
     active = state.stage is Stage.RUNNING
@@ -736,8 +737,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
         return decision.after(ShowMessage(outcome.message)) if shows else decision
 
     # The chief writes a checkpoint at the end of its step. The members must not wait for joiners before that.
-    grace = state.limits.save
-    reason = f"stopping ({name}): waiting up to {grace:g} s for the step and a checkpoint"
+    reason = f"stopping ({name}): waiting up to {round(grace, 1):g} s for the step and a checkpoint"
     if event.signal == signal.SIGINT:
         reason += "; Ctrl-C again ends the job at once"
     waits = state.admission.given or set(state.staying) != set(state.members)
