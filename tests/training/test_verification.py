@@ -423,12 +423,14 @@ class RepeatedStep:
         guilty: that worker.
         hosts: the host of each worker, one letter each.
         step: its number.
+        repeating: the workers that can repeat it with another worker.
         failed: the verifications that have failed.
     """
 
     guilty: int
     hosts: str = "aaaaa"
     step: int = 1
+    repeating: Sequence[int] = range(5)
     failed: list[VerificationFailed] = field(default_factory=list)
 
     def take(self, view: View, doubt: bytes = b"") -> list[Any]:
@@ -445,7 +447,7 @@ class RepeatedStep:
             verifications = verification.Verifications(job)
             verifications.unpack_doubt(doubt)
             verifications.begin(self.step)
-            verifications.can_repeat = True
+            verifications.can_repeat = worker in self.repeating
             made = wrong if worker == self.guilty else gradient
             try:
                 round_ = VerifiedRound(worker, lambda _, replica: made(replica))
@@ -513,8 +515,8 @@ def test_checks_that_are_wrong_once_start_no_other_worker(monkeypatch: pytest.Mo
     assert repeated.verdicts == [*[("repeated", ())] * 3, ("undecided", (0, 1))]
 
 
-def add_wrongly(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a worker always get another bit in a total, as it has it, and in each sum that it checks."""
+def add_wrongly(guilty: int, monkeypatch: pytest.MonkeyPatch, parts: Sequence[int] = range(REPLICAS)) -> None:
+    """Let a worker always get another bit in a total, as it has it, and in each sum of some parts."""
     monkeypatch.setattr(verification, "_current", [])
     adding, answers, add = threading.local(), Verifier._sum_answers, TotalPart.sum
 
@@ -526,7 +528,44 @@ def add_wrongly(guilty: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return answers(self, round_, total, *given, **options)
 
     monkeypatch.setattr(Verifier, "_sum_answers", checked)
-    monkeypatch.setattr(TotalPart, "sum", lambda *given: add(*given) ^ adding.wrongly)
+
+    def added(self: TotalPart, *given: Any) -> Any:
+        return add(self, *given) ^ (adding.wrongly and self.number in parts)
+
+    monkeypatch.setattr(TotalPart, "sum", added)
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_another_worker_decides_about_a_part_of_a_sum_that_is_not_drawn(
+    guilty: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_wrongly(guilty, monkeypatch, [0])
+    monkeypatch.setattr(VerificationPlan, "drawn", lambda *_: (3,))
+    repeated = RepeatedStep(-1)
+    (right,) = set(repeated.take(place(REPLICAS, (2, 3))))
+    first, _ = repeated.take(place(REPLICAS, (0, 1)))
+    results = repeated.take(place(REPLICAS, (0, 2), 2), first)
+    assert repeated.verdicts == [("third", (0, 1)), ("worker", (guilty,))]
+    assert results[1] == right
+    assert results[0] == right or guilty == 0
+
+
+def test_the_only_worker_left_names_one_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_current", [])
+    verdict = verification.Verdict("worker", (1,), "workers 0 and 2 agree")
+    faults = iter([verification._Fault(verdict, "step 1 of fit 1: replica 0", ["scaled/0"], "gradient", 0)])
+    monkeypatch.setattr(Verifier, "_fault", lambda *_: next(faults, None))
+    repeated = RepeatedStep(-1)
+    repeated.take(place(REPLICAS, (2,)))
+    assert repeated.verdicts == [("worker", (1,))]
+
+
+def test_no_worker_repeats_a_step_that_another_one_cannot_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "_current", [])
+    repeated = RepeatedStep(1, repeating=[1])
+    for error in repeated.take(place(REPLICAS, (0, 1))):
+        assert "no third worker can decide which are right" in str(error)
+    assert repeated.verdicts == [("undecided", (0, 1))]
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

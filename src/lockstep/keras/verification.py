@@ -513,11 +513,17 @@ class Verifications:
             StepWithdrawn: all workers repeat it.
         """
         doubt, self.doubt = self.doubt, None
-        if verdict.kind == "undecided" and doubt is None and self.can_repeat:
+        if verdict.kind == "undecided" and doubt is None and self._all_can_repeat():
             self.doubt = Doubt(self.step, part, replica, number, tuple(answers))
             published = "gradient" if part == "rounding" else part
             self.publish(Verdict("third", verdict.workers), names, published, replica)
             raise StepWithdrawn
+
+    def _all_can_repeat(self) -> bool:
+        """Return whether no worker has a reason, such as a callback of its own, not to repeat the step."""
+        blob = b"repeats" if self.can_repeat else b""
+        blobs = self._job.exchange(lambda _, communicator: communicator.gather(blob, what="a repeated step"))
+        return all(map(len, blobs))
 
     def follow(
         self,
@@ -1040,7 +1046,7 @@ class Verifier:
                 fault = self._partial_fault(round_, parts, partial(self._rounded, round_), "rounding")
             if fault is None:
                 return round_.total_of(total.sums, total.limits, self._verifications.plan.replicas)
-            verdict, lasts, is_single = fault.verdict, fault.lasts, len(self._job.view.workers) == 1
+            verdict, lasts, everyone = fault.verdict, fault.lasts, self._job.view.workers
             if fault.answers:
                 self._verifications.withdraw_step(
                     verdict, fault.names, "sum", fault.answers, fault.replica, round_.number
@@ -1048,21 +1054,21 @@ class Verifier:
             if verdict.kind == "sum":
                 summer = total.summer_of(self._job.view, fault.byte)
                 workers = () if summer is None else (summer,)
-                if was_wrong and workers and not is_single:
+                if was_wrong and workers and workers != everyone:
                     verdict = Verdict("worker", workers, "others add up the same summands to another sum")
                     lasts = True
                 elif not was_wrong:
                     # Nobody knows whether the sum, or a summand on its way, was wrong.
                     verdict = Verdict("repeated", workers)
                 was_wrong = True
-            elif fault.part == "gradient" and verdict.kind == "worker" and is_single:
+            elif fault.part == "gradient" and verdict.kind == "worker" and verdict.workers == everyone:
                 round_.started.pop(fault.replica)
                 verdict, wrong_checks = Verdict("repeated", verdict.workers), wrong_checks + 1
             elif verdict.kind in ("equal", "repeated"):
                 # Only the first of two sums or of two roundings was wrong.
                 verdict, wrong_checks = Verdict("repeated"), wrong_checks + 1
             if wrong_checks > _MOST_WRONG_CHECKS:
-                verdict = Verdict("undecided" if fault.part == "sum" else "step", self._job.view.workers)
+                verdict = Verdict("undecided" if fault.part == "sum" else "step", everyone)
             self._follow(fault._replace(verdict=verdict, lasts=lasts))
             self._exchange(round_.sum, round_.catching_up)
 
@@ -1084,7 +1090,7 @@ class Verifier:
                     verdict = Verdict("worker", (answer.worker,), "it has changed since it was computed")
                     label = f"{round_.label}: replica {replica}"
                     return _Fault(verdict, label, names, "gradient", replica)
-            doubted = [part for part in summed if self._sums_before(round_, part)]
+            doubted = [part for part in read if self._sums_before(round_, part)]
             for part in (*doubted, *read):
                 got = {answer.readings[part] for answer in answers}
                 got |= {answer.sums[part][0] for answer in answers if part in answer.sums}

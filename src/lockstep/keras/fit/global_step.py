@@ -206,6 +206,7 @@ class GlobalStep(StepPrograms):
             except StepWithdrawn:
                 state = self._withdraw(state, before)
             else:
+                self._verifications.doubt = None
                 return (logs, state), record
 
     @property
