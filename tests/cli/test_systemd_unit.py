@@ -126,12 +126,14 @@ def test_what_no_job_can_have_is_refused(tmp_path: Path, arguments: tuple[str, .
 
 def test_what_a_service_lacks_is_noted(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
-    done = export(tmp_path, "--notify", "env:HOOK", "--env", "A", "--env", "B=1", "train.py", A="2", HOOK="x")
+    options = ("--notify", "env:HOOK", "--env", "A", "--env", "B=1", "--run-dir", "s3://bucket/b")
+    done = export(tmp_path, *options, "train.py", A="2", HOOK="x")
     assert done.returncode == 0
     assert done.stderr == (
         "lockstep: without --checkpoint, the job starts over after a reboot, unless the script resumes by "
         "itself\n"
-        "lockstep: the service does not have the variable of --env A and --notify env:HOOK: add a line "
-        "EnvironmentFile= to it\n"
+        "lockstep: the service does not have the variable of --env A and --run-dir s3://bucket/b and "
+        "--notify env:HOOK: add a line EnvironmentFile= to it\n"
     )
     assert "HOOK=" not in done.stdout
+    assert entry(done.stdout, "TimeoutStopSec") == ["95"], "the rest of the run folder has 60 s"

@@ -243,6 +243,11 @@ def test_other_texts_are_not_quantities(text: str) -> None:
     assert amount(text) is None
 
 
+def test_a_pod_may_upload_the_end_of_its_run_folder(export: Export) -> None:
+    *_, job = yaml.safe_load_all(exported(export, "-n", "2", "--run-dir", "s3://bucket/b", "train.py"))
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 20 + 60 + 10
+
+
 def test_only_the_key_differs_between_outputs(export: Export) -> None:
     command = ("-n", "2", "-m", "package.some_module")
     one, other = (exported(export, *command).splitlines() for _ in range(2))

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from lockstep.checkpoint.run_files import LAST_SECONDS
 from lockstep.cli.job_options import check_numbers
 from lockstep.cli.notifier import variable_with_url
 from lockstep.cli.parameter_types import PARTS
@@ -122,7 +123,8 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     if options["checkpoint"] is None:
         note("without --checkpoint, the job starts over after a reboot, unless the script resumes by itself")
     lacks = [f"--env {name}" for name in options["env"] if "=" not in name]
-    lacks += [f"--checkpoint {url}" for url in [options["checkpoint"]] if isinstance(url, str)]
+    for name, option in (("checkpoint", "--checkpoint"), ("run_dir", "--run-dir")):
+        lacks += [f"{option} {url}" for url in [options[name]] if isinstance(url, str)]
     lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
     if lacks:
         note(
@@ -133,8 +135,7 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     refuse_undecodable(*command)
     variables = shared_variables()
     refuse_undecodable(*variables.values())
-    grace = parse_seconds(options["grace"], "--grace")
-    sys.stdout.write(unit(f"lockstep run {script}", Path.cwd(), command, variables, grace))
+    sys.stdout.write(unit(f"lockstep run {script}", Path.cwd(), command, variables, _grace(options)))
 
 
 def _refuse_unfit(context: click.Context, options: Mapping[str, Any], workers: int | None) -> None:
@@ -145,6 +146,12 @@ def _refuse_unfit(context: click.Context, options: Mapping[str, Any], workers: i
         check_numbers(workers, options["replicas"] or workers, options["min_workers"])
     parse_every(options["every"])
     refuse_without_checkpoint(context)
+
+
+def _grace(options: Mapping[str, Any]) -> float:
+    """Return the seconds after SIGTERM for a checkpoint, and for the rest of a run folder in a store."""
+    uploads = isinstance(options["run_dir"], str)
+    return parse_seconds(options["grace"], "--grace") + (LAST_SECONDS if uploads else 0)
 
 
 def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
@@ -170,7 +177,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
         image=options["image"],
         pods=pods,
         command=command,
-        grace=parse_seconds(options["grace"], "--grace"),
+        grace=_grace(options),
         kind=options["kind"],
         resources={kind: options[kind] for kind in ("cpu", "memory") if options[kind] is not None},
         gpus=options["gpus"] or 0,

@@ -8,7 +8,7 @@ from pathlib import Path
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,@+=-]+")
 _ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
 _AFTER_GRACE = 15
-"""Seconds beyond `--grace` that the command may take to end all processes; it gives up after 10."""
+"""Seconds beyond these that the command may take to end all processes; it gives up after 10."""
 
 _UNIT = """\
 [Unit]
@@ -50,7 +50,7 @@ def unit(
         folder: where it runs; absolute.
         command: the path of a program, absolute, and its arguments.
         variables: its environment, besides that of the service manager.
-        grace: seconds that the job may take for a checkpoint after SIGTERM.
+        grace: seconds that the job may take after SIGTERM for a checkpoint, and for uploads.
     """
     return _UNIT.format(
         description=_one_line(description),

@@ -152,7 +152,7 @@ class IndexedJob:
         image: the image of the container.
         pods: how many.
         command: the command of the container in every pod.
-        grace: seconds for a checkpoint after SIGTERM.
+        grace: seconds after SIGTERM for a checkpoint, and for uploads.
         kind: the kind of the object with the pods: Job, JobSet or TrainJob.
         resources: the quantities of cpu and memory of each pod.
         gpus: the number of GPUs of each pod.
