@@ -69,8 +69,11 @@ class Run(click.types.StringParamType):
         if not is_url(text) or ctx is None or ctx.resilient_parsing:
             return text
         url = parse_url(text)
+        name = url.rpartition("/")[2]
+        if name in ("", ".", ".."):
+            raise ConfigError(f"there is no run in {url}")
         above = ctx.with_resource(tempfile.TemporaryDirectory(prefix="lockstep-run-"))
-        folder = Path(above, url.rpartition("/")[2])
+        folder = Path(above, name)
         folder.mkdir()
         fetch_run(url, folder, is_recorded)
         if b'"finished"' not in RunPaths(folder).events.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]:
