@@ -16,6 +16,7 @@ from lockstep.checkpoint.run_files import INDEX, MARK
 from object_server import SECRET, FaultyServer, s3_server
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 
 URL = "s3://bucket/job"
 OPTIONS = ("--witness", "off", "-n", "2")
@@ -117,6 +118,8 @@ def test_the_store_has_the_whole_run_and_commands_show_it(
     assert refused.stderr.startswith(f"lockstep: ConfigError: {URL}: this command takes a run of this")
     absent = lockstep_command(elsewhere, "report", f"{URL}/other", **store.variables)
     assert absent.stderr == f"lockstep: ConfigError: there is no run in {URL}/other\n"
+    above = lockstep_command(elsewhere, "report", f"{URL}/..", **store.variables)
+    assert above.stderr == f"lockstep: ConfigError: there is no run in {URL}/..\n"
 
     # The next job, on another machine, continues the files.
     again = lockstep_command(
@@ -136,6 +139,26 @@ def test_the_store_has_the_whole_run_and_commands_show_it(
     assert continued == local(elsewhere)
     assert continued["events.jsonl"].startswith(files["events.jsonl"])
     assert continued["worker-1.log"] == files["worker-1.log"] * 2
+
+
+def test_a_job_in_a_folder_that_cannot_be_written_uploads_its_run(
+    lockstep: Any, store: FaultyServer, variables: dict[str, str], tmp_path: Path
+) -> None:
+    """As in a pod, with the command of lockstep export kubernetes, except for the places of workers."""
+    script = tmp_path / lockstep.script(WORKS)
+    exported = lockstep_command(
+        *(tmp_path, "export", "kubernetes", "--image", "i", "-n", "2", "--run-dir", URL, str(script))
+    )
+    (container,) = list(yaml.safe_load_all(exported.stdout))[-1]["spec"]["template"]["spec"]["containers"]
+    _, *words = [word for word in container["command"] if word != "--tf-config"]
+    # Not even root creates a file there.
+    done = lockstep_command(
+        *(Path("/proc"), "run", "-n", "2", *words[1:]),
+        **{**store.variables, "XDG_CACHE_HOME": str(tmp_path / "cache"), "ANNOUNCEMENTS": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "cache/lockstep/runs" / name_for(URL)
+    assert stored(variables)["events.jsonl"] == (folder / "events.jsonl").read_bytes()
 
 
 def test_the_log_of_a_job_that_fails_is_in_the_store(

@@ -60,6 +60,7 @@ from lockstep.protocol.job_spec import (
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     WITNESS,
+    cache_folder,
     parse_variables,
     replaced_hash_seed,
     require_variables,
@@ -526,7 +527,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
     run_store = options["run_dir"] if isinstance(options["run_dir"], str) else ""
     if run_store:
-        options["run_dir"] = RUNS / name_for(run_store)
+        options["run_dir"] = _folder_for(run_store)
     folder, board = _folder_of(options["checkpoint"]), options["tensorboard"]
     # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
@@ -600,6 +601,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             beside.enter_context(_witness(spec, options["witness"]))
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
+        seconds = time.monotonic() - begun
         if notifier is not None and engine is None:
             notifier.end(status)
     leave_folder(spec.run_dir)
@@ -607,7 +609,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         options["restart_job"],
         status,
         spec.run_dir,
-        time.monotonic() - begun,
+        seconds,
         events_at=events_at,
         rolls_back=bool(spec.verification.every) and isinstance(destination, Here | Hosts),
     )
@@ -639,6 +641,15 @@ def _as_before(options: dict[str, Any], destination: Place, starts: EarlierStart
 def _folder_of(location: Path | str | None) -> Path | None:
     """Return the folder of this machine for `--checkpoint`, or None if the job saves no checkpoints."""
     return folder_of(location) if isinstance(location, str) else location
+
+
+def _folder_for(url: str) -> Path:
+    """Return the folder of this machine for a run folder in a store: in the cache where `RUNS` cannot be."""
+    try:
+        check_writable(RUNS if RUNS.exists() else Path(), "the run's folder", "--run-dir")
+    except ConfigError:
+        return cache_folder() / RUNS / name_for(url)
+    return RUNS / name_for(url)
 
 
 def _fetch(options: Mapping[str, Any]) -> StoreLease | None:
