@@ -367,6 +367,38 @@ def test_a_model_is_right_since_its_own_last_comparison() -> None:
     assert verifications.compared([second, Model()]) == 3
 
 
+def of_one_worker(setting: Verification) -> verification.Verifications:
+    """Return what a job of one worker has verified: nothing."""
+    hub = Hub(ReducePlan.of(view := place(REPLICAS, (0,))), WaitPolicy(timeout=60.0))
+    settings = JobSettings(workers=1, threads=1, verification=setting)
+    context = JobContext(0, Bus(SystemClock(), 0), settings)
+    return verification.Verifications(Job(context, (view, hub.member(0))))
+
+
+def test_a_verified_round_says_nothing_of_a_later_one_in_earlier_steps() -> None:
+    verifications = of_one_worker(Verification(2, all=True))
+    verifications.begin(2)
+    verifications.note(range(REPLICAS))
+    verdict = verification.Verdict("worker", (0,), "workers 1 and 2 agree")
+    with pytest.raises(DisagreementError, match="the state of all workers may be wrong in any step"):
+        verifications.follow(verdict, "step 2 of fit 1: replica 0", [], "gradient", lasts=True)
+    verifications.can_repeat = True
+    with pytest.raises(StepWithdrawn):
+        verifications.withdraw_step(verification.Verdict("undecided", (0, 1)), [], "gradient", [])
+    assert verifications.packed == [0] * REPLICAS
+
+
+def test_a_job_that_begins_with_an_evaluation_has_nothing_to_go_back_to() -> None:
+    verifications = of_one_worker(Verification(1))
+    verifications.begin(1, trains=False)
+    assert verifications.covers_earlier_steps
+    verifications.begin(2, trains=False)
+    assert not verifications.covers_earlier_steps
+    verifications.unpack([0] * REPLICAS, 3)
+    verifications.begin(1, trains=False)
+    assert not verifications.covers_earlier_steps
+
+
 def test_files_are_named_that_callbacks_have_written_since_the_last_right_state() -> None:
     hub = Hub(ReducePlan.of(view := place(REPLICAS, (0,))), WaitPolicy(timeout=60.0))
     context = JobContext(0, Bus(SystemClock(), 0), JobSettings(workers=1, threads=1))

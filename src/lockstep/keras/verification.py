@@ -386,6 +386,7 @@ class Verifications:
         self._taken_over = 0
         self._compared: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._verified = [0] * self.plan.replicas
+        self._before = list(self._verified)
         self._newest = 0
         self._files: dict[str, int | None] = {}
 
@@ -415,8 +416,15 @@ class Verifications:
     def covers_earlier_steps(self) -> bool:
         """Whether the steps before that in progress were verified, of training and of its evaluation."""
         if self.trains:
-            return self.up_to >= self.step - 1
-        return self.plan.verification == Verification(1, all=True)
+            return self._up_to_before >= self.step - 1
+        # The job has computed nothing before if it begins with an evaluation.
+        begins = self.step == 1 and not (self._taken_over or any(self._before))
+        return begins or self.plan.verification == Verification(1, all=True)
+
+    @property
+    def _up_to_before(self) -> int:
+        """What `up_to` was before the step in progress, of which some rounds may be verified."""
+        return min(self._before)
 
     @property
     def packed_doubt(self) -> bytes:
@@ -465,6 +473,7 @@ class Verifications:
         """
         self.step = step
         self.trains = trains
+        self._before = list(self._verified)
         self._newest = max(self._newest, step if trains else 0)
         self.can_repeat = False
         self.compares_hosts = self._job.context.over_hosts and (
@@ -515,6 +524,7 @@ class Verifications:
         doubt, self.doubt = self.doubt, None
         if verdict.kind == "undecided" and doubt is None and self._all_can_repeat():
             self.doubt = Doubt(self.step, part, replica, number, tuple(answers))
+            self._verified = list(self._before)
             published = "gradient" if part == "rounding" else part
             self.publish(Verdict("third", verdict.workers), names, published, replica)
             raise StepWithdrawn
@@ -554,7 +564,7 @@ class Verifications:
         self.publish(verdict, names, part, replica)
         shown = listed(names, "some of its arrays" if part == "sum" else "its examples")
         if verdict.kind == "worker" and lasts and not self.covers_earlier_steps:
-            self.roll_back(verdict.accusation(label, shown), verdict.workers, self.up_to)
+            self.roll_back(verdict.accusation(label, shown), verdict.workers, self._up_to_before)
         if verdict.kind == "worker" and self._job.is_chief and not self._is_present(verdict.workers):
             note(f"{verdict.accusation(label, shown)}; it has left")
         who = name_workers(verdict.workers) if verdict.workers else ""
@@ -682,9 +692,9 @@ class Verifications:
         if self._job.checkpoints.scheduler is None:
             return ""
         return (
-            f"; the steps up to {self.up_to} are verified: remove the checkpoints of later steps before you "
-            "resume the job"
-            if self.up_to
+            f"; the steps up to {self._up_to_before} are verified: remove the checkpoints of later steps "
+            "before you resume the job"
+            if self._up_to_before
             else "; no step is verified yet: start over"
         )
 
