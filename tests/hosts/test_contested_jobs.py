@@ -5,6 +5,8 @@ import itertools
 import math
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -230,6 +232,25 @@ def test_the_agent_of_a_host_does_not_pass_for_a_coordinator(
             while asks.is_alive():
                 loop.turn(0.01)
     assert answers == [coordinates]
+
+
+def test_an_agent_waits_for_the_upload_of_its_coordinator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The coordinator has closed its channel, and ends when the upload does."""
+    monkeypatch.setattr(standby, "_FAREWELL", 0.0)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.close()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        made = Standby(None, "", set())  # type: ignore[arg-type]
+        made._process, made._channel = process, PacketChannel(ours, StopRequest)
+        waits = threading.Thread(target=made.see_off)
+        waits.start()
+        process.communicate(b"\n")
+        waits.join()
+    assert process.returncode == 0
+    made.close()
+    assert capsys.readouterr().err == ""
 
 
 def test_the_name_of_the_standby_may_be_unknown_when_the_job_begins(monkeypatch: pytest.MonkeyPatch) -> None:

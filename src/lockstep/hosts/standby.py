@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,7 +61,7 @@ _AGAIN = 30.0
 _GATHERED = 60.0
 """Seconds for the first agent to connect to the coordinator: that of its own host."""
 _FAREWELL = 30.0
-"""Seconds for the coordinator to end after the job."""
+"""Seconds for the coordinator to end after the job, without an upload."""
 
 
 @dataclass
@@ -143,11 +143,14 @@ class Standby:
             self._channel.send(StopRequest(number))
 
     def see_off(self) -> None:
-        """Wait until the coordinator has ended the job."""
+        """Wait until the coordinator has ended the job, and has uploaded its run folder."""
         if self._process is not None:
-            try:
-                self._process.wait(_FAREWELL)
-            except subprocess.TimeoutExpired:
+            assert self._channel is not None
+            wait_for([self._channel.fileno()], _FAREWELL)
+            if isinstance(self._channel.receive(), PeerGone):
+                # If it has not ended yet, the upload is left, which has a limit of its own.
+                self._process.wait()
+            else:
                 note(f"the coordinator of this host has not ended within {_FAREWELL:g} s")
 
     def close(self) -> None:
@@ -228,20 +231,26 @@ def lead(begin: BeginJob, command: StopChannel) -> int:
             gate.gather(wait)
             spec = replace(spec, run_dir=_run_folder(spec, console.say))
             try:
-                with _uploaded(spec):
+                with _uploaded(spec, command):
                     return gate.run(spec, begins=False)
             finally:
                 leave_folder(spec.run_dir)
 
 
-def _uploaded(spec: JobSpec) -> contextlib.AbstractContextManager[None]:
-    """Upload the run folder of this host to a place of its own, below that of the first host's folder."""
+@contextlib.contextmanager
+def _uploaded(spec: JobSpec, command: StopChannel) -> Iterator[None]:
+    """Upload the run folder of this host to a place of its own, below that of the first host's folder.
+
+    The channel to the agent closes before the rest is uploaded: the agent waits for that (`see_off`).
+    """
     if not spec.run_store:
-        return contextlib.nullcontext()
+        yield
+        return
     stamp = time.strftime("%Y%m%d-%H%M%S")
     url = f"{spec.run_store}/{socket.gethostname()}-{stamp}"
     note(f"the run folder {spec.run_dir} is uploaded to {url}")
-    return uploaded_beside(spec.run_dir, url)
+    with uploaded_beside(spec.run_dir, url), closing(command):
+        yield
 
 
 def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:
