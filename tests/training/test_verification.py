@@ -770,6 +770,36 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
     assert verdicts == [("third", [0, 1]), ("worker", [guilty])]
 
 
+@pytest.mark.parametrize(
+    ("how", "guilty", "step", "what"),
+    [
+        pytest.param("flip", 1, 3, "train_on_batch 3: replica ", marks=pytest.mark.ci),
+        pytest.param("flip", 0, 1, "train_on_batch 1: replica ", marks=pytest.mark.slow),
+        pytest.param("adding", 1, 5, "train_on_batch 5: the sum over all ", marks=pytest.mark.slow),
+        pytest.param("updates", 0, 7, "train_on_batch 7: the state after ", marks=pytest.mark.slow),
+        pytest.param("evaluations", 1, 2, "test_on_batch 2: replica ", marks=pytest.mark.ci),
+    ],
+)
+def test_another_worker_decides_in_a_loop_of_single_batches(
+    launch: Launch,
+    undisturbed_run: Launch,
+    thorough_backend: str,
+    how: str,
+    guilty: int,
+    step: int,
+    what: str,
+) -> None:
+    backend = thorough_backend
+    right = undisturbed_run("-n 1 --replicas 2", "verified.py", "", "-1", "0", "batches", backend=backend)
+    options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", how, str(guilty), str(step), "batches", backend=backend)
+    assert f"workers 0 and 1 computed different bits in step {step}, each the same bits every " in run.stderr
+    assert f"step 1 of {what}" in run.stderr
+    assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
+    assert f": workers {1 - guilty} and 2 agree" in run.stderr
+    assert figures(run, 2) == figures(right, 0) != []
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(

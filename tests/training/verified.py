@@ -1,6 +1,8 @@
 """Trains a model whose state changes in every step, perhaps with a fault of one worker; prints its digest.
 
-    verified.py [FAULT WORKER STEP]
+    verified.py [FAULT WORKER STEP [batches]]
+
+With `batches`, the script has a loop of its own, which calls `train_on_batch`, `test_on_batch` and `predict`.
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `host`: all
 workers of the host node2 do, and WORKER is -1. `once`: only the first time that it computes one in STEP or
@@ -38,6 +40,7 @@ FAULTS = (
     *("adding", "rounding", "total", "evaluations"),
 )
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
+BATCHES = sys.argv[4:] == ["batches"]
 flips = 0
 
 
@@ -196,7 +199,7 @@ rows = numbers.normal(size=(96, 8)).astype("float32")
 targets = rows[:, :1] * 2
 model = keras.Sequential(
     [
-        keras.Input((8,)),
+        *([] if BATCHES else [keras.Input((8,))]),
         keras.layers.Dense(16, activation="relu", name="hidden"),
         keras.layers.BatchNormalization(),
         keras.layers.Dropout(0.2),
@@ -205,6 +208,24 @@ model = keras.Sequential(
     ]
 )
 model.compile(keras.optimizers.Adam(0.01), Noisy(), metrics=["mae"], run_eagerly=FAULT == "random")
+if BATCHES:
+    figures = []
+    for number in range(12):
+        batch = slice(number % 6 * 16, number % 6 * 16 + 16)
+        if number == 6:
+            model.reset_metrics()
+        if number % 3 == 0:
+            model.optimizer.learning_rate = 0.01 / (number + 1)
+        # A worker that joins has right weights only after a call for a single batch.
+        weights = model.get_weights() if number != 4 else ()
+        shift = sum(float(np.abs(weight).mean()) for weight in weights)
+        figures += model.train_on_batch(rows[batch] + shift, targets[batch])
+        if number % 4 == 2:
+            figures += model.test_on_batch(rows[batch], targets[batch])
+        if number == 3:
+            figures.append(float(model.predict(rows, batch_size=16, verbose=0).mean()))
+    print("digest:", lockstep.digest(model), figures)
+    sys.exit()
 history = model.fit(
     rows,
     targets,

@@ -27,7 +27,7 @@ class NumberedCall:
         values: the `lockstep.keras.changed_values.ChangedValues` of a `fit`; None if they are not kept.
         model: the model that a call of `fit` trains.
         by_batch: whether decisions of callbacks take effect after each batch, not only after each epoch.
-        at_end: whether its state can be taken only at its end.
+        at_end: whether it is for a single batch, and workers join and checkpoints are saved after it.
         samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.

@@ -212,10 +212,9 @@ class GlobalStep(StepPrograms):
     @property
     def _admits_workers(self) -> bool:
         """Whether a worker can join before a step, with the state before it."""
-        call = self.calls.current
         # Callbacks of an evaluation have no state that a worker could take over.
-        has_callbacks = self.kind != "train" and bool(call.callbacks)
-        return not (call.at_end or has_callbacks) and len(self.calls.stack) == 2
+        has_callbacks = self.kind != "train" and bool(self.calls.current.callbacks)
+        return not has_callbacks and len(self.calls.stack) == 2
 
     def _withdraw(self, state: Any, before: StateBefore | None) -> Any:
         """Go back to the state before a step, which is returned, and let another worker join there.
@@ -230,7 +229,8 @@ class GlobalStep(StepPrograms):
         logs, trains = self.calls.current.logs, self.kind == "train"
         # An evaluation uses a part of the state, and the other worker needs all of it.
         program = self.program if trains else self.backend.training_state(self.model)
-        with nullcontext() if trains else self.program.published(state):
+        in_state = trains and not self.calls.current.at_end
+        with nullcontext() if in_state else self.program.published(state):
             self._snapshots.change_workers(
                 lambda whole: self._snapshots.take(
                     whole, self.model, logs, program, state if trains else None

@@ -215,7 +215,7 @@ class Mirrored:
                 compared.add(kind)
                 take = partial(original, model, *args, **kwargs)
                 return self._replay_batch(call, model, kind, finished, batch, take)
-            if kind not in compared:
+            if kind not in compared or call.forwarding:
                 self._begin_batches(call, model, kind, batch)
             elif kind != "predict" and self._is_to_try(model, kind, batch):
                 self._introduce_batch(call, model, kind, batch)
@@ -228,7 +228,10 @@ class Mirrored:
                 if len(results) >= CHECKED_STEPS:
                     results.append(None)
                     return copy(results[CHECKED_STEPS - 1])
-            result = parts.record.finish(original(model, *args, **kwargs))
+            try:
+                result = parts.record.finish(original(model, *args, **kwargs))
+            except CallFinishedElsewhere:
+                return self._result_elsewhere(model, self._resumable.replay())
             results.append(result)
             if kind == "train":
                 parts.record.note_batch(model)
@@ -349,7 +352,7 @@ class Mirrored:
             batch: returns the batch.
             take: takes the step.
         """
-        if self._resumable.at_its_end:
+        if self._resumable.at_its_end or self._resumable.before_repeated_batch:
             self._models.build(model, kind, batch)
             if kind != "predict":
                 self._introduce_batch(call, model, kind, batch)
@@ -358,8 +361,14 @@ class Mirrored:
                 take()
                 self._resumable.join()
                 finished = self._resumable.replay()
-            if self._resumable.at_its_end:
-                self._parts.snapshots.restore(model)
+        return self._result_elsewhere(model, finished)
+
+    def _result_elsewhere(self, model: Any, finished: FinishedCall) -> Any:
+        """Return the result of a finished single-batch call, after which the training may resume."""
+        if self._resumable.at_its_end:
+            self._parts.snapshots.restore(model)
+        elif self._resumable.before_repeated_batch:
+            self._parts.snapshots.load_models()
         return finished.result
 
     def _prepares(self, model: Any) -> bool:

@@ -192,6 +192,17 @@ class ResumableCalls:
         )
 
     @property
+    def before_repeated_batch(self) -> bool:
+        """Whether the call in progress is the last finished one, and a single-batch call is repeated next."""
+        resumption = self._resumption
+        return (
+            resumption is not None
+            and resumption.steps > 0
+            and "on_batch" in resumption.call
+            and self._calls.outermost == len(resumption.journal)
+        )
+
+    @property
     def may_sample(self) -> bool:
         """Whether every process reads a sample batch here in the current call, not only one that resumes.
 

@@ -148,7 +148,9 @@ class Snapshots:
             return Contents(self._calls.taken, *self._packed(parts, _POSITION, {}))
         values_of_model = program.named_state(state) if program is not None else _values(step_state(model))
         arrays = {f"current/{name}": value for name, value in values_of_model.items()}
-        packed, converted = self._packed(parts, parts, arrays | self.models.values(apart_from=model))
+        # Before a call for a single batch is repeated, `load_models` has these values.
+        apart = None if program is not None and self._calls.current.at_end else model
+        packed, converted = self._packed(parts, parts, arrays | self.models.values(apart_from=apart))
         manifest = {"job": self.job_facts(), **packed}
         if (verifications := verifications_of(self._job)).plan.verification.every:
             manifest["verified"] = verifications.up_to
@@ -163,7 +165,7 @@ class Snapshots:
         """
         call, calls, models, resumable = self._calls.current, self._calls, self.models, self.resumable
         verified, to_numpy = verifications_of(self._job), self._backend.to_numpy
-        callbacks = listeners(call.callbacks, model) if program is not None else []
+        callbacks = listeners(call.callbacks, call.model) if program is not None else []
         # A process that skips steps reads the examples again, but validates nothing.
         held = call.held_by_validation
         # A worker that joins for a step that is taken again goes up to it, past the callbacks before it.
@@ -314,6 +316,11 @@ class Snapshots:
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         return resumption.entries["logs"], state
+
+    def load_models(self) -> None:
+        """Give all models the values with which the next call resumes: the script may read them before."""
+        assert self.resumable.resumption is not None
+        self.models.load(self.resumable.resumption.contents.arrays)
 
     def _set_growths(self) -> None:
         for tried in self.models.tried:
