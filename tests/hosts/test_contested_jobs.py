@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -263,11 +264,24 @@ def test_the_name_of_the_standby_may_be_unknown_when_the_job_begins(monkeypatch:
 
     monkeypatch.setattr(standby, "resolve_host", resolve)
     begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
-    made = Standby.of(begin, "", set())
+    made = Standby.of(begin, "", "127.0.0.1", set())
     assert made is not None
     assert not made.is_here()
     known.append("10.0.0.2")
     assert made.is_here()
+    assert made.lacks() == ""
+
+
+def test_a_standby_listens_only_where_other_hosts_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of a host often leads to 127.0.1.1 on this host. Its coordinator would be alone."""
+    resolved = socket.AF_INET, ("127.0.1.1", 7001)
+    monkeypatch.setattr(standby, "resolve_host", lambda host, port: resolved)
+    begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
+    made = Standby.of(begin, "", "10.0.0.2", set())
+    assert made is not None
+    assert "at 10.0.0.2:7001, which is 127.0.1.1 here, where no other host can connect" in made.lacks()
+    made.start(100.0)
+    assert not made.runs
 
 
 def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +300,7 @@ def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: py
     )
     assert (of_task.port, by_command.port) == (7001, 0)
     begin = BeginJob(SPEC, 3, JobHost("node1", 1), 1)
-    made = Standby.of(begin, of_task.leads_at, set())
+    made = Standby.of(begin, of_task.leads_at, "10.0.0.1", set())
     assert made is not None
     assert made.address == "node1:7000"
 
@@ -357,6 +371,13 @@ def test_a_standby_whose_disk_is_full_takes_the_job_over(
     (note,) = said
     assert note.startswith(f"the run's folder {full / 'run'} cannot be used: Not a directory; ")
     assert note.endswith(f"the run folder of this host is {folder} instead")
+    # The disk of temporary files is full too.
+    no_room = ConfigError("the run's folder cannot be used: No space left on device")
+    with monkeypatch.context() as patch:
+        patch.setattr(standby, "_claimed", Mock(side_effect=no_room))
+        with pytest.raises(ConfigError, match="cannot take the job over: the run's folder"):
+            standby._run_folder(job, said.append)
+    assert list(temporary.iterdir()) == [folder]
     monkeypatch.setattr(tempfile, "tempdir", str(full))
     with pytest.raises(ConfigError, match="cannot take the job over: the run's folder"):
         standby._run_folder(job, said.append)

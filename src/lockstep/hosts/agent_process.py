@@ -370,7 +370,9 @@ class AgentProcess:
             network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
-        standby = Standby.of(begin, self.leads_at, self.children) if self.joined else None
+        standby = None
+        if self.joined:
+            standby = Standby.of(begin, self.leads_at, listener.host_and_port[0], self.children)
         if standby is not None and (lacks := standby.lacks()):
             self.say(lacks)
 

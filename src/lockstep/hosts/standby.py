@@ -10,6 +10,7 @@ if the coordinator is lost, it starts one at the address of the first host.
 
 import contextlib
 import importlib.util
+import shutil
 import socket
 import subprocess
 import sys
@@ -47,7 +48,7 @@ from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
-from lockstep.transport.addresses import is_here, resolve_host, split_address
+from lockstep.transport.addresses import is_here, is_loopback, resolve_host, split_address
 from lockstep.transport.dial import connect
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
@@ -71,42 +72,56 @@ class Standby:
     Attributes:
         begin: the job, with the paths of this host.
         address: HOST:PORT at which it listens, perhaps of another host.
+        reached_at: the IP address at which other hosts reach this one.
         children: process ids of the children of this process that are not workers.
         runs: whether a coordinator runs.
     """
 
     begin: BeginJob
     address: str
+    reached_at: str
     children: set[int]
     _is_here: bool | None = None
+    _hidden_at: str = ""
     _process: "subprocess.Popen[bytes] | None" = None
     _channel: PacketChannel[BeginJob | StopRequest, StopRequest] | None = None
     _due: float = field(default=0.0)
 
     @classmethod
-    def of(cls, begin: BeginJob, own: str, children: set[int]) -> "Standby | None":
+    def of(cls, begin: BeginJob, own: str, reached_at: str, children: set[int]) -> "Standby | None":
         """Return the standby of a job, or None if the job has none.
 
         Args:
             begin: the job, with the paths of this host.
             own: HOST:PORT of this host at which agents look for a coordinator too; empty for none.
+            reached_at: the IP address at which other hosts reach this one.
             children: process ids of the children of this process that are not workers.
         """
         if not begin.spec.standby:
             return None
-        return cls(begin, own or begin.spec.standby, children)
+        return cls(begin, own or begin.spec.standby, reached_at, children)
 
     def is_here(self) -> bool:
-        """Return whether it is on this host; the name of that host may be unknown until later."""
+        """Return whether other hosts reach it on this host; its name may be unknown until later."""
         if self._is_here is None:
             try:
-                self._is_here = is_here(*resolve_host(*split_address(self.address)))
+                family, address = resolve_host(*split_address(self.address))
+                self._is_here = is_here(family, address)
             except (NetworkError, OSError):
                 return False
+            if is_loopback(address[0]) and not is_loopback(self.reached_at):
+                # Debian gives 127.0.1.1 to the name of a host: no agent of another host would connect.
+                self._is_here, self._hidden_at = False, address[0]
         return self._is_here
 
     def lacks(self) -> str:
         """Return what this host lacks to take the job over, or an empty string."""
+        if not self.is_here() and self._hidden_at:
+            return (
+                f"this host cannot take the job over at {self.address}, which is {self._hidden_at} here, "
+                "where no other host can connect: let the name lead to an address of its network (see "
+                "/etc/hosts)"
+            )
         if not self.is_here() or importlib.util.find_spec("obstore") is not None:
             return ""
         return (
@@ -265,9 +280,13 @@ def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:
     try:
         return _claimed(fresh_folder(RUNS, name, time.time()) if spec.run_dir.exists() else spec.run_dir)
     except (ConfigError, OSError) as error:
+        folder = None
         try:
-            folder = _claimed(Path(tempfile.mkdtemp(prefix="lockstep-run-")))
-        except OSError:
+            folder = Path(tempfile.mkdtemp(prefix="lockstep-run-"))
+            _claimed(folder)
+        except (ConfigError, OSError):
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             raise ConfigError(f"this host cannot take the job over: {error}") from None
         say(f"{error}; the run folder of this host is {folder} instead")
         return folder
