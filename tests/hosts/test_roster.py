@@ -1,16 +1,23 @@
 """Whom a job admits, what it waits for, and in which order its hosts stand."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.hosts.listening_job import _ListeningJob
 from lockstep.hosts.roster import Offers, OpenRoster, RefusedOffer, Roster, TaskRoster, by_address, placed
+from lockstep.hosts.where import Listen
+from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.host import HostOffer
-from lockstep.protocol.job_spec import JobHost
+from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, Task
+from lockstep.system.event_loop import EventLoop
+from lockstep.transport.local_channel import LocalChannel
 
 quick = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 HERE = JobHost("10.0.0.1", 1)
@@ -158,6 +165,28 @@ def test_numbered_tasks_may_come_in_any_order(tasks: Sequence[int]) -> None:
 
 
 TASKS = tuple(Task("worker", at, f"node{at + 1}:2222", f"10.0.0.{at + 1}:2222") for at in range(3))
+
+
+def test_a_note_on_the_wait_ends_with_the_reason_of_a_refusal() -> None:
+    """Otherwise, the seconds and the advice would seem to belong to the reason."""
+    said: list[str] = []
+    server = SimpleNamespace(keep_waiting=said.append)
+    listener = SimpleNamespace(
+        listener=SimpleNamespace(address="10.0.0.1:7000"), host_and_port=("10.0.0.1", 7)
+    )
+    gate: Any = SimpleNamespace(
+        credentials=SimpleNamespace(greeting_key=None), listener=listener, server=server
+    )
+    spec = JobSpec(target="a.py", threads=1, run_dir=Path("run"))
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    with EventLoop() as loop:
+        waits = _ListeningJob(spec, Listen(3, "10.0.0.1:7000"), commands[0], loop)
+        waits.narrator(gate)("1 more worker: worker 3; 10.0.0.9 was refused: it is refused")
+    assert said == [
+        "other hosts to join with 1 more worker: worker 3, 0 s; 10.0.0.9 was refused: it is refused"
+    ]
+    for end in commands:
+        end.close()
 
 
 def arrival(slot: int, *here: int, **fields: Any) -> Arrival:

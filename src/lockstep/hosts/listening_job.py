@@ -168,19 +168,21 @@ class _ListeningJob:
         def tell(missing: str) -> float:
             nonlocal told, due
             waited = (now := self.clock.now()) - begun
+            # See `OpenRoster.missing`: why a task was refused comes last.
+            awaited, separator, refusal = missing.partition("; ")
+            why = separator + refusal
             if missing != told or now >= due:
                 told = missing
-                gate.server.keep_waiting(f"other hosts to join with {missing}, {waited:.0f} s")
+                gate.server.keep_waiting(f"other hosts to join with {awaited}, {waited:.0f} s{why}")
             if waited >= patience:
                 gate.server.turn_away(f"too few hosts have joined within {patience:g} s")
                 advice = f"; run on each: {join}" if join else ""
-                raise UnfitError(f"no host has joined with {missing} within {patience:g} s{advice}")
+                raise UnfitError(f"no host has joined with {awaited} within {patience:g} s{advice}{why}")
             if now >= due:
                 due = now + SAY_EVERY
                 advice = f"; run there: {join} ({passes})" if join else ""
-                self.console.say(
-                    f"waiting at {address} for other hosts to join with {missing}, {waited:.0f} s{advice}"
-                )
+                text = f"waiting at {address} for other hosts to join with {awaited}, {waited:.0f} s"
+                self.console.say(text + advice + why)
             until = min(due, begun + patience, max(now, self.not_before) + _LOOK_EVERY)
             return max(0.0, until - now)
 
