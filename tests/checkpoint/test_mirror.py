@@ -437,6 +437,16 @@ def test_urls_name_folders() -> None:
     assert folder_of("saved") == Path("saved").absolute()
 
 
+def test_the_reason_has_the_seconds_without_an_answer() -> None:
+    """A request that cannot connect has fewer than one that is answered slowly."""
+    error = (
+        "Error performing GET http://h/b/j in 37.6s, after 2 retries - HTTP error\n\nDebug source: {elapsed: "
+    )
+    kind = ", inner: HttpError {kind: Timeout}}"
+    assert _reason(f"{error}37.601s{kind}") == "no answer within 38 s"
+    assert _reason(f"{error}120.3s{kind}") == "no answer within 120 s"
+
+
 def test_reasons_hold_no_secrets() -> None:
     body = (
         "Generic S3 error: Error performing PUT https://b.s3.amazonaws.com/x?X-Amz-Signature=secret in 5ms - "

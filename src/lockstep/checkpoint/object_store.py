@@ -297,7 +297,9 @@ def _reason(text: str) -> str:
     if "kind: Connect" in text:
         return "no connection"
     if "kind: Timeout" in text:
-        return f"no answer within {_REQUEST_SECONDS} s"
+        # A connection has less time than a request, and some requests are repeated.
+        elapsed = re.search(r"elapsed: ([0-9.]+)s\b", text)
+        return f"no answer within {float(elapsed[1]):.0f} s" if elapsed else "no answer in time"
     if match := re.search(r"status code: ([0-9]{3} [A-Za-z ]*)", text):
         return match[1].strip()
     first = re.sub(r"\S+://\S+", "", text.partition("\n")[0]).partition(" - ")
