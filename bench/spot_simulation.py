@@ -24,6 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from lockstep.hosts.newcomers import FIRST_PAUSE, LONGEST_PAUSE
 from lockstep.observability.events import HostJoined, JoinRequested, StrategyInstalled
 from lockstep.protocol.host import (
     ALIVE_EVERY,
@@ -61,7 +62,6 @@ class Times:
         view: the members enter a view.
         state: the state reaches the host of a joiner, while training waits.
         ssh: an attempt to reach a host that is away.
-        first, longest: the pauses between two attempts; each is twice the one before.
     """
 
     replica: float = 1.0
@@ -71,8 +71,6 @@ class Times:
     view: float = 0.1
     state: float = 0.5
     ssh: float = 20.0
-    first: float = 6.0
-    longest: float = 60.0
 
 
 @dataclass
@@ -153,9 +151,11 @@ class Job:
 
     def _lose(self) -> None:
         self.after(self.dice.expovariate(1 / self.mean), self._lose)
-        there = [machine for machine in self.machines if machine.there]
-        machine = self.dice.choice(there)
-        if not self._others_train(machine):
+        # A host that has announced its end is lost already.
+        stay = [
+            machine for machine in self.machines if machine.there and machine.index not in self.state.retiring
+        ]
+        if not stay or not self._others_train(machine := self.dice.choice(stay)):
             return
         self.losses += 1
         if self.way == "announced" and machine.index is not None:
@@ -165,12 +165,21 @@ class Job:
             self._take(machine)
 
     def _others_train(self, machine: Machine) -> bool:
-        """Return whether a member of the view remains without this host."""
-        hosts = {other.index for other in self.machines if other.there and other is not machine}
+        """Return whether a member of the view remains without this host, and those that retire."""
+        hosts = {
+            other.index
+            for other in self.machines
+            if other.there and other is not machine and other.index not in self.state.retiring
+        }
         return any(self.state.workers[worker].host in hosts for worker in self.view.workers)
 
     def _take(self, machine: Machine) -> None:
-        if not machine.there or not self._others_train(machine):
+        if not machine.there:
+            return
+        if not self._others_train(machine):
+            if machine.index in self.state.retiring:
+                # It goes once others train.
+                self.after(1.0, lambda: self._take(machine))
             return
         machine.there, machine.heard = False, self.now - self.dice.uniform(0.0, ALIVE_EVERY)
         self.after(self.dice.uniform(*AWAY), lambda: self._give_back(machine))
@@ -192,7 +201,7 @@ class Job:
     def _notice(self, machine: Machine, event: Event) -> None:
         self.decide(event)
         machine.index = None
-        self.after(self.times.first, lambda: self._call(machine, self.times.first))
+        self.after(FIRST_PAUSE, lambda: self._call(machine, FIRST_PAUSE))
 
     def _give_back(self, machine: Machine) -> None:
         machine.there = True
@@ -202,12 +211,12 @@ class Job:
         if machine.there:
             self.after(self.times.agent, lambda: self._join(machine))
             return
-        pause = min(2 * pause, self.times.longest)
+        pause = min(2 * pause, LONGEST_PAUSE)
         self.after(self.times.ssh + pause, lambda: self._call(machine, pause))
 
     def _join(self, machine: Machine) -> None:
         if not machine.there:
-            self._call(machine, self.times.first)
+            self._call(machine, FIRST_PAUSE)
             return
         machine.index = len(self.state.slots)
         self.decide(HostJoined(f"node{machine.index}", 1, 1))

@@ -35,9 +35,9 @@ from lockstep.system.event_loop import EventLoop
 
 _PATIENCE = 120.0
 """Seconds without a message from an agent that describes its host."""
-_FIRST_PAUSE = SILENCE + 1.0
+FIRST_PAUSE = SILENCE + 1.0
 """Seconds until a lost host is asked to come back: by then, its old agent has ended all processes there."""
-_LONGEST_PAUSE = 60.0
+LONGEST_PAUSE = 60.0
 
 
 @dataclass
@@ -193,7 +193,7 @@ class Newcomers:
         """Expect a lost host to come back."""
         name, slots = self._hosts.pop(host)
         if self.start is not None:
-            self._absent[name] = _Absent(len(slots), _FIRST_PAUSE, self.clock.now() + _FIRST_PAUSE)
+            self._absent[name] = _Absent(len(slots), FIRST_PAUSE, self.clock.now() + FIRST_PAUSE)
 
     def _refuse(self, candidate: _Candidate, why: str) -> None:
         name = candidate.host.name
@@ -202,7 +202,7 @@ class Newcomers:
         if absent is None:
             self.say(f"the agent of {name} cannot join: {why}")
             return
-        absent.pause = min(2 * absent.pause, _LONGEST_PAUSE)
+        absent.pause = min(2 * absent.pause, LONGEST_PAUSE)
         absent.due = self.clock.now() + absent.pause
         if not absent.noted:
             absent.noted = True
