@@ -416,6 +416,40 @@ def test_a_run_that_another_one_has_replaced_stays_on_its_machine(
     )
 
 
+@pytest.mark.parametrize("grows", ["worker-0.log", "mine", "comparison.json"])
+def test_a_folder_that_a_later_run_has_continued_leaves_no_copy(
+    uploads: Uploads, tmp_path: Path, backing: Any, grows: str
+) -> None:
+    for name in ("worker-0.log", "mine", "comparison.json"):
+        uploads.write(name, "x" * (LARGE + 1))
+    uploads.finish()
+    other = Uploads(tmp_path / "other", backing)
+    other.write("events.jsonl", '{"event": "job", "seed": 2}\n')
+    other.write(grows, "more")
+    other.finish()
+    if grows == "comparison.json":
+        (uploads.folder / grows).write_text("the verdict of this run")
+    prepare(URL, uploads.folder, 0)
+    assert local(uploads.folder) == local(other.folder)
+    assert not (tmp_path / "run-2").exists()
+
+
+@pytest.mark.parametrize("name", ["worker-0.log", "mine", "a\nb"])
+def test_what_no_later_run_has_stays_on_its_machine(
+    uploads: Uploads, tmp_path: Path, backing: Any, name: str
+) -> None:
+    uploads.write("worker-0.log", "Epoch 1\n")
+    uploads.finish()
+    other = Uploads(tmp_path / "other", backing)
+    other.write("events.jsonl", '{"event": "job", "seed": 2}\n')
+    other.finish()
+    uploads.write(name, "not uploaded")
+    before = local(uploads.folder)
+    prepare(URL, uploads.folder, 0)
+    assert local(uploads.folder) == local(other.folder)
+    assert local(tmp_path / "run-2") == before
+
+
 def test_a_run_whose_uploads_all_fail_continues_on_its_machine(
     uploads: Uploads, tmp_path: Path, backing: Any
 ) -> None:

@@ -95,6 +95,11 @@ def is_recorded(name: str) -> bool:
     return _RECORDED.fullmatch(name) is not None
 
 
+def is_verdict(name: str) -> bool:
+    """Whether a file is of the comparison with one process, which each run replaces."""
+    return name == "comparison.json" or name.startswith("comparison/")
+
+
 def read_index(data: bytes, url: str) -> RunIndex:
     """Decode the index of a store.
 

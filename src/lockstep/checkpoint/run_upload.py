@@ -35,6 +35,7 @@ from lockstep.checkpoint.run_files import (
     EVERY,
     FETCHED,
     INDEX,
+    LARGE,
     LAST_SECONDS,
     MARK,
     RATE,
@@ -44,6 +45,7 @@ from lockstep.checkpoint.run_files import (
     changed,
     due,
     is_kept,
+    is_verdict,
     read_index,
 )
 from lockstep.errors import CheckpointError, ConfigError, UnfitError
@@ -131,15 +133,38 @@ def _replace_files(store: ObjectStore, index: RunIndex, folder: Path) -> None:
         fetched.mkdir(FOLDER_MODE)
         note(f"fetching {count(len(index.files), 'file')} of an earlier run from {store.url}")
         _fetch(store, index, fetched, lambda name: True)
-        if files_of(folder):
-            aside = _free_name(folder)
-            _move_files(folder, aside)
+        names = [name for name in _names(folder) if not is_verdict(name)]
+        aside = _free_name(folder)
+        _move_files(folder, aside)
+        if all(_begins_with(fetched / name, aside / name) for name in names):
+            # The earlier run has continued that of this folder.
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
             note(f"{folder} had files of another run, which are in {aside} now")
         _move_files(fetched, folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}") from None
     finally:
         shutil.rmtree(fetched, ignore_errors=True)
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the names of all that a run has left, also of links and files that are never uploaded."""
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    return [name for name in names if is_kept(name) or not name.isprintable()]
+
+
+def _begins_with(path: Path, beginning: Path) -> bool:
+    """Whether a file begins with the content of another one."""
+    try:
+        with path.open("rb") as file, beginning.open("rb") as other:
+            while piece := other.read(LARGE):
+                if file.read(len(piece)) != piece:
+                    return False
+    except OSError:
+        return False
+    return True
 
 
 def _free_name(folder: Path) -> Path:
