@@ -248,6 +248,88 @@ def with_own_loss_figures(padding: type[keras.layers.Layer]) -> Callable[[], Bui
     return build
 
 
+class Sparse(keras.layers.Layer):
+    """Clears the least numbers of the first batch, and what is less."""
+
+    def call(self, x: Any) -> Any:
+        return ops.where(x <= X[:8].min(axis=0), 0.0, x)
+
+
+def with_own_figures_of_classes(
+    padding: type[keras.layers.Layer], *, kernel: str = "zeros", dtype: str = "float32", ignored: bool = False
+) -> Callable[[], Built]:
+    def build() -> Built:
+        inputs = keras.Input((4,))
+        x = keras.layers.Activation("linear", dtype=dtype)(inputs)
+        x = keras.layers.Masking(0.0)(keras.layers.Reshape((4, 1))(padding(dtype="float32")(x)))
+        model = OwnLossFigures(inputs=inputs, outputs=keras.layers.Dense(5, kernel_initializer=kernel)(x))
+        loss = keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, ignore_class=-1 if ignored else None
+        )
+        model.compile(keras.optimizers.SGD(0.1), loss)
+        classes = np.arange(29 * 4).reshape(29, 4) % 5
+        if ignored:
+            classes[8::3, 1:] = -1
+        return model, classes
+
+    return build
+
+
+class Summands(OwnLossFigures):
+    """May have a second loss with another denominator later."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.share = 0.0
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        loss = super().compute_loss(x, y, y_pred)
+        if self.share > 0:
+            loss += self.share * keras.losses.MeanAbsoluteError()(y, y_pred)
+        return loss
+
+
+class Transposed(OwnLossFigures):
+    """Computes a loss whose first axis is not the examples, so a trial does not thin its denominator."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        y, y_pred = ops.transpose(y), ops.transpose(y_pred, (1, 0, 2))
+        return keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)(y, y_pred)
+
+
+def trained(build: Callable[[], Built], fit: Any) -> Any:
+    keras.utils.set_random_seed(5)
+    model, y = build()
+    fit(model, X, y, batch_size=8, epochs=1, shuffle=False, verbose=0)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("kind", [Summands, Transposed])
+def test_figures_that_may_follow_the_denominator_of_a_loss_are_named(
+    kind: type[OwnLossFigures], capfd: pytest.CaptureFixture[str]
+) -> None:
+    def build() -> Built:
+        inputs = keras.Input((4,))
+        x = keras.layers.Reshape((4, 1))(Padded()(inputs))
+        x = keras.layers.Masking(0.0)(x) if kind is Summands else x[:, :3]
+        model = kind(inputs=inputs, outputs=keras.layers.Dense(1 if kind is Summands else 5)(x))
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=kind is Summands)
+        classes = np.arange(29 * 4).reshape(29, 4) % 5
+        classes[8::3, 1:] = 4 if kind is Summands else -1
+        return model, classes[..., None] if kind is Summands else classes[:, :3]
+
+    plain = trained(build, inspect.unwrap(keras.Model.fit))
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        found = trained(build, keras.Model.fit)
+    for value, wanted in zip(found, plain, strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=2e-5, atol=1e-6)
+    note = capfd.readouterr().err
+    assert "the figure loss of" in note
+    assert "the figure doubled of" in note
+    assert "the metric track" in note
+    assert ("the figure mean of" in note) == (kind is Transposed)
+
+
 PROGRAMS: dict[str, Callable[[], Built]] = {
     "a sum": one_output(sum_of_squares),
     "a sum divided by a constant": one_output(part_of_a_sum),
@@ -266,6 +348,13 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "figures": with_own_figures,
     "own figures of a loss with a mask": with_own_loss_figures(Clipped),
     "own figures of a loss whose mask comes later": with_own_loss_figures(Padded),
+    "own figures of a loss with few padded elements": with_own_figures_of_classes(Sparse),
+    "own figures of a loss with ignored classes": with_own_figures_of_classes(
+        keras.layers.Identity, ignored=True
+    ),
+    "own figures of a loss in half precision": with_own_figures_of_classes(
+        Padded, kernel="glorot_uniform", dtype="mixed_bfloat16"
+    ),
 }
 
 

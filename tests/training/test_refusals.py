@@ -129,6 +129,20 @@ def test_a_loss_that_is_a_vector_is_refused(strategy: lockstep.MultiWorkerMirror
         model.fit(X, Y, verbose=0)
 
 
+def test_a_vector_that_only_a_validation_refuses_is_refused_before_the_first_epoch(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Reduced(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            raise AssertionError("the training has begun")
+
+    with strategy.scope():
+        model = build(Reduced)
+        model.compile("sgd", keras.losses.MeanSquaredError(reduction=None))
+    with pytest.raises(ModelError, match="reduction=None: it is a vector"):
+        model.fit(X, Y, validation_data=(X, Y), verbose=0)
+
+
 def test_synchronized_statistics_are_refused_by_name(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     layer = keras.layers.BatchNormalization(name="mine")
     # Only TensorFlow lets a script request it.

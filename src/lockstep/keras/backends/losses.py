@@ -21,11 +21,10 @@ from lockstep.keras.private.common import (
     UNSCALE_LOSS,
     apply_mask,
     loss_total,
-    mask_of,
-    set_mask,
     weighted_metrics,
 )
 from lockstep.keras.variables import flat_metrics
+from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
 from lockstep.worker.patch_registry import replaced
 
@@ -47,8 +46,7 @@ def replica_step(
     Raises:
         ModelError: a step of Keras has a loss that is a vector.
     """
-    if not has_own(model, f"{kind}_step"):
-        refuse_vectors(model)
+    refuse_vectors(model, kind)
     growths = growths_of(model)
     divisor = growths.divisor if kind == "train" else 1
     # A worker of parameter servers trains with a whole batch.
@@ -72,7 +70,8 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
     of unmasked elements or a sum of weights; None if it is the number of elements.
     """
     densities: list[Any] = []
-    with _observed(lambda *reduction: densities.append(_density(*reduction))), means(model, weight):
+    observed = _observed(lambda *reduction: densities.append(_density(*reduction)), _thinning.value)
+    with observed, means(model, weight):
         yield densities
 
 
@@ -80,48 +79,80 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
 def observed_denominators() -> Iterator[list[bool]]:
     """Within the block, note for each loss of Keras whether its denominator is not the number of elements."""
     differences: list[bool] = []
-
-    def note(sample_weight: Any, mask: Any, reduction: Any) -> None:
-        weighted = reduction == _WEIGHTED_MEAN and sample_weight is not None
-        differences.append(weighted or (mask is not None and reduction in (*MEANS, _WEIGHTED_MEAN)))
-
-    with _observed(note):
+    with _observed(lambda *reduction: differences.append(_has_own_denominator(*reduction))):
         yield differences
 
 
+def _has_own_denominator(sample_weight: Any, mask: Any, reduction: Any) -> bool:
+    if reduction == _WEIGHTED_MEAN:
+        return mask is not None or sample_weight is not None
+    return mask is not None and reduction in MEANS
+
+
+Reduction = tuple[Any, Any, Any, Any]
+"""What a loss of Keras reduces: its values, the weights, the mask and the name of the reduction."""
+
+_LARGER = 4.0
+"""The factor of the losses of rows whose denominators are thinned."""
+
+
 @contextmanager
-def thinned_denominators(start: int, count: int) -> Iterator[None]:
-    """Within the block, each denominator of a loss of Keras leaves out elements of the first rows of a batch.
+def thinned_denominators(start: int, count: int, rows: int) -> Iterator[None]:
+    """Within the block, own denominators of the losses of replicas leave out elements of some first rows.
+
+    The losses of these rows are larger, too. So the mean of a loss over the examples differs clearly from the
+    one over the elements that remain.
 
     Args:
         start: the place in the batch of the first row of the block.
-        count: the number of rows of the batch of which elements are left out.
+        count: the number of first rows of the batch of which elements are left out.
+        rows: the number of rows of the block.
     """
 
-    def thinned(leaf: Any) -> Any:
-        if leaf is None or not leaf.shape:
+    def changed(leaf: Any, change: Callable[[Any, Any, Any], Any]) -> Any:
+        """Return `change(leaf, whether it is in the first rows, whether it is kept)`, by elements."""
+        leaf = keras.ops.convert_to_tensor(leaf)
+        if not leaf.shape or leaf.shape[0] % rows:
             return leaf
-        ones = np.indices(tuple(leaf.shape), sparse=True)
-        kept = (start + ones[0] >= count) | (sum(ones, np.zeros((), int)) % 2 == 0)
-        return leaf * keras.ops.cast(np.broadcast_to(kept, leaf.shape), leaf.dtype)
+        # The rows of an array may be the elements of the examples.
+        elements = leaf.shape[0] // rows
+        indices = np.indices(tuple(leaf.shape), sparse=True)
+        first = np.broadcast_to(indices[0] < (count - start) * elements, leaf.shape)
+        return change(leaf, first, ~first | (sum(indices, np.zeros((), int)) % 2 == 0))
 
-    call = keras.losses.Loss.__call__
+    def larger(leaf: Any, first: Any, _: Any) -> Any:
+        return leaf * keras.ops.cast(np.where(first, _LARGER, 1.0), leaf.dtype)
 
-    def called(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        if keras.ops.is_tensor(y_pred) and (mask := mask_of(y_pred)) is not None:
-            y_pred = y_pred + 0
-            set_mask(y_pred, keras.ops.cast(thinned(keras.ops.cast(mask, "float32")), "bool"))
-        if self.reduction == _WEIGHTED_MEAN:
-            sample_weight = keras.tree.map_structure(thinned, sample_weight)
-        return call(self, y_true, y_pred, sample_weight)
+    def thinned(leaf: Any, _: Any, kept: Any) -> Any:
+        return keras.ops.where(kept, leaf, keras.ops.zeros_like(leaf))
 
-    with replaced(keras.losses.Loss, "__call__", called):
+    def thin(values: Any, sample_weight: Any, mask: Any, reduction: Any) -> Reduction:
+        if _has_own_denominator(sample_weight, mask, reduction):
+            values = changed(values, larger)
+            if mask is not None:
+                mask = changed(mask, thinned)
+            else:
+                sample_weight = changed(sample_weight, thinned)
+        return values, sample_weight, mask, reduction
+
+    with _thinning.within(thin):
         yield
 
 
+_thinning: ThreadValue[Callable[[Any, Any, Any, Any], Reduction] | None] = ThreadValue(None)
+
+
 @contextmanager
-def _observed(note: Callable[[Any, Any, Any], object]) -> Iterator[None]:
-    """Within the block, call `note` with the weights, the mask and the reduction of each loss of Keras."""
+def _observed(
+    note: Callable[[Any, Any, Any], object],
+    change: Callable[[Any, Any, Any, Any], Reduction] | None = None,
+) -> Iterator[None]:
+    """Within the block, call `note` with the weights, the mask and the reduction of each loss of Keras.
+
+    Args:
+        note: gets them.
+        change: returns what losses reduce instead.
+    """
     reduce = getattr(*REDUCE_WEIGHTED_VALUES)
 
     def observed(
@@ -131,6 +162,8 @@ def _observed(note: Callable[[Any, Any, Any], object]) -> Iterator[None]:
         reduction: Any = "sum_over_batch_size",
         dtype: Any = None,
     ) -> Any:
+        if change is not None:
+            values, sample_weight, mask, reduction = change(values, sample_weight, mask, reduction)
         note(sample_weight, mask, reduction)
         return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
 
@@ -169,7 +202,7 @@ def by_density(
     partial = {**partial, "density": share, **({_SCALED: share} if scaled else {})}
     followers = {
         name: partial[name] * keras.ops.cast(density, keras.backend.standardize_dtype(partial[name].dtype))
-        for name in _followers(model, kind, partial)
+        for name in names_like_loss(model, kind, partial)
     }
     return {**partial, **followers}
 
@@ -182,12 +215,12 @@ def divided(model: Any, kind: StepKind, total: Mapping[str, Any]) -> Mapping[str
     # With a density of zero, the values that are proportional to the loss are zero.
     density = density + (density == 0)
     followers = {
-        name: total[name] / density.astype(total[name].dtype) for name in _followers(model, kind, total)
+        name: total[name] / density.astype(total[name].dtype) for name in names_like_loss(model, kind, total)
     }
     return {**total, **followers}
 
 
-def _followers(model: Any, kind: StepKind, arrays: Mapping[str, Any]) -> list[str]:
+def names_like_loss(model: Any, kind: StepKind, arrays: Mapping[str, Any]) -> list[str]:
     """Return the names of the arrays that are proportional to the loss, or to weights that it has scaled."""
     metrics = flat_metrics(weighted_metrics(model)) if _SCALED in arrays else []
     scaled = {id(variable) for metric in metrics for variable in metric.variables}
@@ -219,8 +252,13 @@ def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
     return keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(weights, "float32")))
 
 
-def refuse_vectors(model: Any) -> None:
-    """Raise ModelError if a loss is a vector, because backends compute its gradient in different ways."""
+def refuse_vectors(model: Any, kind: StepKind) -> None:
+    """Raise ModelError if a step of Keras gets a loss that is a vector.
+
+    Backends compute its gradient in different ways.
+    """
+    if has_own(model, f"{kind}_step"):
+        return
     if {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)} & {None, "none"}:
         raise ModelError(
             "a loss has reduction=None: it is a vector, and the meaning of its gradient differs between "

@@ -17,6 +17,7 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import StepKind
 from lockstep.keras.backends.growth import growths_of, runs_python
+from lockstep.keras.backends.losses import refuse_vectors
 from lockstep.keras.backends.traces import Traces, new_traces
 from lockstep.keras.changed_values import ChangedValues, set_values
 from lockstep.keras.fit.call_inputs import refuse_empty
@@ -99,7 +100,7 @@ class Mirrored:
             parts.inputs.note_held(call, model, arguments["x"], arguments["validation_data"])
             if finished := self._resumable.resume():
                 return replay_fit(model, callbacks, finished)
-            training, validation = self._inputs_of_fit(arguments)
+            training, validation = self._inputs_of_fit(model, arguments)
             self._group(training, arguments)
             inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
             explain_memory(self._job, sum(data.held for data in inputs))
@@ -265,10 +266,10 @@ class Mirrored:
         """Hold the state, whose digest the last step has recorded."""
         self._parts.hold(call)
 
-    def _inputs_of_fit(self, arguments: dict[str, Any]) -> tuple[GlobalInput, Any]:
+    def _inputs_of_fit(self, model: Any, arguments: dict[str, Any]) -> tuple[GlobalInput, Any]:
         training, validation = self._parts.inputs.of_training(arguments)
         training.before_pass = self._resumable.begin_pass
-        return training, None if validation is None else self._validation(arguments, validation)
+        return training, None if validation is None else self._validation(model, arguments, validation)
 
     def _group(self, training: GlobalInput, arguments: dict[str, Any]) -> None:
         """Let Keras's loop take outer steps, if the job takes local steps."""
@@ -285,8 +286,13 @@ class Mirrored:
         if epoch is not None:
             arguments["steps_per_epoch"] = training.grouping.count(epoch)
 
-    def _validation(self, arguments: dict[str, Any], validation: Any) -> Any:
-        """Return the validation data as Keras's loop gets it."""
+    def _validation(self, model: Any, arguments: dict[str, Any], validation: Any) -> Any:
+        """Return the validation data as Keras's loop gets it.
+
+        Raises:
+            ModelError: the step of the validation, which comes after an epoch, refuses a loss.
+        """
+        refuse_vectors(model, "test")
         return self._parts.inputs.of_validation(arguments, validation)
 
     def _begin(

@@ -93,7 +93,7 @@ class Checkpointed(Mirrored):
         if kind == "train":
             self._parts.record.begin_plain(call, model, settings())
 
-    def _validation(self, arguments: dict[str, Any], validation: Any) -> Any:
+    def _validation(self, model: Any, arguments: dict[str, Any], validation: Any) -> Any:
         """Return the validation data as Keras reads it."""
         return validation
 

@@ -63,7 +63,12 @@ from lockstep.keras.backends.growth import (
     set_growths,
 )
 from lockstep.keras.backends.logs import LogTemplate, recorded_results
-from lockstep.keras.backends.losses import thinned_denominators, weighted_means
+from lockstep.keras.backends.losses import (
+    names_like_loss,
+    observed_denominators,
+    thinned_denominators,
+    weighted_means,
+)
 from lockstep.keras.backends.whole_batch import is_gather, may_compare_examples
 from lockstep.keras.fit.exactness import different_denominators
 from lockstep.keras.fit.metric_states import (
@@ -153,6 +158,7 @@ class Trial:
         self._tries, self._divides_training = tries, divides_training
         self._failed = False
         self._gathers = False
+        self._has_denominators = False
         self._changes_numbers = False
         self._assigning: set[int] = set()
         self._job = job
@@ -582,15 +588,12 @@ class Trial:
         summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
         names = names or [f"{METRIC}{metric.name}" for metric in of_layers.values()] or [f"{kind}_step"]
-        attempts = self._tried(names, lambda: [self._rounds(kind, summed)])
+        self._has_denominators = False
+        attempts = self._tried(names, lambda: self._attempts(kind, summed))
         if attempts and "compute_loss" in methods:
             # All distances of the outputs may exceed a margin, so a comparison has no effect yet.
             with suppress(Exception, SystemExit), self._undisturbed(), _near_outputs(model), bounded():
                 attempts.append(self._rounds(kind, summed))
-        if attempts and "density" in attempts[0][0][0] and not _have_unequal_densities(attempts):
-            # Rows without padding do not show what depends on the denominator of the loss.
-            with suppress(Exception, SystemExit), self._undisturbed(), bounded():
-                attempts.append(self._rounds(kind, summed, thinned=True))
         measured = dict(self.growths.steps.get(kind, {}))
         figures = self._whole_figures()
         owners = {id(v): metric for metric in flat_metrics(model.metrics) for v in metric.variables}
@@ -610,7 +613,9 @@ class Trial:
                     and id(self._owner(group[0], owners)) not in of_layers
                 ):
                     continue
-                value, values = self._growth_of_group(group, rounds, with_loss=number == 0)
+                value, values = self._growth_of_group(
+                    kind, group, rounds, with_loss=number == 0 and "loss" not in whole
+                )
                 if summed and group[0].startswith("gradient/"):
                     # The rule has made them what means are.
                     if value not in (MEAN, _NOTHING):
@@ -620,6 +625,9 @@ class Trial:
                     self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step")
                     # A step is rather a sum if it is nearly one.
                     value = nearest_growth(values[0], values[1:], _HALVES)
+                if value is _EITHER:
+                    self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step", tried=False)
+                    value = MEAN
                 if value is _NOTHING and methods and not self._gathers and self._shows_loss(group[0], owners):
                     self._name(f"{methods[-1]} of {type(model).__name__}", tried=False)
                 growths_by_name |= dict.fromkeys(group, value)
@@ -633,32 +641,44 @@ class Trial:
         )
 
     def _growth_of_group(
-        self, group: Sequence[str], rounds: Sequence[Sequence[dict[str, Array]]], *, with_loss: bool
+        self,
+        kind: StepKind,
+        group: Sequence[str],
+        rounds: Sequence[Sequence[dict[str, Array]]],
+        *,
+        with_loss: bool,
     ) -> tuple[Any, list[Array]]:
         """Return the growth that some arrays have in all attempts of a round, and values that show it.
 
+        It is `_EITHER` for a value that may follow the examples, or the denominator of the loss.
+
         Args:
+            kind: the kind of the step.
             group: the names of the arrays.
             rounds: the arrays of all rows and of each half, by attempts.
             with_loss: whether an array may be weighted by the denominator of the loss.
         """
         half = _computes_in_half(self._model)
         values_by_growth: dict[Any, list[Array]] = {}
-        either: list[Array] | None = None
+        either: list[tuple[list[Array], list[Array]]] = []
         for arrays in rounds:
             if all(name in each for name in group for each in arrays):
                 values = [np.concatenate([each[name].ravel() for name in group]) for each in arrays]
                 growth = self._growth(values, _HALVES, half=half)
+                if group[0] in names_like_loss(self._model, kind, arrays[0]):
+                    with_loss = False
                 if with_loss and growth in (MEAN, None) and all("density" in each for each in arrays):
-                    weighted = [value * each["density"] for value, each in zip(values, arrays, strict=True)]
+                    densities = [each["density"] for each in arrays]
+                    weighted = [value * density for value, density in zip(values, densities, strict=True)]
                     if self._growth(weighted, _HALVES, half=half) == MEAN:
                         if growth == MEAN:
-                            either = values
+                            either.append((values, densities))
                             continue
                         growth = LIKE_LOSS
                 values_by_growth.setdefault(growth, values)
-        if either is not None and values_by_growth.keys() <= {_NOTHING}:
-            values_by_growth[MEAN] = either
+        if either and values_by_growth.keys() <= {_NOTHING}:
+            is_mean = not self._has_denominators or _is_independent(either, group[0].startswith("log/"))
+            values_by_growth[MEAN if is_mean else _EITHER] = either[0][0]
         if len(values_by_growth) > 1:
             values_by_growth.pop(_NOTHING, None)
         if len(values_by_growth) > 1:
@@ -686,13 +706,26 @@ class Trial:
         attempts = self._tried(["compute_metrics"], self._metric_states)
         return frozenset(name for attempt in attempts for name in attempt if name.startswith("log/"))
 
+    def _attempts(self, kind: StepKind, summed: bool) -> list[list[list[dict[str, Array]]]]:
+        """Return the `_rounds` of a step; also with thinned denominators, if its losses have their own.
+
+        Rows without padding do not show what depends on the denominator of the loss.
+        """
+        with observed_denominators() as differences:
+            attempts = [self._rounds(kind, summed)]
+        if any(differences):
+            self._has_denominators = True
+            with suppress(Exception, SystemExit), random_numbers(0), bounded():
+                attempts.append(self._rounds(kind, summed, thinned=True))
+        return attempts
+
     def _rounds(self, kind: StepKind, summed: bool, *, thinned: bool = False) -> list[list[dict[str, Array]]]:
         """Return the arrays of each round of a step, for some rows and for each half of them.
 
         Args:
             kind: the kind of the step.
             summed: whether the gradients of replicas are added up, as by `tf.distribute`.
-            thinned: whether the denominator of the loss leaves out elements of the first half.
+            thinned: whether denominators of losses leave out elements of the first half.
         """
         model, growths = self._model, self.growths
         whole, *halves = self._batch.halves
@@ -708,13 +741,14 @@ class Trial:
                 set_growths(model, replace(growths, divisor=replicas if summed else 1))
                 weight, start = part.count / whole.count, part.rows.start
                 share = Share(0, part.count, weight, 0, lambda: part.batch, start)
+                first, rows = (0, whole.count) if "loss" in growths.whole else (start, part.count)
                 with (
                     self._job.trying(replicas),
                     self._context(),
                     _unscaled(model),
                     unchanged(model),
                     self._global_draws_named(),
-                    thinned_denominators(start, halves[0].count) if thinned else nullcontext(),
+                    thinned_denominators(first, halves[0].count, rows) if thinned else nullcontext(),
                     recorded_updates(model) as updates_of_part,
                 ):
                     updates.append(updates_of_part)
@@ -861,18 +895,18 @@ class Trial:
         if name not in self.names:
             self.names.append(name)
 
-    def _name_array(self, name: str, owners: Mapping[int, Any], step: str) -> None:
+    def _name_array(self, name: str, owners: Mapping[int, Any], step: str, *, tried: bool = True) -> None:
         """Name the part of the program to which an array of a partial belongs."""
         kind, _, rest = name.partition("/")
         owner = self._owner(name, owners)
         if kind == "metric" and (owner is None or owner is not loss_tracker(self._model)):
-            self._name(f"{METRIC}{owner.name if owner is not None else rest}")
+            self._name(f"{METRIC}{owner.name if owner is not None else rest}", tried)
         elif kind == "log":
             figure = f"{FIGURE}{rest.replace('//', '/')} of"
             if f"{figure} compute_metrics" not in self.names:
-                self._name(f"{figure} {step}")
+                self._name(f"{figure} {step}", tried)
         else:
-            self._name(f"{step} of {type(self._model).__name__}")
+            self._name(f"{step} of {type(self._model).__name__}", tried)
 
     def _shows_loss(self, name: str, owners: Mapping[int, Any]) -> bool:
         """Whether an array of a partial is zero for each batch only if the loss of the program is zero."""
@@ -903,6 +937,9 @@ _ROWS = "its rows, "
 
 _NOTHING = object()
 """Represents the growth of a value that is zero for all rows and for each part, or not a number."""
+
+_EITHER = object()
+"""Represents the growth of a value that trials do not show: it may be `MEAN` or `LIKE_LOSS`."""
 
 
 def without_remarks(name: str) -> str:
@@ -1044,9 +1081,25 @@ def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
     return [gradients, *others] if gradients else others
 
 
-def _have_unequal_densities(attempts: Sequence[Sequence[Sequence[Mapping[str, Array]]]]) -> bool:
-    """Whether the halves of an attempt have losses of unequal densities in the first round."""
-    return any(not np.allclose(first["density"], second["density"]) for ((_, first, second), *_) in attempts)
+def _is_independent(attempts: Sequence[tuple[Sequence[Array], Sequence[Array]]], is_figure: bool) -> bool:
+    """Whether a value does not follow the loss, whose denominator trials have changed.
+
+    A figure may be a mean over unmasked elements that the program computes itself. It counts as a mean over
+    examples only if the rows have no padding.
+
+    Args:
+        attempts: the values, and the densities of the losses, of all rows and of each half.
+        is_figure: whether the value is a figure.
+    """
+    if any(max(first, second) > 1.2 * min(first, second) for _, (_, first, second) in attempts) and all(
+        np.array_equal(whole, part) for (whole, *parts), _ in attempts for part in parts
+    ):
+        return True
+    values, densities = attempts[0]
+    return not (is_figure and densities[1] != densities[2]) and any(
+        others[1] != densities[1] and all(map(np.array_equal, values, changed))
+        for changed, others in attempts[1:]
+    )
 
 
 def _unweighted(arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:
