@@ -22,11 +22,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.keras.private.common import (
-    KERAS_HOLDERS,
-    MODEL_ATTRIBUTES,
-    OWN_ATTRIBUTES,
-)
+from lockstep.keras.private.common import KERAS_HOLDERS, MODEL_ATTRIBUTES, OWN_ATTRIBUTES
 from lockstep.keras.python_values import (
     ABSENT,
     DEEPEST,

@@ -18,11 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from lockstep.keras.private.common import (
-    KERAS_HOLDERS,
-    layers_of,
-    modules_of,
-)
+from lockstep.keras.private.common import KERAS_HOLDERS, layers_of, modules_of
 from lockstep.keras.python_state import (
     Kept,
     ObjectGraph,

@@ -13,9 +13,7 @@ import keras
 import numpy as np
 
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
-from lockstep.keras.fit.trials import (
-    HALF_TYPES,
-)
+from lockstep.keras.fit.trials import HALF_TYPES
 from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.patch_registry import replaced
