@@ -101,13 +101,22 @@ def endless() -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 
 class Batches(keras.utils.PyDataset):
-    """The examples in batches of 30."""
+    """The examples in batches of 30, in another order in each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = np.random.default_rng(np.random.randint(1000))
+        self.on_epoch_end()
+
+    def on_epoch_end(self) -> None:
+        self._order = self._generator.permutation(len(X))
 
     def __len__(self) -> int:
         return 8
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        return X[30 * index : 30 * index + 30], Y[30 * index : 30 * index + 30]
+        rows = self._order[30 * index : 30 * index + 30]
+        return X[rows], Y[rows]
 
 
 def loader() -> Any:
@@ -123,7 +132,7 @@ def loader() -> Any:
             noise = torch.rand(6) + float(np.random.rand())
             return torch.from_numpy(X[index]) + 0.1 * noise, Y[index]
 
-    shuffled = torch.Generator().manual_seed(5)
+    shuffled = torch.Generator().manual_seed(np.random.randint(1000))
     return data.DataLoader(Noisy(), batch_size=50, shuffle=True, drop_last=True, generator=shuffled)
 
 
@@ -264,10 +273,22 @@ def exact(own: Any) -> None:
             model.compile(optimizer, loss, metrics=["accuracy"])
         model.fit(X, Y, 20, 3, verbose=0)
         print("digest", lockstep.digest(model), flush=True)
-    make = loader if keras.backend.backend() == "torch" else Batches
-    dataset = make() if own is None else own.distribute_datasets_from_function(lambda context: make())
-    model.fit(dataset, epochs=2, shuffle=False, verbose=0)
-    print("digest", lockstep.digest(model), flush=True)
+    makers: list[Callable[[], Any]] = [Batches]
+    if keras.backend.backend() == "torch":
+        makers.append(loader)
+    for make in makers:
+        dataset, validation = (
+            make()
+            if own is None
+            else own.distribute_datasets_from_function(lambda context, make=make: make())
+            for _ in range(2)
+        )
+        # On PyTorch, a validation draws numbers that change those of the loader's items.
+        validated = {"validation_data": validation} if make is Batches else {}
+        # The second call begins where the first one has left the dataset.
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0, **validated)
+        model.fit(x=dataset, shuffle=False, verbose=0)
+        print("digest", lockstep.digest(model), flush=True)
 
 
 def free() -> None:

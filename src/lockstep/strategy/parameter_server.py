@@ -17,7 +17,7 @@ from lockstep.keras.parameter_server.function_one_process import OneProcessCalls
 from lockstep.keras.parameter_server.function_run import ScopeVariables
 from lockstep.keras.parameter_server.function_server import ServerCalls
 from lockstep.keras.parameter_server.function_worker import WorkerCalls
-from lockstep.keras.parameter_server.per_worker import DatasetFunction, PerWorkerDataset
+from lockstep.keras.parameter_server.per_worker import PerWorkerDataset, process_dataset
 from lockstep.keras.parameter_server.process import ServerOptions
 from lockstep.keras.parameter_server.remote_values import Calls, LocalCalls
 from lockstep.keras.replica_run.merges import current_replica
@@ -181,8 +181,8 @@ class ParameterServerStrategy(Strategy):
         return dataset
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
-        """Return a dataset that each process creates with `dataset_fn(InputContext())`."""
-        return self._program.dataset(DatasetFunction(dataset_fn))
+        """Return the dataset `dataset_fn(InputContext())`, which each process creates now."""
+        return process_dataset(dataset_fn)
 
 
 class _Program(Protocol):
@@ -202,9 +202,6 @@ class _Program(Protocol):
 
     def begin_loop(self, name: str) -> None:
         """Raise ModelError if `strategy.run` and `strategy.steps` are not supported."""
-
-    def dataset(self, made: DatasetFunction) -> Any:
-        """Return the dataset of the program, from a function that creates it in each process."""
 
 
 class _LocalProgram:
@@ -226,10 +223,6 @@ class _LocalProgram:
 
     def begin_loop(self, name: str) -> None:
         """Do nothing."""
-
-    def dataset(self, made: DatasetFunction) -> Any:
-        """Create the dataset."""
-        return made.create()
 
 
 class _ServedProgram:
@@ -278,10 +271,6 @@ class _ServedProgram:
             f"{name} with parameter servers works in functions that a lockstep.ClusterCoordinator schedules; "
             "use fit, a ClusterCoordinator, or MultiWorkerMirroredStrategy in a job without --ps"
         )
-
-    def dataset(self, made: DatasetFunction) -> Any:
-        """Let each process create the dataset when it needs it."""
-        return made
 
     def _join(self) -> None:
         if self._calls is not None:

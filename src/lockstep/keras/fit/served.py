@@ -28,7 +28,6 @@ from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.parameter_server.embedding_tables import EmbeddingTables, find_tables
 from lockstep.keras.parameter_server.fit import fit_on_servers
 from lockstep.keras.parameter_server.function_joining import FunctionJoining
-from lockstep.keras.parameter_server.per_worker import created
 from lockstep.keras.parameter_server.process import ServedCall, UsedIterators
 from lockstep.keras.parameter_server.server_embedding import (
     meet_servers,
@@ -161,12 +160,6 @@ class Served(Mirrored):
         parts.record.meet = partial(meet_servers, parts.job)
         self._built_with: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._iterators = UsedIterators()
-
-    def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call. A dataset of `distribute_datasets_from_function` is created now."""
-        own_args = [created(argument) for argument in args]
-        own_kwargs = {name: created(argument) for name, argument in kwargs.items()}
-        return super().call(method, original, model, *own_args, **own_kwargs)
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Train asynchronously on the workers."""

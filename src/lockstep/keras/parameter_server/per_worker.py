@@ -1,6 +1,6 @@
 """Values that differ between workers: the datasets and iterators of scheduled functions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -104,27 +104,9 @@ class PerWorkerIterator(PerWorkerValues):
         )
 
 
-class DatasetFunction:
-    """A dataset that a function creates in each process.
-
-    Args:
-        dataset_fn: creates it from an `InputContext`.
-    """
-
-    def __init__(self, dataset_fn: Callable[[InputContext], Any]) -> None:
-        self._dataset_fn = dataset_fn
-
-    def create(self) -> Any:
-        """Return a new dataset."""
-        return self._dataset_fn(InputContext())
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.create())
-
-
-def created(argument: Any) -> Any:
-    """Return an argument of a call. If it is a `DatasetFunction`, return a new dataset."""
-    return argument.create() if isinstance(argument, DatasetFunction) else argument
+def process_dataset(dataset_fn: Callable[[InputContext], Any]) -> Any:
+    """Return the dataset that a function creates in this process, as one pipeline."""
+    return dataset_fn(InputContext())
 
 
 def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
@@ -137,7 +119,6 @@ def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
         )
 
     def create() -> Any:
-        made = make() if callable(make) and not hasattr(make, "__iter__") else make
-        return created(made)
+        return make() if callable(make) and not hasattr(make, "__iter__") else make
 
     return create
