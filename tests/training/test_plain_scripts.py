@@ -15,7 +15,12 @@ import pytest
 
 import lockstep
 from lockstep.keras.backends.adapter import adapter
-from lockstep.keras.fit.exactness import introduction, kinds_per_replica, tried_parts
+from lockstep.keras.fit.exactness import (
+    different_denominators,
+    introduction,
+    kinds_per_replica,
+    tried_parts,
+)
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.fit.tried_rows import TriedBatch
 from lockstep.topology import place
@@ -446,6 +451,21 @@ def test_several_losses_with_different_denominators_are_named(
     lossless = keras.Model(tokens, heads[:outputs])
     lossless.compile("sgd")
     assert parts_of(lossless, lambda: (words, targets, weights)) == []
+
+
+def test_a_model_without_a_call_does_not_have_losses_with_different_denominators() -> None:
+    class Step(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = keras.layers.Embedding(5, 4, mask_zero=True)
+
+        def train_step(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+    model = Step()
+    model.compile("sgd", "mse")
+    batch = TriedBatch(lambda: (np.ones((4, 3), "int32"), np.zeros((4, 3)), None))
+    assert different_denominators(model, batch) == []
 
 
 @pytest.mark.parametrize("compares", [True, False])

@@ -140,7 +140,8 @@ def _draws(layer: Any) -> bool:
 
 def different_denominators(model: Any, batch: TriedBatch) -> list[str]:
     """Name several losses if one of them is a mean over unmasked elements, or over the sum of weights."""
-    if model.loss is None:
+    # Only the program's own step, which is tried, trains a model without a call.
+    if model.loss is None or type(model).call is keras.Model.call:
         return []
     losses = keras.tree.flatten(model.loss)
     weighs = any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in losses)
