@@ -278,9 +278,9 @@ def exact(own: Any) -> None:
         makers.append(loader)
     for make in makers:
         dataset, validation = (
-            make()
-            if own is None
-            else own.distribute_datasets_from_function(lambda context, make=make: make())
+            own.distribute_datasets_from_function(lambda context, make=make: make())
+            if own is not None and own.has_servers
+            else make()
             for _ in range(2)
         )
         # On PyTorch, a validation draws numbers that change those of the loader's items.
