@@ -243,7 +243,7 @@ def test_an_agent_waits_for_the_upload_of_its_coordinator(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        made = Standby(None, "", set())  # type: ignore[arg-type]
+        made = Standby(None, "", "", set())  # type: ignore[arg-type]
         made._process, made._channel = process, PacketChannel(ours, StopRequest)
         waits = threading.Thread(target=made.see_off)
         waits.start()
