@@ -120,7 +120,10 @@ class SupersededError(CheckpointError):
 
 
 class UnknownFormatError(CheckpointError):
-    """A checkpoint has a format of another version. It is not damaged, so no other one takes its place."""
+    """A checkpoint, or a run in an object store, has a format of another version.
+
+    A checkpoint is not damaged then, so no other one takes its place.
+    """
 
 
 class FunctionError(LockstepError):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UnknownFormatError
 
 INDEX = ".lockstep-run.json"
 """The object that lists the others."""
@@ -104,15 +104,21 @@ def read_index(data: bytes, url: str) -> RunIndex:
     """Decode the index of a store.
 
     Raises:
-        CheckpointError: it is damaged, or of another version.
+        CheckpointError: it is damaged.
+        UnknownFormatError: another version has written it.
     """
     try:
         index = msgspec.json.decode(data, type=RunIndex)
     except ValueError as error:
         raise CheckpointError(f"{url}/{INDEX} is damaged: {error}; give another URL, or remove it") from None
-    if index.format != _FORMAT or not all(map(_is_below, index.files)):
+    if index.format != _FORMAT:
+        raise UnknownFormatError(
+            f"{url}/{INDEX} has the format {index.format}, but this Lockstep reads {_FORMAT}; use the "
+            "version that wrote it"
+        )
+    if outside := [name for name in index.files if not _is_below(name)]:
         raise CheckpointError(
-            f"{url}/{INDEX} is not of this version; use the version that wrote it, or give another URL"
+            f"{url}/{INDEX} is damaged: it names {outside[0]!r}; give another URL, or remove it"
         )
     return index
 
