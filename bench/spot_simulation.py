@@ -178,7 +178,7 @@ class Job:
             return
         if not self._others_train(machine):
             if machine.index in self.state.retiring:
-                # It goes once others train.
+                # It leaves when other hosts train.
                 self.after(1.0, lambda: self._take(machine))
             return
         machine.there, machine.heard = False, self.now - self.dice.uniform(0.0, ALIVE_EVERY)

@@ -254,8 +254,8 @@ def test_a_store_that_fails_for_a_while_is_named_once_and_counted(uploads: Uploa
     assert not uploads.advance()
     assert not uploads.advance()
     assert uploads.notes == [
-        f"the run folder is not uploaded now: {URL} cannot be written: 503 Service Unavailable; the job goes "
-        "on, and uploads are tried again every 30 s"
+        f"the run folder cannot be uploaded now: {URL} cannot be written: 503 Service Unavailable; the job "
+        "continues, and the upload is tried again every 30 s"
     ]
     assert uploads.upload.verdict() == (
         f"{URL} lacks 1 file of the run, or their ends: {URL} cannot be written: 503 Service Unavailable; "
@@ -302,7 +302,7 @@ def test_files_that_the_store_refuses_keep_no_others_back(uploads: Uploads, back
         assert not uploads.advance()
     assert list(stored(backing)) == ["events.jsonl"]
     assert "lacks 5 files of the run" in uploads.upload.verdict()
-    assert uploads.notes[0].startswith("the run folder is not uploaded now: bad-0: ")
+    assert uploads.notes[0].startswith("the run folder cannot be uploaded now: bad-0: ")
     uploads.store.refused = set()
     assert uploads.finish() == f"the run folder is complete in {URL}; 8 uploads failed before"
     assert stored(backing) == local(uploads.folder)

@@ -247,7 +247,7 @@ def test_uploads_that_fail_are_named_once_and_made_up_for(
     done = lockstep.run(*OPTIONS, lockstep.script(WORKS), run=URL, **store.variables)
     assert done.status == 0, done.err
     assert stored(variables) == local(tmp_path)
-    (first,) = [line for line in done.notes if "is not uploaded now" in line]
+    (first,) = [line for line in done.notes if "cannot be uploaded now" in line]
     assert "the store refuses the credentials of this process (AccessDenied: Access Denied)" in first
     assert done.notes[-1] == f"lockstep: the run folder is complete in {URL}; 2 uploads failed before"
 

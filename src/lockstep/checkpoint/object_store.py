@@ -185,7 +185,7 @@ class ObjectStore:
             raise self._failed("written", error) from None
 
     def size(self, name: str) -> int | None:
-        """Return the size of an object, or None if there is no such object."""
+        """Return the size of an object in bytes, or None if it does not exist."""
         try:
             return int(self._obstore.head(self._store, name)["size"])
         except FileNotFoundError:

@@ -124,6 +124,6 @@ def read_index(data: bytes, url: str) -> RunIndex:
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name leads to a file below the folder; whoever may write to the store has chosen it."""
+    """Whether a name is that of a file below the folder. Anyone with access to the store may have set it."""
     path = PurePosixPath(name)
     return is_kept(name) and not path.is_absolute() and ".." not in path.parts and str(path) == name

@@ -327,7 +327,7 @@ class RunUpload:
         if number or self._taken_over:
             return (
                 f"{self._url} lacks {count(number, 'file')} of the run, or their ends: "
-                f"{why or 'there was no time'}; {self._where()}"
+                f"{why or 'the time limit has passed'}; {self._where()}"
             )
         if self._failures:
             failed = count(self._failures, "upload")
@@ -402,8 +402,8 @@ class RunUpload:
         self._failures, self._reason = self._failures + 1, why
         if self._failures == 1:
             self._say(
-                f"the run folder is not uploaded now: {why}; the job goes on, and uploads are tried again "
-                f"every {EVERY:g} s"
+                f"the run folder cannot be uploaded now: {why}; the job continues, and the upload is tried "
+                f"again every {EVERY:g} s"
             )
 
     def _where(self) -> str:
@@ -441,7 +441,7 @@ def uploaded_beside(folder: Path, url: str) -> Iterator[None]:
         folder: the folder of the run.
         url: the prefix of the store; see `prepare`.
     """
-    # Nobody has taken the place of a standby, which is a new one.
+    # `prepare` has written the token. A standby has none: its prefix is new.
     holder = next(iter(_marks(folder)), secrets.token_hex(8))
     try:
         # In a new session, Ctrl-C reaches only the command.

@@ -44,19 +44,11 @@ from lockstep.coordinator.comparison import NOT_COMPARED, save_verdict
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.task_place import TaskRole
 from lockstep.hosts.where import PLACING, SCHEDULERS, Engine, Here, Hosts, Listen, ScheduledTask, parse_where
-from lockstep.launcher.backend import (
-    BACKENDS,
-    RULE,
-)
+from lockstep.launcher.backend import BACKENDS, RULE
 from lockstep.launcher.gpu_assignment import describe_sharing
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
-from lockstep.protocol.job_spec import (
-    GRACE,
-    TIMEOUT,
-    InputReading,
-    JobSpec,
-)
+from lockstep.protocol.job_spec import GRACE, TIMEOUT, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     WITNESS,
