@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 from agent_reports import exited, said, script_ended
 
 from lockstep.coordinator import host_watch, job_record
-from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.admin_client import call_job
+from lockstep.coordinator.coordinator import Coordinator, ShowLife
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record
 from lockstep.errors import SupersededError
@@ -28,7 +30,16 @@ from lockstep.observability.events import (
     TrainingResumed,
     WorkerConnectedLate,
 )
-from lockstep.protocol.admin import StopRequest
+from lockstep.protocol.admin import (
+    AdminRequest,
+    Refused,
+    Reply,
+    ScaleRequest,
+    StackRequest,
+    Status,
+    StatusRequest,
+    StopRequest,
+)
 from lockstep.protocol.host import (
     SILENCE,
     AllReported,
@@ -249,6 +260,29 @@ def test_a_view_after_a_stop_has_the_rest_of_the_grace_period(make: Callable[[Re
     assert job.coordinator.run() == 130
     assert "stopped by SIGINT; no checkpoint of the last steps" in job.notes()
     assert 0.0 <= limits[1] <= 1.0
+
+
+def test_another_terminal_is_answered_while_a_view_waits(make: Callable[[Reaction], Job]) -> None:
+    """A stop is for the caller of the function, which decides when; nothing else can be decided."""
+    replies = list[Reply | None]()
+    stops = list[StopRequest | None]()
+    job = make(well)
+
+    def ask(request: AdminRequest) -> None:
+        replies.append(call_job(job.folder.name, request, 60.0))
+
+    def announce(view: StartView, show_life: ShowLife, limit: float) -> StopRequest | None:
+        for request in (StatusRequest(), ScaleRequest(1), StackRequest(0), StopRequest(), StatusRequest()):
+            asks = threading.Thread(target=ask, args=(request,))
+            asks.start()
+            while asks.is_alive():
+                stops.append(show_life())
+        return None
+
+    job.coordinator.announce = announce
+    assert job.coordinator.run() == 0
+    assert [type(reply) for reply in replies] == [Status, Refused, Refused, Status, Status]
+    assert [stop for stop in stops if stop is not None] == [StopRequest()]
 
 
 def test_a_job_that_is_stopped_before_its_first_view_starts_no_worker(

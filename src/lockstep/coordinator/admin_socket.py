@@ -54,6 +54,7 @@ class AdminSocket:
 
     Attributes:
         name: the job's name, by which clients find it.
+        answer: see `over`; may be replaced.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class AdminSocket:
         self.name = name
         self._listener = listener
         self._arrivals = arrivals
-        self._answer = answer
+        self.answer = answer
         self._trusts = trusts
         self._silent: list[socket.socket] = []
         self._waiting: list[socket.socket] = []
@@ -83,8 +84,8 @@ class AdminSocket:
 
         Args:
             listener: has the name of the job, see `take_name`; belongs to the result.
-            answer: carries out a request and returns the reply, or one that follows; must not block, or close
-                this socket.
+            answer: carries out a request and returns the reply, or one that follows; must not close this
+                socket, or block, unless it calls `serve` meanwhile.
             trusts: whether to read from a client.
 
         Raises:
@@ -107,7 +108,9 @@ class AdminSocket:
         """Answer all pending requests; never blocks, and raises only exceptions of `answer`."""
         self._arrivals.poll(0)
         for connection in tuple(self._silent):
-            self._hear(connection)
+            # An answer may have served others.
+            if connection in self._silent:
+                self._hear(connection)
         for connection in arrived(self._listener, self._arrivals, MOST_OPEN):
             self._admit(connection)
 
@@ -143,25 +146,25 @@ class AdminSocket:
             return
         except OSError:
             packet = b""
-        reply: Reply | PendingReply | None = None
+        self._forget(connection)
         try:
-            if packet:
-                reply = self._reply(packet)
-        finally:
-            self._forget(connection)
-            if isinstance(reply, PendingReply):
-                self._keep(connection, reply)
-            else:
-                if reply is not None:
-                    _send(connection, reply)
-                connection.close()
+            reply = self._reply(packet) if packet else None
+        except BaseException:
+            connection.close()
+            raise
+        if isinstance(reply, PendingReply):
+            self._keep(connection, reply)
+            return
+        if reply is not None:
+            _send(connection, reply)
+        connection.close()
 
     def _reply(self, packet: bytes) -> Reply | PendingReply:
         try:
             request = decode_request(packet)
         except ValueError as error:
             return Refused(f"unknown request ({error}); {_OTHER_VERSION}")
-        return self._answer(request)
+        return self.answer(request)
 
     def _keep(self, connection: socket.socket, pending: PendingReply) -> None:
         """Keep a connection until its reply is known; if too many wait, the first one is disconnected."""

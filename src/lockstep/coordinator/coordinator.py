@@ -8,7 +8,6 @@ events. `Narrator` tells the user about them, `HostWatch` exchanges signs of lif
 import math
 import os
 import signal
-import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from lockstep.coordinator.admin_socket import take_name
+from lockstep.coordinator.admin_socket import AdminSocket, take_name
 from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.host_watch import HostWatch
 from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record, without_excess
@@ -103,6 +102,10 @@ _UNRECORDED = (KeepAlive, OutputWritten, LoadReport, StackReply)
 """Reports that the record of the job does not depend on."""
 
 
+ShowLife = Callable[[], StopRequest | None]
+"""Shows that a coordinator lives while it waits; returns a stop that another terminal has requested."""
+
+
 class CommandGone(Exception):
     """The command has ended before the job."""
 
@@ -125,14 +128,15 @@ class Coordinator:
         before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get the instructions that follow from it.
-        announce: called with each view before agents hear of it, with a function to call every second
+        announce: called with each view before agents hear of it, with a function to call every second, which
+            returns a stop that another terminal has requested,
             meanwhile, and with the seconds left to a job that the user has stopped, otherwise infinity. If it
             raises CheckpointError, this coordinator may not lead the job any more. If it returns the request
             of the user to stop the job, that cannot wait for the view.
         notifies: whether the agents of other hosts show the notes of this process.
         term: the term of this coordinator; each one that takes over a job has a higher one.
         record: the record of the job that this coordinator takes over; None for a new job.
-        requests: where other terminals connect; None to take the name of the run folder.
+        requests: where other terminals connect; None for a socket with the name of the run folder.
     """
 
     spec: JobSpec
@@ -148,11 +152,11 @@ class Coordinator:
     before_loss: Callable[[], None] = lambda: None
     when_lost: Callable[[int], None] = lambda host: None
     keep: Callable[[KeepRecord], None] = lambda record: None
-    announce: Callable[[StartView, Callable[[], None], float], StopRequest | None] | None = None
+    announce: Callable[[StartView, ShowLife, float], StopRequest | None] | None = None
     notifies: bool = False
     term: int = 1
     record: JobRecord | None = None
-    requests: socket.socket | None = None
+    requests: AdminSocket | None = None
     _serial: int = 0
     _changed: bool = True
     _owing: list[HostAgent] = field(default_factory=list)
@@ -445,10 +449,15 @@ class Coordinator:
         text = f"{outcome.message}; {missing}, because the object store did not answer"
         self._stopped, self._outcome = True, replace(outcome, message=text)
 
-    def _show_life(self) -> None:
-        """Tell the agents of other hosts that this process lives, while it cannot take their reports."""
+    def _show_life(self) -> StopRequest | None:
+        """Tell other hosts and terminals that this process lives, while it cannot decide anything.
+
+        Returns:
+            A stop that another terminal has requested since the last call.
+        """
         for agent in self._watch.live:
             agent.channel.send(KeepAlive(0, agent.alive))
+        return self._requests.serve_in_wait()
 
     def _addressed(self, members: HostMembers) -> HostMembers:
         agent = self.agents[members.host]
@@ -510,6 +519,10 @@ class Coordinator:
         """Whether the end of the job is decided, so that no host can join."""
         return self._outcome is not None or not self.state.active
 
+    def stop_for_terminal(self, stop: StopRequest) -> None:
+        """Take the first stop that another terminal requested during a wait for `announce`."""
+        self._requests.answer(stop)
+
     def add_host(self, agent: HostAgent, workers: int, cores: int) -> None:
         """Let a host take part from now on. Its agent already knows the job.
 
@@ -566,7 +579,8 @@ class Coordinator:
             # Without requests: commands without a name are for the only job that runs.
             return
         try:
-            self._requests.open(self.requests or take_name(self.paths.root.name))
+            name = self.paths.root.name
+            self._requests.open(self.requests or AdminSocket.over(take_name(name), self._requests.answer))
         except LockstepError as error:
             self._narrator.warn(f"remote control is unavailable: {error}")
 

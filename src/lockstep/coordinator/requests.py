@@ -1,6 +1,5 @@
 """The requests of other terminals to a running job."""
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +21,8 @@ from lockstep.supervisor.events import Event
 from lockstep.supervisor.state import State
 from lockstep.system.event_loop import EventLoop
 
+WAITS = "the job waits for the object store, which decides whether its coordinator leads it; try again later"
+
 
 @dataclass
 class Requests:
@@ -41,16 +42,25 @@ class Requests:
     pass_on: Callable[[StackRequest], None]
     status: Callable[[str], Status]
     admin: AdminSocket | None = field(default=None, init=False)
+    _waits: bool = field(default=False, init=False)
+    _stop: StopRequest | None = field(default=None, init=False)
     _stacks: dict[int, list[PendingReply]] = field(default_factory=dict, init=False)
 
-    def open(self, listener: socket.socket) -> None:
-        """Take requests at a socket that has the name of the job.
+    def open(self, admin: AdminSocket) -> None:
+        """Take the requests of a socket."""
+        self.admin = admin
+        admin.answer = self.answer
+        self.loop.watch(admin.fileno(), admin.serve)
 
-        Raises:
-            UnfitError: this process has too many descriptors.
-        """
-        self.admin = AdminSocket.over(listener, self._answer)
-        self.loop.watch(self.admin.fileno(), self.admin.serve)
+    def serve_in_wait(self) -> StopRequest | None:
+        """Answer requests while supervision can decide nothing; return a stop among them, or None."""
+        self._waits, self._stop = True, None
+        try:
+            if self.admin is not None:
+                self.admin.serve()
+        finally:
+            self._waits = False
+        return self._stop
 
     def close(self) -> None:
         """Take no more requests; safe to call more than once."""
@@ -64,10 +74,15 @@ class Requests:
         for pending in self._stacks.pop(reply.worker, ()):
             pending.send(reply)
 
-    def _answer(self, request: AdminRequest) -> Reply | PendingReply:
+    def answer(self, request: AdminRequest) -> Reply | PendingReply:
+        """Carry out a request; return the reply."""
         assert self.admin is not None
         state = self.state()
         match request:
+            case StopRequest() if self._waits:
+                self._stop = request if state.active else None
+            case StackRequest() | ScaleRequest() if self._waits:
+                return Refused(WAITS)
             case StackRequest(worker):
                 if worker not in state.running:
                     return Refused(f"no worker {worker} is running")

@@ -24,10 +24,12 @@ import msgspec
 import psutil
 
 from lockstep.checkpoint.mirror import open_leased
-from lockstep.coordinator.coordinator import HOLDERS, Coordinator
+from lockstep.coordinator.admin_socket import AdminSocket
+from lockstep.coordinator.coordinator import HOLDERS, Coordinator, ShowLife
 from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
 from lockstep.coordinator.notifications import notified
+from lockstep.coordinator.requests import WAITS
 from lockstep.errors import CheckpointError, LockstepError, SupersededError, UnfitError, with_code
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.leadership import Leader
@@ -37,7 +39,15 @@ from lockstep.observability.event_log import recorded
 from lockstep.observability.events import OrderRecorded
 from lockstep.observability.exports import Exports, exported
 from lockstep.parameter_server.order import ReceivedOrders
-from lockstep.protocol.admin import StopChannel, StopRequest
+from lockstep.protocol.admin import (
+    AdminRequest,
+    Refused,
+    Reply,
+    Status,
+    StatusRequest,
+    StopChannel,
+    StopRequest,
+)
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.coordinator import (
     Coordinate,
@@ -189,6 +199,8 @@ class CoordinatorProcess:
     _grace: float = 0.0
     _clock: SystemClock = field(default_factory=SystemClock)
     _postponed: deque[tuple[CoordinatorCommand | Unreadable, float]] = field(default_factory=deque)
+    _requests: AdminSocket | None = None
+    _requested: tuple[StopRequest, float] | None = None
 
     def run(self) -> int:
         """Coordinate the job to its end; return its exit status.
@@ -206,11 +218,16 @@ class CoordinatorProcess:
         spec = _decoded(first_kept).spec
         self._contested = bool(spec.standby) and first.kept.term > 0
         self._leader = leader = self._leader_of(spec, first.address)
+        if (listener := _listener(first.requests)) is not None:
+            self._requests = AdminSocket.over(listener, partial(self._answer, first, _decoded(first_kept)))
 
-        def show_life() -> None:
+        def show_life() -> StopRequest | None:
             self.keeper.send(KeepAlive())
             for channel in channels.values():
                 channel.send(KeepAlive())
+            if self._requests is not None:
+                self._requests.serve()
+            return None
 
         if leader is not None:
             term = self._persist(partial(leader.look, first.term), show_life)
@@ -245,6 +262,30 @@ class CoordinatorProcess:
         if not self._contested or (self._leader is not None and self._leader.is_replaced):
             return False
         return isinstance(error, CheckpointError) or not self._leads
+
+    def _answer(self, first: Coordinate, record: JobRecord, request: AdminRequest) -> Reply:
+        """Answer another terminal before this process can know whether it leads the job."""
+        match request:
+            case StopRequest():
+                self._requested = self._requested or (request, self._clock.now())
+            case StatusRequest():
+                pass
+            case _:
+                return Refused(WAITS)
+        assert self._requests is not None
+        state, pid = record.state, psutil.Process(os.getppid()).ppid()
+        return Status(
+            job=self._requests.name,
+            script=record.spec.target,
+            pid=pid,
+            run_dir=str(Path(first.run_dir).absolute()),
+            since=record.since or psutil.Process(pid).create_time(),
+            replicas=record.spec.replicas,
+            workers=state.members,
+            joining=state.joiners,
+            wanted=state.size.wanted,
+            where=record.doing,
+        )
 
     def _next(self, kind: type[Message]) -> Message:
         while True:
@@ -294,7 +335,7 @@ class CoordinatorProcess:
                 notifies=first.notifies,
                 term=first.term,
                 record=record if has_begun else None,
-                requests=_listener(first.requests),
+                requests=self._requests,
             )
             self.loop.before_each_wait(lambda: self._tend(coordinator, user))
             self.loop.watch(self.keeper.fileno(), lambda: self._hear(coordinator, user))
@@ -313,13 +354,13 @@ class CoordinatorProcess:
         self._patience, self._grace = spec.limits.timeout, spec.limits.grace
         return Leader(open_leased(lease), lease.job, address)
 
-    def _begin_view(self, view: StartView, show_life: Callable[[], None], limit: float) -> StopRequest | None:
+    def _begin_view(self, view: StartView, show_life: ShowLife, limit: float) -> StopRequest | None:
         assert self._leader is not None
         hosts = [members.host for members in view.hosts]
 
-        def all_alive() -> None:
+        def all_alive() -> StopRequest | None:
             self.keeper.send(KeepAlive())
-            show_life()
+            return show_life()
 
         try:
             self._persist(partial(self._leader.begin_view, view.term, view.number, hosts), all_alive, limit)
@@ -327,14 +368,12 @@ class CoordinatorProcess:
             return StopRequest(stopped.signal)
         return None
 
-    def _persist(
-        self, act: Callable[[], Result], show_life: Callable[[], None], limit: float = math.inf
-    ) -> Result:
+    def _persist(self, act: Callable[[], Result], show_life: ShowLife, limit: float = math.inf) -> Result:
         """Write to the store, or read there, until it answers or the limit has passed; return the result.
 
         Args:
             act: does it; called in a thread.
-            show_life: called every second.
+            show_life: called every second; returns a stop that another terminal has requested.
             limit: the seconds that are left to a job that the user has stopped already; infinite otherwise.
                 A job that the user stops during this or an earlier wait has `--grace` for all of them, and
                 ends at the second signal.
@@ -360,17 +399,21 @@ class CoordinatorProcess:
 
         def look() -> None:
             self._end_without_keeper()
-            show_life()
+            before = len(signals)
+            if (requested := show_life()) is not None and not signals and self._requested is None:
+                self._requested = requested, clock.now()
+            if self._requested is not None and not signals:
+                heed(*self._requested)
             if not told and clock.now() - begun >= SILENCE:
                 tell(f"the object store has not answered for {SILENCE:g} s")
             for stop, since in self._postpone():
                 heed(stop, since)
-                if len(signals) == 1:
-                    note(
-                        f"stopping ({signal_name(stop.signal)}): waiting up to "
-                        f"{max(0.0, round(until - clock.now(), 1)):g} s for the object store, which decides "
-                        "whether this coordinator leads the job; Ctrl-C again ends the job at once"
-                    )
+            if signals and not before:
+                note(
+                    f"stopping ({signal_name(signals[0])}): waiting up to "
+                    f"{max(0.0, round(until - clock.now(), 1)):g} s for the object store, which decides "
+                    "whether this coordinator leads the job; Ctrl-C again ends the job at once"
+                )
             if len(signals) > 1:
                 raise Stopped(signals[-1])
             if clock.now() >= until:
@@ -379,6 +422,8 @@ class CoordinatorProcess:
         for message, since in self._postponed:
             if isinstance(message, StopRequest):
                 heed(message, since)
+        if self._requested is not None and not signals:
+            heed(*self._requested)
 
         while True:
             done: Future[Result] = Future()
@@ -451,6 +496,10 @@ class CoordinatorProcess:
             return 0.0
         if self._postponed:
             self._hear(coordinator, user)
+        if self._requested is not None:
+            (stop, _), self._requested = self._requested, None
+            coordinator.stop_for_terminal(stop)
+            return 0.0
         while self._late:
             host, agent = self._late.popleft()
             coordinator.add_host(agent, host.workers, host.cores)
