@@ -113,8 +113,9 @@ REFUSALS = [
         for way in WAYS[2:-1]
     ),
     (
-        "--standby not --listen not --tf-config not --slurm",
-        "--standby is for jobs that other hosts join; give --listen, --tf-config or --slurm too",
+        "--standby not --hosts not --listen not --tf-config not --slurm",
+        "--standby is for jobs on several hosts without an engine; give --hosts, --listen, --tf-config or "
+        "--slurm too",
     ),
     (" not ".join(("--plain", *WAYS)), f"--plain is for jobs on several hosts; {NOT_HERE}"),
     (

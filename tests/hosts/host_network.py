@@ -337,6 +337,8 @@ class HostNetwork:
         subprocess.run(command, check=True, capture_output=True)
 
     def _serve(self, host: Host) -> None:
+        # An agent over ssh has the source of these tests.
+        variables = {**host.variables, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         settings = {
             "ListenAddress": host.address,
             "HostKey": self.folder / "host",
@@ -344,7 +346,7 @@ class HostNetwork:
             "PidFile": self.folder / f"{host.name}.pid",
             "PermitRootLogin": "yes",
             "PermitUserEnvironment": "yes",
-            "SetEnv": " ".join(f"{name}={value}" for name, value in host.variables.items()),
+            "SetEnv": " ".join(f"{name}={value}" for name, value in variables.items()),
             "StrictModes": "no",
             "UseDNS": "no",
             "UsePAM": "no",

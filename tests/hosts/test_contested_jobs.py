@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import os
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +21,8 @@ import pytest
 
 from lockstep.checkpoint.object_store import StoreLease
 from lockstep.cli import run
+from lockstep.coordinator.admin_client import call_job
+from lockstep.coordinator.admin_socket import take_name
 from lockstep.coordinator.job_record import JobRecord, encode_record
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NetworkError, UnfitError
 from lockstep.hosts import agent_command, coordinator_process, gate, standby
@@ -36,11 +39,19 @@ from lockstep.hosts.roster import OpenRoster
 from lockstep.hosts.standby import Standby, is_led_at
 from lockstep.hosts.where import Listen
 from lockstep.observability.console import Console
-from lockstep.protocol.admin import StopChannel, StopRequest
+from lockstep.protocol.admin import (
+    Refused,
+    Reply,
+    ScaleRequest,
+    Status,
+    StatusRequest,
+    StopChannel,
+    StopRequest,
+)
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.coordinator import Coordinate, CoordinatorCommand, CoordinatorReport
-from lockstep.protocol.host import BeginJob, KeepRecord, ShowNote
-from lockstep.protocol.job_spec import Checkpoints, JobHost, JobSpec
+from lockstep.protocol.host import BeginJob, KeepRecord, Prepare, ShowNote
+from lockstep.protocol.job_spec import Checkpoints, JobHost, JobLimits, JobSpec
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
@@ -51,6 +62,7 @@ from lockstep.transport.packet_channel import PacketChannel
 
 SAVED = Checkpoints(Path("/c"), 1, None, 2, store=StoreLease("s3://bucket/job", "job"))
 SPEC = JobSpec(target="a.py", threads=1, run_dir=Path("run"), standby="10.0.0.2:7001", checkpoints=SAVED)
+PREPARE = Prepare(b"job", "", True, "a.py", False, (), None, "", {})
 
 
 class OtherJob:
@@ -159,6 +171,77 @@ def test_the_waits_for_the_store_of_a_job_that_is_stopped_share_one_grace_period
     assert stopped.value.signal == signal.SIGTERM
 
 
+def test_a_stop_of_another_terminal_ends_a_wait_for_the_store_within_the_grace_period(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """If it is repeated, or follows a signal, it does not end the job at once."""
+    process, _ = waiting
+    process._grace = 0.1
+    answers = threading.Event()
+    with pytest.raises(Stopped) as stopped:
+        process._persist(answers.wait, lambda: StopRequest(signal.SIGTERM))
+    assert stopped.value.signal == signal.SIGTERM
+    assert capfd.readouterr().err.count("stopping (SIGTERM): waiting up to 0.1 s for the object store") == 1
+    assert process._requested is not None
+    process._grace, process._requested = 600.0, None
+    process._postponed.append((StopRequest(signal.SIGINT), process._clock.now()))
+    asks = itertools.count()
+
+    def show_life() -> StopRequest:
+        if next(asks) > 3:
+            answers.set()
+        return StopRequest(signal.SIGTERM)
+
+    assert process._persist(answers.wait, show_life)
+    assert process._requested is None
+
+
+def test_other_terminals_are_answered_before_it_is_known_who_leads_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The coordinator of a standby over ssh has no terminal: `lockstep stop` is the only way to stop it."""
+    answers, replies = threading.Event(), list[Reply | None]()
+    monkeypatch.setattr(coordinator_process, "ALIVE_EVERY", 0.01)
+    away = Mock(read=Mock(side_effect=lambda name: answers.wait()))
+    monkeypatch.setattr(coordinator_process, "open_leased", lambda lease: away)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
+    channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
+    spec = dataclasses.replace(SPEC, limits=JobLimits(grace=0.5))
+    record = JobRecord(spec, State.of(SPEC.view, TimeLimits(), JobSize.of(1, 1, 1)), ())
+    content = Attachment.holding(encode_record(record))
+    kept = KeepRecord(1, 1, b"")
+    name = f"waits-{os.getpid()}"
+    with EventLoop() as loop, closing(keeper), closing(channel), take_name(name) as listener:
+        terminals = Attachment.copy_of(listener.fileno())
+        keeper.send(Coordinate(kept, content, 2, 0, "run", False, "here:1", terminals, None, None, None))
+        process = CoordinatorProcess(channel, loop)
+
+        def ask() -> None:
+            try:
+                for request in (StatusRequest(), ScaleRequest(2), StopRequest()):
+                    replies.append(call_job(name, request, 60.0))
+            except TimeoutError:
+                keeper.close()
+                raise
+
+        asks = threading.Thread(target=ask)
+        asks.start()
+        with pytest.raises(Stopped):
+            process.run()
+        asks.join()
+        assert process._requests is not None
+        process._requests.close()
+    answers.set()
+    status, refused, stopped = replies
+    assert isinstance(status, Status)
+    assert (status.job, status.script, status.workers) == (name, "a.py", (0,))
+    assert isinstance(refused, Refused)
+    assert "waits for the object store" in refused.reason
+    assert isinstance(stopped, Status)
+
+
 def test_a_stop_that_has_waited_for_the_store_has_the_rest_of_the_grace_period(
     waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
 ) -> None:
@@ -243,7 +326,7 @@ def test_an_agent_waits_for_the_upload_of_its_coordinator(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        made = Standby(None, "", "", set())  # type: ignore[arg-type]
+        made = Standby(PREPARE, None, "", "", set())  # type: ignore[arg-type]
         made._process, made._channel = process, PacketChannel(ours, StopRequest)
         waits = threading.Thread(target=made.see_off)
         waits.start()
@@ -264,7 +347,7 @@ def test_the_name_of_the_standby_may_be_unknown_when_the_job_begins(monkeypatch:
 
     monkeypatch.setattr(standby, "resolve_host", resolve)
     begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
-    made = Standby.of(begin, "", "127.0.0.1", set())
+    made = Standby.of(PREPARE, begin, "", "127.0.0.1", set())
     assert made is not None
     assert not made.is_here()
     known.append("10.0.0.2")
@@ -277,11 +360,23 @@ def test_a_standby_listens_only_where_other_hosts_connect(monkeypatch: pytest.Mo
     resolved = socket.AF_INET, ("127.0.1.1", 7001)
     monkeypatch.setattr(standby, "resolve_host", lambda host, port: resolved)
     begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
-    made = Standby.of(begin, "", "10.0.0.2", set())
+    made = Standby.of(PREPARE, begin, "", "10.0.0.2", set())
     assert made is not None
     assert "at 10.0.0.2:7001, which is 127.0.1.1 here, where no other host can connect" in made.lacks()
     made.start(100.0)
     assert not made.runs
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_the_command_of_hosts_does_not_begin_a_job_that_its_standby_continues(
+    monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
+    monkeypatch.setattr(standby, "is_led_at", lambda address, encrypted: leads)
+    with pytest.raises(ConfigError, match="is an address of this host"):
+        run._refuse_with_led_standby("127.0.0.1:7001", encrypted=True)
+    expected = pytest.raises(ConfigError, match=r"continues at 192\.0\.2\.1:7001") if leads else nullcontext()
+    with expected:
+        run._refuse_with_led_standby("192.0.2.1:7001", encrypted=True)
 
 
 def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +395,7 @@ def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: py
     )
     assert (of_task.port, by_command.port) == (7001, 0)
     begin = BeginJob(SPEC, 3, JobHost("node1", 1), 1)
-    made = Standby.of(begin, of_task.leads_at, "10.0.0.1", set())
+    made = Standby.of(PREPARE, begin, of_task.leads_at, "10.0.0.1", set())
     assert made is not None
     assert made.address == "node1:7000"
 

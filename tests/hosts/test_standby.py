@@ -14,6 +14,7 @@ import pytest
 from host_network import Host, Running
 from stepping_job import HERE, digest
 from test_joining import ended
+from test_losses import wait_until
 from test_slurm import variables as of_slurm
 
 from lockstep.checkpoint.object_store import is_url, name_for
@@ -50,7 +51,7 @@ class StandbyJob:
             "AWS_ACCESS_KEY_ID": "key",
             "AWS_SECRET_ACCESS_KEY": "secret",
         }
-        self.first, *self.agents = [self.start(index) for index in range(3)]
+        self.first, *self.agents = [self.start(index) for index in range(1 if by == "--hosts" else 3)]
         self.first.wait_until(lambda: self.steps(nodes[0], 2) > 5)
 
     def start(self, index: int) -> Running:
@@ -59,7 +60,10 @@ class StandbyJob:
         options = f"--backend jax --replicas 5 --checkpoint s3://bucket/job --run-dir {self.run_dir}"
         options += "" if self.by == "--slurm" else f" {standby}"
         program, variables = ("stepping.py", str(STEPS), *PACED), self.variables
-        if self.by == "--slurm":
+        if self.by == "--hosts":
+            given = (f"--env {name}" for name in self.variables if name.startswith("AWS_"))
+            words = f"run --hosts node1,node2,node3 {options} {' '.join(given)}"
+        elif self.by == "--slurm":
             words, variables = f"run --slurm {options}", {**variables, **of_slurm(index, 3)}
         elif self.by == "--tf-config":
             tasks = {"worker": [f"{node.name}:7000" for node in self.nodes[:3]]}
@@ -91,7 +95,7 @@ class StandbyJob:
         """
         for host in self.nodes[:3]:
             (host.work / "fast").touch()
-        assert ended(*self.agents) == (0, 0), [agent.err for agent in self.agents]
+        assert set(ended(*self.agents)) <= {0}, [agent.err for agent in self.agents]
         folder = folder or self.nodes[1].work / self.run
         logs = [path.read_text() for path in folder.glob("worker-*.log")]
         digests = [digest(log) for log in logs if "\ndigest " in log]
@@ -123,6 +127,52 @@ def test_the_first_host_is_lost_for_good(begin: Begin, nodes: Sequence[Host]) ->
     nodes[0].remove_abandoned()
 
 
+def test_the_command_of_hosts_and_its_host_are_lost_for_good(begin: Begin, nodes: Sequence[Host]) -> None:
+    """Agents over ssh go to the standby. A host that is lost after that comes back without ssh."""
+    job = begin("--hosts")
+    nodes[0].cut()
+    nodes[0].signal_all(signal.SIGKILL)
+    output = nodes[1].work / "run-standby/output.log"
+    job.run = "run-standby"
+    assert wait_until(lambda: job.steps(nodes[1], 1) > 2 or not nodes[1].matching("lockstep agent"), 600.0)
+    assert "taking over a job of 3 hosts whose coordinator was lost; 2 of them" in output.read_text()
+    nodes[2].signal_all(signal.SIGKILL)
+    words = f"agent --join {nodes[1].address}:7001"
+    again = nodes[2].lockstep(*words.split(), LOCKSTEP_KEY_FILE="job.key")
+    again.wait_until(lambda: job.steps(nodes[1], 3) > 2)
+    listed = nodes[1].lockstep("list")
+    assert listed.end() == 0
+    assert "run-standby" in listed.out
+    refused = nodes[3].lockstep(
+        *f"run --hosts node2,node3 --standby {nodes[1].address}:7001 --checkpoint s3://bucket/job".split(),
+        "stepping.py",
+        **job.variables,
+    )
+    assert refused.end() == 2
+    assert f"the job continues at {nodes[1].address}:7001, without this command" in refused.err
+    job.agents = [again]
+    job.finish()
+    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
+    for node in nodes[:3]:
+        # The server of ssh does not notice for hours that its client is gone.
+        for pid in node.matching("sshd: "):
+            os.kill(pid, signal.SIGKILL)
+        node.remove_abandoned()
+
+
+@pytest.mark.slow
+def test_a_broken_connection_of_ssh_to_the_standby(begin: Begin, nodes: Sequence[Host]) -> None:
+    """The first command continues without its host, and starts an agent there again."""
+    job = begin("--hosts")
+    (connection,) = [pid for pid in nodes[0].matching("ssh -F") if "node2" in nodes[0].processes()[pid]]
+    os.kill(connection, signal.SIGKILL)
+    job.first.wait_until(lambda: "worker 3 joined" in job.first.err)
+    # The old agent makes room for the new one: a process, and the one that watches it.
+    assert wait_until(lambda: len(nodes[1].matching("lockstep agent --stdio")) == 2, 300.0)
+    job.agents = [job.first]
+    job.finish(nodes[0].work / "run")
+
+
 @pytest.mark.slow
 def test_a_job_that_is_stopped_while_the_store_does_not_answer_ends_everywhere(
     begin: Begin, nodes: Sequence[Host]
@@ -137,6 +187,22 @@ def test_a_job_that_is_stopped_while_the_store_does_not_answer_ends_everywhere(
     os.kill(job.first.process.pid, signal.SIGINT)
     assert (job.first.end(), job.agents[0].end()) == (130, 130)
     assert "because the object store did not answer" in job.first.err
+    assert "takes the job over" not in job.agents[0].err
+    nodes[4].signal_all(signal.SIGKILL)
+    nodes[2].remove_abandoned()
+
+
+@pytest.mark.slow
+def test_another_terminal_stops_a_job_while_the_store_does_not_answer(
+    begin: Begin, nodes: Sequence[Host]
+) -> None:
+    job = begin()
+    nodes[4].signal_all(signal.SIGSTOP)
+    nodes[2].signal_all(signal.SIGKILL)
+    job.first.wait_until(lambda: "the object store has not answered for 5 s" in job.first.err)
+    stop = nodes[0].lockstep("stop", "run")
+    assert (job.first.end(), job.agents[0].end(), stop.end()) == (143, 143, 0), stop.err
+    assert "stopping (SIGTERM): waiting up to 20 s for the object store" in job.first.err
     assert "takes the job over" not in job.agents[0].err
     nodes[4].signal_all(signal.SIGKILL)
     nodes[2].remove_abandoned()

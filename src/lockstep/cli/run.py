@@ -41,7 +41,7 @@ from lockstep.cli.page import page_beside
 from lockstep.cli.parameter_types import PARTS, Folder, FolderOrUrl, Seconds, Tag
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.coordinator.comparison import NOT_COMPARED, save_verdict
-from lockstep.errors import ConfigError, UnfitError
+from lockstep.errors import ConfigError, NetworkError, UnfitError
 from lockstep.hosts.task_place import TaskRole
 from lockstep.hosts.where import PLACING, SCHEDULERS, Engine, Here, Hosts, Listen, ScheduledTask, parse_where
 from lockstep.launcher.backend import BACKENDS, RULE
@@ -76,7 +76,7 @@ from lockstep.system.run_folder import (
     remove_unused_claim,
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
-from lockstep.transport.addresses import split_address, with_port
+from lockstep.transport.addresses import is_here, resolve_host, split_address, with_port
 from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
@@ -185,9 +185,10 @@ _GROUPS = {
 @click.option(
     "--standby",
     metavar="ADDRESS:PORT",
-    help="With --listen, --tf-config or --slurm, if the first host is lost, the agent on the host with this "
-    "ADDRESS takes the job over and listens there. Needs --checkpoint with the URL of a store, which decides "
-    "who leads the job.  [default: with --slurm and such a --checkpoint, the second host]",
+    help="With --hosts, --listen, --tf-config or --slurm, if the command or the first host is lost, the "
+    "agent on the host with this ADDRESS takes the job over and listens there. Needs --checkpoint with the "
+    "URL of a store, which decides who leads the job.  [default: with --slurm and such a --checkpoint, the "
+    "second host]",
 )
 @click.option(
     "--workers-here",
@@ -506,6 +507,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             destination = _of_task(where, script, options)
         case Listen() if options["standby"]:
             _follow_standby(where, options)
+            destination = where
+        case Hosts() if options["standby"]:
+            _refuse_with_led_standby(options["standby"], encrypted=not options["plain"])
             destination = where
         case _:
             destination = where
@@ -885,6 +889,20 @@ def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
             leads_at=own,
         )
         sys.exit(join_and_run(joins))
+
+
+def _refuse_with_led_standby(standby: str, *, encrypted: bool) -> None:
+    """Raise ConfigError if the standby has taken the job over, or cannot be on another host."""
+    from lockstep.hosts.standby import is_led_at
+
+    with contextlib.suppress(NetworkError, OSError):
+        if is_here(*resolve_host(*split_address(standby))):
+            raise ConfigError(f"--standby {standby} is an address of this host; give that of another host")
+    if is_led_at(standby, encrypted=encrypted):
+        raise ConfigError(
+            f"the job continues at {standby}, without this command: lockstep list there shows it, and a host "
+            f"takes part with lockstep agent --join {standby}"
+        )
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:

@@ -64,7 +64,7 @@ def run_over_pipes() -> int:
     os.dup2(2, 1)
 
     def serve(command: StopChannel, folder: Path) -> int:
-        clock = SystemClock()
+        clock, begun = SystemClock(), list[BeginJob]()
         with EventLoop() as loop:
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel(
                 RemoteInstruction, reading, writing, most_queued=MOST_QUEUED
@@ -78,16 +78,28 @@ def run_over_pipes() -> int:
                     join_address((address, 0)), credentials, note, loop=loop, clock=clock
                 )
 
-            workers = StartedWorkers(folder, loop)
-            return AgentProcess(
+            children = set[int]()
+            process = AgentProcess(
                 channel=channel,
                 command=command,
                 loop=loop,
                 clock=clock,
                 listen=listen,
-                workers=workers,
+                workers=StartedWorkers(folder, loop, children=children),
                 folder=folder,
-            ).run()
+                begins=begun.append,
+                children=children,
+            )
+            try:
+                return process.run()
+            except LeftBehind as left:
+                if process.address is None:
+                    raise
+                # Only the first command could start another agent here, and the standby leads the job now.
+                note(f"{left}, and this host joins it again")
+                at, credentials = process.address.address, process.address.credentials
+        options = AgentOptions(at, begun[-1].here.workers)
+        return _take_part(options, credentials, command, folder, note, again=True)
 
     return _run(serve)
 
@@ -161,33 +173,46 @@ def join_and_run(options: AgentOptions) -> int:
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
     def serve(command: StopChannel, folder: Path) -> int:
-        again, refusals, others, first = False, 0, list(options.others), options.coordinator
-        while True:
-            try:
-                at = replace(options, coordinator=first)
-                status = _join(at, credentials, command, folder, say, others, again=again)
-            except LeftBehind as left:
-                note(f"{left}, and this host joins it again")
-                # An engine may start another coordinator elsewhere.
-                again, refusals = options.engine is None, 0
-                continue
-            except HostRefused:
-                refusals += 1
-                if (options.engine is None and not others) or refusals == _REFUSALS:
-                    raise
-                if others:
-                    others.append(first)
-                    first = others.pop(0)
-                wait_for([command.fileno()], _PAUSE)
-                continue
-            if status not in (0, LEFT_OUT):
-                say(
-                    f"the job ended with exit status {status}; the host of its coordinator at "
-                    f"{options.coordinator} has the logs"
-                )
-            return status
+        return _take_part(options, credentials, command, folder, say)
 
     return _run(serve, options.grace or 0.0, None if options.engine is None else options.engine.LIFELINE)
+
+
+def _take_part(
+    options: AgentOptions,
+    credentials: Credentials,
+    command: StopChannel,
+    folder: Path,
+    say: Callable[[str], None],
+    *,
+    again: bool = False,
+) -> int:
+    """Take part in a job, again whenever it has left this host behind; return its exit status."""
+    refusals, others, first = 0, list(options.others), options.coordinator
+    while True:
+        try:
+            at = replace(options, coordinator=first)
+            status = _join(at, credentials, command, folder, say, others, again=again)
+        except LeftBehind as left:
+            note(f"{left}, and this host joins it again")
+            # An engine may start another coordinator elsewhere.
+            again, refusals = options.engine is None, 0
+            continue
+        except HostRefused:
+            refusals += 1
+            if (options.engine is None and not others) or refusals == _REFUSALS:
+                raise
+            if others:
+                others.append(first)
+                first = others.pop(0)
+            wait_for([command.fileno()], _PAUSE)
+            continue
+        if status not in (0, LEFT_OUT):
+            say(
+                f"the job ended with exit status {status}; the host of its coordinator at "
+                f"{options.coordinator} has the logs"
+            )
+        return status
 
 
 def _say_nothing(text: str) -> None:

@@ -1,9 +1,9 @@
 """The process of an agent on a host other than that of the coordinator.
 
 An agent whose `ssh` connection ends kills all processes of the job on its host, and so does the process that
-watches it. The tasks of Slurm share a terminal, so only the coordinator writes notes there. They get signals
-at the same time, so an agent leaves the end to the coordinator, whose last checkpoint needs the workers of
-all hosts.
+watches it. In a job with a standby, the agent looks for a coordinator there instead. The tasks of Slurm share
+a terminal, so only the coordinator writes notes there. They get signals at the same time, so an agent leaves
+the end to the coordinator, whose last checkpoint needs the workers of all hosts.
 """
 
 import contextlib
@@ -298,6 +298,9 @@ class AgentProcess:
                     checkpoints.describe(facts, prepare.job)
                     begin = checkpoints.placed(self._receive_one(BeginJob, checkpoints))
                 self.begun = True
+                if self.address is None and begin.spec.standby:
+                    # The connection of an agent over ssh cannot be made again.
+                    self.address = CoordinatorAddress(begin.spec.standby, listener.credentials, self.loop)
                 self.begins(begin)
                 return self._serve(begin, prepare, listener)
         finally:
@@ -370,9 +373,7 @@ class AgentProcess:
             network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
-        standby = None
-        if self.joined:
-            standby = Standby.of(begin, self.leads_at, listener.host_and_port[0], self.children)
+        standby = Standby.of(prepare, begin, self.leads_at, listener.host_and_port[0], self.children)
         if standby is not None and (lacks := standby.lacks()):
             self.say(lacks)
 
@@ -503,7 +504,8 @@ class _Contact:
             self._limit = SILENCE
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self._noted, self._repeat = False, 0.0
-            if self.agent_place is not None:
+            if self.agent_place is not None and self.process.joined:
+                # An agent over ssh cannot return to a first command that has started another one here.
                 self.agent_place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)

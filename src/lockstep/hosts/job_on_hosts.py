@@ -48,7 +48,7 @@ from lockstep.protocol.rendezvous import Rejected
 from lockstep.supervisor.state import State
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
-from lockstep.system.environment import require_variables, shared_variables, visible_gpus
+from lockstep.system.environment import key_file, require_variables, shared_variables, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -330,7 +330,9 @@ def run_over_ssh(spec: JobSpec, resumed: Resumed, command: StopChannel, exports:
         ConfigError: the hosts do not fit together, or one cannot run the script.
         UnfitError: a host cannot be reached.
     """
-    key = JobKey.generate(_DAYS)
+    path = key_file() if spec.standby else None
+    # Hosts can join later with the user's key.
+    key = JobKey.generate(_DAYS) if path is None else JobKey.read(path)
     console = terminal_of(spec)
     prepare = first_message(spec, key=key.text, encrypted=not spec.plain, folder=str(Path.cwd()))
     with ExitStack() as ends:

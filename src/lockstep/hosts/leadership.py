@@ -32,7 +32,7 @@ class Leadership(msgspec.Struct, frozen=True):
     Attributes:
         job: identifies the job.
         writer: identifies the coordinator.
-        address: HOST:PORT where agents connect to it.
+        address: HOST:PORT where agents connect to it; empty if it has started them over ssh.
         term: its term.
         view: the number of the view; 0 before the first.
         hosts: the indices of the hosts that have members in the view.
@@ -44,6 +44,11 @@ class Leadership(msgspec.Struct, frozen=True):
     term: int
     view: int = 0
     hosts: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The coordinator, for messages."""
+        return f"the coordinator at {self.address}" if self.address else "the command of --hosts"
 
 
 class LeadershipStore(Protocol):
@@ -65,7 +70,7 @@ class Leader:
     Attributes:
         store: has the object.
         job: identifies the job.
-        address: HOST:PORT where agents connect to this coordinator.
+        address: see `Leadership`.
         is_replaced: whether the store names another job, or none, so that no host can continue this one.
     """
 
@@ -116,8 +121,8 @@ class Leader:
             )
         if not set(seen.hosts).intersection(following):
             raise SupersededError(
-                "no host of the newest view of this job has connected here, so the coordinator at "
-                f"{seen.address} may continue it, and this one ends"
+                f"no host of the newest view of this job has connected here, so {seen.name} may continue it, "
+                "and this one ends"
             )
         self._write(Leadership(self.job, self._writer, self.address, term, seen.view, seen.hosts))
 
@@ -150,10 +155,12 @@ class Leader:
         if by is None or by.job != self.job:
             self.is_replaced = True
             return SupersededError("another job has begun with the same --checkpoint, so this one ends")
-        return SupersededError(
-            f"the coordinator at {by.address} has continued this job, so this one ends; to take part again, "
-            f"run here: lockstep agent --join {by.address}"
+        again = (
+            f"to take part again, run here: lockstep agent --join {by.address}"
+            if by.address
+            else "it starts an agent here again"
         )
+        return SupersededError(f"{by.name} has continued this job, so this one ends; {again}")
 
 
 def _decoded(data: bytes) -> Leadership:

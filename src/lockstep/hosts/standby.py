@@ -4,12 +4,16 @@ That coordinator is a process beside the agent, which listens at the address of 
 have lost the first one connect there, also that of its own host. From then on, everything is as after a
 restart of the first command (`takeover.py`). The store decides whether it may lead (`leadership.py`).
 
+Agents over ssh do the same, with the key that the first command has sent them. They have no terminal, so what
+the new coordinator shows is in its run folder.
+
 When the first host comes back, its command joins the job with an agent, which is the standby of the standby:
 if the coordinator is lost, it starts one at the address of the first host.
 """
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import socket
 import subprocess
@@ -38,6 +42,7 @@ from lockstep.protocol.host import (
     MOST_QUEUED,
     SILENCE,
     BeginJob,
+    Prepare,
     RemoteInstruction,
     RemoteReport,
 )
@@ -45,11 +50,13 @@ from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.child_process import command_of, connected
 from lockstep.system.descendants import kill_family
 from lockstep.system.event_loop import EventLoop, wait_for
+from lockstep.system.files import open_own
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.transport.addresses import is_here, is_loopback, resolve_host, split_address
 from lockstep.transport.dial import connect
+from lockstep.transport.keys import JobKey
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.stream_channel import StreamChannel
 
@@ -70,6 +77,7 @@ class Standby:
     """Starts a coordinator on this host; used by its agent.
 
     Attributes:
+        prepare: the first message to the agent; it has the key if the agent runs over ssh.
         begin: the job, with the paths of this host.
         address: HOST:PORT at which it listens, perhaps of another host.
         reached_at: the IP address at which other hosts reach this one.
@@ -77,6 +85,7 @@ class Standby:
         runs: whether a coordinator runs.
     """
 
+    prepare: Prepare
     begin: BeginJob
     address: str
     reached_at: str
@@ -84,14 +93,17 @@ class Standby:
     _is_here: bool | None = None
     _hidden_at: str = ""
     _process: "subprocess.Popen[bytes] | None" = None
-    _channel: PacketChannel[BeginJob | StopRequest, StopRequest] | None = None
+    _channel: PacketChannel[Prepare | BeginJob | StopRequest, StopRequest] | None = None
     _due: float = field(default=0.0)
 
     @classmethod
-    def of(cls, begin: BeginJob, own: str, reached_at: str, children: set[int]) -> "Standby | None":
+    def of(
+        cls, prepare: Prepare, begin: BeginJob, own: str, reached_at: str, children: set[int]
+    ) -> "Standby | None":
         """Return the standby of a job, or None if the job has none.
 
         Args:
+            prepare: the first message to the agent.
             begin: the job, with the paths of this host.
             own: HOST:PORT of this host at which agents look for a coordinator too; empty for none.
             reached_at: the IP address at which other hosts reach this one.
@@ -99,7 +111,7 @@ class Standby:
         """
         if not begin.spec.standby:
             return None
-        return cls(begin, own or begin.spec.standby, reached_at, children)
+        return cls(prepare, begin, own or begin.spec.standby, reached_at, children)
 
     def is_here(self) -> bool:
         """Return whether other hosts reach it on this host; its name may be unknown until later."""
@@ -148,6 +160,7 @@ class Standby:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         self.children.add(self._process.pid)
         self._channel = PacketChannel(ours, StopRequest)
+        self._channel.send(self.prepare)
         spec = replace(self.begin.spec, standby=self.address)
         self._channel.send(msgspec.structs.replace(self.begin, spec=spec))
 
@@ -215,10 +228,11 @@ def is_led_at(address: str, *, encrypted: bool) -> bool:
             wait_for([channel.fileno()], left)
 
 
-def lead(begin: BeginJob, command: StopChannel) -> int:
+def lead(prepare: Prepare, begin: BeginJob, command: StopChannel) -> int:
     """Take the job over whose agents connect, and run it to its end; return its exit status.
 
     Args:
+        prepare: the first message to the agent of this host.
         begin: the job, with the paths of this host, and with the address of this coordinator as its standby.
         command: closes when the agent of this host ends.
 
@@ -227,10 +241,14 @@ def lead(begin: BeginJob, command: StopChannel) -> int:
         UnfitError: no agent has connected, or the job cannot be continued.
     """
     spec = begin.spec
+    if prepare.key:
+        spec = replace(spec, run_dir=_run_folder_with_output(spec))
+        credentials = JobKey.parse(prepare.key, "the message of the agent").mint(encrypted=prepare.encrypted)
+    else:
+        credentials = own_credentials(spec.standby, encrypted=not spec.plain)
     console = terminal_of(spec)
     with EventLoop() as loop:
         roster = OpenRoster(spec.workers, waits=True)
-        credentials = own_credentials(spec.standby, encrypted=not spec.plain)
         gate = Gate(lambda: roster, credentials, command, console, loop)
         with closing(gate):
             gate.listen(spec.standby)
@@ -244,7 +262,8 @@ def lead(begin: BeginJob, command: StopChannel) -> int:
 
             console.say(f"no coordinator for {SILENCE:g} s: this host takes the job over at {spec.standby}")
             gate.gather(wait)
-            spec = replace(spec, run_dir=_run_folder(spec, console.say))
+            if not prepare.key:
+                spec = replace(spec, run_dir=_run_folder(spec, console.say))
             try:
                 with _uploaded(spec, command):
                     return gate.run(spec, begins=False)
@@ -266,6 +285,23 @@ def _uploaded(spec: JobSpec, command: StopChannel) -> Iterator[None]:
     note(f"the run folder {spec.run_dir} is uploaded to {url}")
     with uploaded_beside(spec.run_dir, url), closing(command):
         yield
+
+
+def _run_folder_with_output(spec: JobSpec) -> Path:
+    """Return the locked run folder of this host for a job over ssh. The output of this process goes there.
+
+    Each try to lead the job uses the same folder, which the first host does not use, also on a shared disk.
+    """
+    folder = spec.run_dir.with_name(f"{spec.run_dir.name}-standby")
+    try:
+        folder = _claimed(folder)
+    except (ConfigError, OSError):
+        folder = _run_folder(replace(spec, run_dir=folder), note)
+    output = open_own(RunPaths(folder).output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(output, standard)
+    os.close(output)
+    return folder
 
 
 def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:
@@ -301,13 +337,15 @@ def _claimed(folder: Path) -> Path:
 def main(descriptor: int) -> int:
     """Coordinate the job whose agent is at the other end of the socket `descriptor`."""
     connection = socket.socket(fileno=descriptor)
-    first: PacketChannel[StopRequest, BeginJob] = PacketChannel(connection, BeginJob)
+    first: PacketChannel[StopRequest, Prepare | BeginJob] = PacketChannel(connection, Prepare | BeginJob)
+    wait_for([first.fileno()])
+    prepare = first.receive()
     wait_for([first.fileno()])
     begin = first.receive()
-    if not isinstance(begin, BeginJob):
+    if not isinstance(prepare, Prepare) or not isinstance(begin, BeginJob):
         return LEFT_OUT
     try:
-        return lead(begin, PacketChannel(connection, StopRequest))
+        return lead(prepare, begin, PacketChannel(connection, StopRequest))
     except (LockstepError, OSError) as error:
         note(with_code(error))
         return LEFT_OUT

@@ -189,8 +189,9 @@ _REFUSALS = (
     ),
     _Refusal(
         "standby",
-        _except("listen", *SCHEDULERS),
-        "--standby is for jobs that other hosts join; give --listen, --tf-config or --slurm too",
+        _except("hosts", "listen", *SCHEDULERS),
+        "--standby is for jobs on several hosts without an engine; give --hosts, --listen, --tf-config or "
+        "--slurm too",
     ),
     _Refusal("plain", (None,), "--plain is for jobs on several hosts; give {ways} too"),
     _Refusal(
@@ -250,6 +251,11 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
             raise ConfigError(refusal.why.format(way=way and _WAYS[way], ways=f"{', '.join(most)} or {last}"))
     if (standby := options["standby"]) and not split_address(standby)[1]:
         raise ConfigError(f"--standby {standby} needs a port that is known before, such as 7001")
+    if standby and options["restart_job"]:
+        raise ConfigError(
+            "--restart-job cannot be combined with --standby: the job may continue on another host when this "
+            "command ends"
+        )
     workers, here = options["workers"], options["here"] or 1
     processes = workers and workers + others
     match way:
