@@ -469,7 +469,7 @@ COMPILES = "compiling and computing the first step of fit 1"
 def test_a_note_explains_silence_before_the_first_step(
     stage: Stage, monkeypatch: pytest.MonkeyPatch, last: run_events.WorkerEvent, shown: str
 ) -> None:
-    for pause in ("_QUIET", "_EVERY"):
+    for pause in ("_QUIET", "NOTE_EVERY"):
         monkeypatch.setattr(f"lockstep.coordinator.startup_progress.{pause}", 0.0)
 
     def compiles(worker: FakeHandle) -> None:

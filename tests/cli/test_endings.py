@@ -277,7 +277,7 @@ import os, signal, sys, time
 from lockstep.local_job import job_process
 from lockstep.system.event_loop import wait_for
 
-job_process._STOP_PATIENCE = 0.0
+job_process.AFTER_GRACE = 0.0
 
 def serve(command):
     os.kill(os.getppid(), signal.SIGINT)

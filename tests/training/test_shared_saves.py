@@ -90,7 +90,7 @@ def test_the_wait_for_a_writer_is_reported_and_limited(
 ) -> None:
     save(tmp_path, b"one", "first")
     (note,) = (tmp_path / "notes").iterdir()
-    monkeypatch.setattr(shared_saves, "_NOTE_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(shared_saves, "NOTE_EVERY", 0.0)
     monkeypatch.setattr(shared_saves, "_PATIENCE_SECONDS", 0.05)
     with note.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -50,17 +50,15 @@ from lockstep.checkpoint.run_files import (
 )
 from lockstep.errors import CheckpointError, ConfigError, UnfitError
 from lockstep.system.child_process import command_of
-from lockstep.system.exit_status import describe_exit
+from lockstep.system.exit_status import STOP_SIGNALS, describe_exit
 from lockstep.system.files import FOLDER_MODE, open_regular, replace
-from lockstep.system.notes import note
+from lockstep.system.notes import NOTE_EVERY, note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
 
 _PAUSE = 5.0
 """Seconds between two tries at the end."""
-_NOTE_EVERY = 10.0
 _NICE = 10
-_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 def _open(url: str, retries: int = 8) -> ObjectStore:
@@ -215,7 +213,7 @@ def _fetch(store: ObjectStore, index: RunIndex, folder: Path, wanted: Callable[[
                 for part in store.parts(name, size):
                     file.write(part)
                     left -= len(part)
-                    if time.monotonic() - noted >= _NOTE_EVERY:
+                    if time.monotonic() - noted >= NOTE_EVERY:
                         noted = time.monotonic()
                         note(f"fetching {left / 1e6:,.1f} MB more of the run from {store.url}")
         except FileNotFoundError:
@@ -476,7 +474,7 @@ def _cut_off_by_signals() -> Iterator[None]:
     def cut_off(number: int, frame: FrameType | None) -> None:
         raise _CutOff
 
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     try:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
@@ -489,7 +487,7 @@ def _cut_off_by_signals() -> Iterator[None]:
 
 def main(url: str, folder: Path, holder: str) -> int:
     """Upload a run folder until stdin is closed, and then the rest; return 0, whatever the store does."""
-    for ignored in _SIGNALS:
+    for ignored in STOP_SIGNALS:
         # Those of a service manager are for the command.
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(_NICE)
@@ -500,7 +498,7 @@ def main(url: str, folder: Path, holder: str) -> int:
     ended.set()
     give_up = time.monotonic() + LAST_SECONDS + upload.left()[1] / RATE
     while thread.is_alive() and time.monotonic() < give_up:
-        thread.join(_NOTE_EVERY)
+        thread.join(NOTE_EVERY)
         if thread.is_alive():
             number, size = upload.left()
             note(f"uploading {count(number, 'file')} of the run, {size / 1e6:,.1f} MB, to {url}")

@@ -40,11 +40,10 @@ from lockstep.observability.events import (
     WorkerEvent,
 )
 from lockstep.system.clock import Clock, SystemClock, duration
-from lockstep.system.notes import RepeatedNotes, note
+from lockstep.system.notes import NOTE_EVERY, RepeatedNotes, note
 
 _QUIET_SECONDS = 5.0
 """The time after which a wait for the disk is reported."""
-_NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
 """The longest time that a step waits for the disk."""
 _LAST_SECONDS = 600.0
@@ -59,6 +58,8 @@ _REST_SECONDS = 60.0
 
 DEFAULT_EVERY = "10m"
 """The interval of checkpoints unless the user sets one; see `parse_every`."""
+DEFAULT_KEEP = 3
+"""How many checkpoints are kept unless the user sets a number."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ def _wait_for(close: Callable[[float], bool], seconds: float, who: str, clock: C
     """Wait until `close` succeeds, with regular notes on who waits for what; return False on timeout."""
     begun, pause = clock.now(), _QUIET_SECONDS
     while not close(max(0.0, min(pause, begun + seconds - clock.now()))):
-        waited, pause = clock.now() - begun, _NOTE_EVERY_SECONDS
+        waited, pause = clock.now() - begun, NOTE_EVERY
         if waited >= seconds:
             return False
         note(f"{who} a checkpoint: {waited:.0f} of {seconds:.0f} s")

@@ -97,7 +97,7 @@ def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None"
         workers=workers,
         replicas=replicas,
         threads=threads,
-        seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
+        seed=past.get("seed", JobSpec.seed) if options["seed"] is None else options["seed"],
         joint_input=(options["reading"] or _past_reading(past)) == "joint" or bool(others),
         divided_update=options["update"] == "divided",
         limits=JobLimits(

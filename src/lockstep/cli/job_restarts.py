@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from lockstep.observability.run_lines import happenings
 from lockstep.protocol.job_spec import JobHost
 from lockstep.system.environment import ATTEMPT, attempt, take_environment
-from lockstep.system.exit_status import WRONG_STATE
+from lockstep.system.exit_status import STOP_SIGNALS, STOPPED, WRONG_STATE
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count
@@ -28,7 +28,7 @@ _STEADY = 60.0
 _ROLL_BACKS = 3
 """How often a job whose state was wrong starts again, even if no restart was asked for."""
 
-_FINAL = (0, 2, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)))
+_FINAL = (0, 2, *STOPPED)
 """The exit statuses of a job that has succeeded, was refused, or was stopped."""
 
 
@@ -160,7 +160,7 @@ def start_again(
         f"the job has ended with status {status}, and starts again{when} from its last checkpoint, if any "
         f"({which})"
     )
-    for signal_number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    for signal_number in STOP_SIGNALS:
         if signal.getsignal(signal_number) is not signal.SIG_IGN:
             signal.signal(signal_number, signal.SIG_DFL)
     time.sleep(pause)

@@ -27,7 +27,7 @@ from lockstep.protocol.notification import Notification, ProgressMade, decode, e
 from lockstep.system.descendants import kill_family
 from lockstep.system.environment import variable
 from lockstep.system.event_loop import wait_for
-from lockstep.system.exit_status import describe_exit
+from lockstep.system.exit_status import STOP_SIGNALS, describe_exit
 from lockstep.system.files import read_regular
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import close_other_descriptors, flush_streams
@@ -39,7 +39,6 @@ LIMIT = 10.0
 """Seconds that a receiver has for a message, and for all that is left when the job has ended."""
 _LARGEST = 2**17
 _FORMS = "exec:COMMAND, env:NAME or file:PATH, with a URL in the variable or the file"
-_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 class Receiver(NamedTuple):
@@ -183,7 +182,7 @@ def _become_notifier(
     try:
         # Signals of the terminal and of a service manager are for the command.
         os.setsid()
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         # Among them are locks of the command.
         close_other_descriptors(connection.fileno())
@@ -262,7 +261,7 @@ def _become_sender(receiver: Receiver, message: bytes, content: int) -> NoReturn
     try:
         os.setsid()
         if receiver.command:
-            for number in (*_SIGNALS, signal.SIGPIPE):
+            for number in (*STOP_SIGNALS, signal.SIGPIPE):
                 signal.signal(number, signal.SIG_DFL)
             os.dup2(content, 0)
             # The output of the command is about the job, like the notes.

@@ -16,7 +16,7 @@ import click
 
 from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of, name_for
 from lockstep.checkpoint.run_upload import prepare, uploaded_beside
-from lockstep.checkpoint.scheduler import DEFAULT_EVERY
+from lockstep.checkpoint.scheduler import DEFAULT_EVERY, DEFAULT_KEEP
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
@@ -48,7 +48,7 @@ from lockstep.launcher.backend import BACKENDS, RULE
 from lockstep.launcher.gpu_assignment import describe_sharing
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
-from lockstep.protocol.job_spec import GRACE, TIMEOUT, InputReading, JobSpec
+from lockstep.protocol.job_spec import GRACE, MAX_RESTARTS, TIMEOUT, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     WITNESS,
@@ -72,6 +72,7 @@ from lockstep.system.run_folder import (
     fresh_folder,
     gone_if_refused,
     leave_folder,
+    name_on_any_host,
     remove_unused,
     remove_unused_claim,
 )
@@ -324,7 +325,7 @@ _GROUPS = {
 @click.option(
     "--max-restarts",
     type=click.IntRange(min=0, max=_TIMES),
-    default=10,
+    default=MAX_RESTARTS,
     show_default=True,
     metavar="N",
     help="Number of lost workers that are replaced. After that, training continues with the others.",
@@ -368,7 +369,7 @@ _GROUPS = {
 @click.option(
     "--keep",
     type=click.IntRange(min=1, max=_TIMES),
-    default=3,
+    default=DEFAULT_KEEP,
     show_default=True,
     metavar="K",
     help="Number of checkpoints to keep.",
@@ -771,8 +772,8 @@ def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
 
         context, workers = click.get_current_context(), options["workers"]
         # The same folder for all coordinators of the job, on whatever node.
-        name = f"{_script_name(options)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        fixed = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or f"runs/{name}")
+        name = name_on_any_host(_script_name(options))
+        fixed = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or RUNS / name)
         words = (
             *map(str, fixed),
             *set_options(context, {*PLACING, "run_dir"}),

@@ -5,10 +5,12 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from lockstep.protocol.job_spec import AFTER_GRACE
+
 _PLAIN = re.compile(r"[A-Za-z0-9_./:,@+=-]+")
 _ESCAPES = {"\\": r"\\", '"': r"\"", "\n": r"\n", "\t": r"\t", "%": "%%"}
-_AFTER_GRACE = 15
-"""Seconds beyond these that the command may take to end all processes; it gives up after 10."""
+_MARGIN = 5.0
+"""Seconds for the command to end after its job."""
 
 _UNIT = """\
 [Unit]
@@ -58,7 +60,7 @@ def unit(
         variables="".join(f"Environment={quoted(f'{name}={value}')}\n" for name, value in variables.items()),
         # Only in commands does a dollar sign begin a variable.
         command=" ".join(quoted(word).replace("$", "$$") for word in command),
-        patience=math.ceil(grace) + _AFTER_GRACE,
+        patience=math.ceil(grace + AFTER_GRACE + _MARGIN),
     )
 
 

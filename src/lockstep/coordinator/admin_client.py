@@ -20,14 +20,13 @@ from lockstep.protocol.admin import (
     decode_reply,
     encode,
 )
-from lockstep.system.notes import note
+from lockstep.system.notes import NOTE_EVERY, note
 from lockstep.system.prose import columns, count, duration_text
 from lockstep.system.socket_owners import is_of_another_user, is_of_this_user, peer
 
 _SOCKETS = Path("/proc/net/unix")
 _LISTENS = (b"00010000", b"0005")
 _PAUSE = 0.05
-_SAY_EVERY = 10.0
 _MOST_AT_ONCE = 64
 _NAMED = 3
 """The most names in a message; the last ones are the newest runs."""
@@ -129,7 +128,7 @@ def wait_until_gone(name: str) -> None:
     watch = JobWatch(name)
     begun = said = time.monotonic()
     while watch.is_running():
-        if (now := time.monotonic()) - said >= _SAY_EVERY:
+        if (now := time.monotonic()) - said >= NOTE_EVERY:
             said = now
             how = f"; to kill the whole job: kill -KILL {watch.owner}" if watch.owner else ""
             note(f"{name} is still stopping after {now - begun:.0f} s{how}")

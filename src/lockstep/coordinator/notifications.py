@@ -6,7 +6,6 @@ follows.
 """
 
 import contextlib
-import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ from lockstep.observability.events import (
 )
 from lockstep.observability.run_state import RunState
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, What, encode
+from lockstep.system.exit_status import STOPPED
 from lockstep.system.paths import RunPaths
 from lockstep.system.prose import count, duration_text
 
@@ -46,7 +46,6 @@ _KINDS: tuple[type[Event], ...] = (
     *(CallEnded, CallStarted, JobFinished, JobStarted, MetricsRecorded, StepsMeasured, TrainingResumed),
     *(ViewStarted, WorkerNotReplaced),
 )
-_STOPPED = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 
 class Notifications:
@@ -126,7 +125,7 @@ class Notifications:
         else:
             text = f"ended with status {status}" + (f": {finished.message}" if finished.message else "")
             text = "; ".join([text, *troubles(finished)])
-        kind: What = "finished" if status == 0 else "stopped" if status in _STOPPED else "failed"
+        kind: What = "finished" if status == 0 else "stopped" if status in STOPPED else "failed"
         return msgspec.structs.replace(
             self._notification(kind, text), status=status, steps=finished.steps or self._run.trained
         )

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import RunState
+from lockstep.system.notes import NOTE_EVERY
 from lockstep.system.prose import name_workers
 
 _STARTING = "starting: importing the script's modules"
@@ -12,7 +13,6 @@ _RUNNING = "running the script, which has not compiled a model yet"
 _PREPARING = "preparing the first distributed call"
 
 _QUIET = 5.0
-_EVERY = 10.0
 
 
 def skipping(call: str, steps: int, of: int, unit: str) -> str:
@@ -93,5 +93,5 @@ class Progress:
         quiet = self._shown() == self._seen
         if quiet and (text := doing()):
             self._say(f"before the first step, {now - self._since:.0f} s: {text}")
-        self.due = now + (_EVERY if quiet else _QUIET)
+        self.due = now + (NOTE_EVERY if quiet else _QUIET)
         self._seen = self._shown()

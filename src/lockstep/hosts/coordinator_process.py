@@ -78,7 +78,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop, wait_for
-from lockstep.system.exit_status import signal_name
+from lockstep.system.exit_status import STOP_SIGNALS, signal_name
 from lockstep.system.notes import note
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -551,7 +551,7 @@ def _no_op(number: int, frame: FrameType | None) -> None:
 
 def main(descriptor: int) -> int:
     """Run the coordinator whose keeper is at the other end of the socket `descriptor`."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, _no_op)
     keeper: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(
         socket.socket(fileno=descriptor), CoordinatorCommand

@@ -16,9 +16,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
-
-SAY_EVERY = 5.0
-"""Seconds between two notes on the hosts that are missing."""
+from lockstep.system.notes import GATHERING_NOTE_EVERY
 
 
 class Stopped(Exception):
@@ -93,7 +91,7 @@ def gather_facts(
         Stopped: the user has stopped the job.
     """
     facts: dict[int, HostFacts] = {}
-    begun, due = clock.now(), clock.now() + SAY_EVERY
+    begun, due = clock.now(), clock.now() + GATHERING_NOTE_EVERY
     alive_due = begun + ALIVE_EVERY
     heard = dict.fromkeys(hosts, begun)
     for host in hosts.values():
@@ -126,7 +124,7 @@ def gather_facts(
                 names = " and ".join(hosts[index].name for index in silent)
                 raise UnfitError(f"no answer from the agent of {names} within {patience:g} s")
             if now >= due and missing:
-                due = now + SAY_EVERY
+                due = now + GATHERING_NOTE_EVERY
                 say(f"waiting for the agent of {missing}, {now - begun:.0f} s")
             if now >= alive_due:
                 alive_due = now + ALIVE_EVERY

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.protocol.host import LEFT_OUT
+from lockstep.protocol.job_spec import AFTER_GRACE
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.exit_status import WRONG_STATE
 from lockstep.transport.addresses import split_address
@@ -56,8 +57,6 @@ _TRAINER = "trainer.kubeflow.org"
 RUNS = f"{_SCRATCH}/runs"
 """The folder of run folders in a pod."""
 _RETRIES = 6
-_AFTER_GRACE = 10
-"""Seconds for the workers to exit after the checkpoint."""
 
 
 def name_from(script: str, *, module: bool) -> str:
@@ -425,7 +424,7 @@ class IndexedJob:
             # A JobSet sets it too.
             "subdomain": self.name,
             "restartPolicy": "Never",
-            "terminationGracePeriodSeconds": int(self.grace) + _AFTER_GRACE,
+            "terminationGracePeriodSeconds": int(self.grace + AFTER_GRACE),
             "securityContext": self._security,
             # If possible, the loss of a node costs few pods.
             "topologySpreadConstraints": [

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from lockstep.errors import ConfigError, NetworkError, UnfitError
 from lockstep.hosts.gate import Gate
-from lockstep.hosts.gathering import SAY_EVERY, Stopped, turn
+from lockstep.hosts.gathering import Stopped, turn
 from lockstep.hosts.host_listener import own_credentials
 from lockstep.hosts.job_on_hosts import Resumed, terminal_of
 from lockstep.hosts.roster import OpenRoster
@@ -21,6 +21,7 @@ from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.event_loop import EventLoop
+from lockstep.system.notes import GATHERING_NOTE_EVERY
 from lockstep.transport.addresses import is_loopback
 
 _FIRST_NOTE = 1.0
@@ -134,7 +135,7 @@ class _ListeningJob:
     def retried(self, act: Callable[[], Result]) -> Result:
         """Return the result of `act`; repeat it for a while if the name of this host may be unknown yet."""
         begun = self.clock.now()
-        said = begun - SAY_EVERY + _FIRST_NOTE
+        said = begun - GATHERING_NOTE_EVERY + _FIRST_NOTE
         while True:
             try:
                 return act()
@@ -142,7 +143,7 @@ class _ListeningJob:
                 now = self.clock.now()
                 if not self.where.retries or now - begun >= _RETRY:
                     raise
-                if now - said >= SAY_EVERY:
+                if now - said >= GATHERING_NOTE_EVERY:
                     said = now
                     self.console.say(f"waiting for the name of this host, {now - begun:.0f} s: {error}")
             turn(self.loop, self.command, 1.0)
@@ -179,7 +180,7 @@ class _ListeningJob:
                 advice = f"; run on each: {join}" if join else ""
                 raise UnfitError(f"no host has joined with {awaited} within {patience:g} s{advice}{why}")
             if now >= due:
-                due = now + SAY_EVERY
+                due = now + GATHERING_NOTE_EVERY
                 advice = f"; run there: {join} ({passes})" if join else ""
                 text = f"waiting at {address} for other hosts to join with {awaited}, {waited:.0f} s"
                 self.console.say(text + advice + why)

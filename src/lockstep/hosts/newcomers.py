@@ -13,7 +13,7 @@ from typing import cast
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.hosts.facts import check_facts, check_standby
-from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost
+from lockstep.hosts.gathering import AwaitedHost
 from lockstep.hosts.keeper import ConnectedHost
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
@@ -32,6 +32,7 @@ from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system import disk_work
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
+from lockstep.system.notes import GATHERING_NOTE_EVERY
 
 _PATIENCE = 120.0
 """Seconds without a message from an agent that describes its host."""
@@ -127,7 +128,7 @@ class Newcomers:
         """Admit a host whose agent is connected, if it fits the job. Workers without a replica are idle."""
         now = self.clock.now()
         candidate = _Candidate(
-            host, min(workers, self.spec.replicas), now, until=now + _PATIENCE, due=now + SAY_EVERY
+            host, min(workers, self.spec.replicas), now, until=now + _PATIENCE, due=now + GATHERING_NOTE_EVERY
         )
         self._candidates.append(candidate)
         host.channel.send(self.prepare)
@@ -229,7 +230,7 @@ class Newcomers:
                 if now >= candidate.until:
                     self._refuse(candidate, f"no answer within {now - candidate.begun:.0f} s")
                 elif now >= candidate.due:
-                    candidate.due = now + SAY_EVERY
+                    candidate.due = now + GATHERING_NOTE_EVERY
                     self._note_wait(candidate, now)
         dues = [absent.due for absent in self._absent.values()]
         dues += [self._alive_due] if self._candidates else []

@@ -19,7 +19,7 @@ from lockstep.checkpoint.held import HeldCheckpoint, choose_newest
 from lockstep.checkpoint.mirror import take_lease
 from lockstep.checkpoint.object_store import folder_of
 from lockstep.errors import CheckpointError, LockstepError, UnfitError
-from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, heed_stop
+from lockstep.hosts.gathering import AwaitedHost, heed_stop
 from lockstep.protocol.admin import StopChannel
 from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.host import (
@@ -40,6 +40,7 @@ from lockstep.protocol.job_spec import Checkpoints
 from lockstep.system.clock import Clock
 from lockstep.system.disk_work import DiskWork
 from lockstep.system.event_loop import EventLoop
+from lockstep.system.notes import GATHERING_NOTE_EVERY
 from lockstep.system.prose import count
 from lockstep.system.run_folder import claim_for_job
 from lockstep.transport.stream_channel import StreamChannel
@@ -336,7 +337,7 @@ class SharedCheckpoints:
         """Turn the loop once; note from time to time for what this waits, and since when."""
         self._live()
         now = self.clock.now()
-        if now - max(begun, self._said) >= SAY_EVERY:
+        if now - max(begun, self._said) >= GATHERING_NOTE_EVERY:
             self._said = now
             self.say(f"{text}, {now - begun:.0f} s")
         self.loop.turn(max(0.0, self._due - now))

@@ -53,7 +53,7 @@ from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.files import open_own
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder, run_name
 from lockstep.transport.addresses import is_here, is_loopback, resolve_host, split_address
 from lockstep.transport.dial import connect
 from lockstep.transport.keys import JobKey
@@ -280,8 +280,7 @@ def _uploaded(spec: JobSpec, command: StopChannel) -> Iterator[None]:
     if not spec.run_store:
         yield
         return
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    url = f"{spec.run_store}/{socket.gethostname()}-{stamp}"
+    url = f"{spec.run_store}/{run_name(socket.gethostname(), time.time())}"
     note(f"the run folder {spec.run_dir} is uploaded to {url}")
     with uploaded_beside(spec.run_dir, url), closing(command):
         yield

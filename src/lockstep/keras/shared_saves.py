@@ -26,13 +26,12 @@ from lockstep.keras.backends.contract import Backend
 from lockstep.keras.variables import model_state
 from lockstep.system.files import FOLDER_MODE, closed_after
 from lockstep.system.locks import wait_for_lock
-from lockstep.system.notes import note
+from lockstep.system.notes import NOTE_EVERY, note
 from lockstep.system.paths import RunPaths
 from lockstep.worker.job import Job
 
 Write = Callable[[str], object]
 
-_NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
 _OCCASIONS = 16
 """The number of occasions that a record keeps: one worker may be some saves ahead of another."""
@@ -210,7 +209,7 @@ def _locked(file: Path, path: str) -> Iterator[int]:
 
     def waiting(waited: float) -> None:
         nonlocal reported
-        if waited - reported > _NOTE_EVERY_SECONDS:
+        if waited - reported > NOTE_EVERY:
             reported = waited
             note(f"this worker has waited {waited:.0f} s for another worker that writes {path}")
 

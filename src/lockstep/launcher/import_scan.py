@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.protocol.job_spec import BACKEND_NAMES
+
 FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
-_BACKENDS = ("jax", "tensorflow", "torch")
 _OF_KERAS = (
     "lockstep.keras.patches",
     "lockstep.keras.model_digest",
@@ -66,7 +67,7 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
         return NOTHING
     imports = list(source.frameworks)
     backend = {**environment, **source.settings}.get("KERAS_BACKEND")
-    trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in _BACKENDS))
+    trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in BACKEND_NAMES))
     if backend is not None and trains:
         imports += imports_for_training(backend)
         if source.seeds and find_spec("tensorflow") is not None:

@@ -24,20 +24,18 @@ from types import FrameType
 
 from lockstep.errors import LockstepError, UnfitError, with_code
 from lockstep.protocol.admin import StopChannel, StopRequest
+from lockstep.protocol.job_spec import AFTER_GRACE
 from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.event_loop import wait_for
-from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
+from lockstep.system.exit_status import STOP_SIGNALS, describe_exit, shell_status, signal_name, unkillable
 from lockstep.system.notes import note
 from lockstep.system.prctl import adopt_orphans, die_with, keep_priority
 from lockstep.system.prose import os_error
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.packet_channel import PacketChannel
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STOP_PATIENCE = 10.0
-"""Seconds beyond the grace period until a process that was told to stop counts as hung: it gives workers 3 to
-exit and 1 to be killed, and the processes that they started 5."""
 _SECOND_STOP_PATIENCE = 2.0
+"""Seconds after a second signal until the process of the job counts as hung."""
 
 Serve = Callable[[StopChannel], int]
 """Runs a job, given its channel to the command; returns the exit status."""
@@ -54,9 +52,9 @@ def run_in_job_process(serve: Serve, grace: float, lifeline: int | None) -> int:
     Raises:
         UnfitError: the process cannot be started.
     """
-    heard = tuple(number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+    heard = tuple(number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
     # A signal must wait until both processes have their handlers: otherwise it would end only one of them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     spare = children_now()
     adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -84,10 +82,10 @@ def _become_job_process(command: StopChannel, serve: Serve) -> None:
         os.setsid()
         keep_priority()
         adopt_orphans()
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             # The command forwards signals. Not SIG_IGN, which the workers would inherit.
             signal.signal(number, _no_op)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         status = serve(command)
     except LockstepError as error:
         note(with_code(error))
@@ -130,7 +128,7 @@ class _Watch:
             signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
             for number in heard:
                 signal.signal(number, _no_op)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             in_time = self._wait(ended, woken)
             signal.set_wakeup_fd(-1)
         os.close(ended)
@@ -152,7 +150,7 @@ class _Watch:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        patience = self._grace + _STOP_PATIENCE if self._stopped_by is None else _SECOND_STOP_PATIENCE
+        patience = self._grace + AFTER_GRACE if self._stopped_by is None else _SECOND_STOP_PATIENCE
         self._stopped_by = self._stopped_by or number
         self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
         # If this cannot be sent, because the process has ended or is far behind, the deadline applies.

@@ -16,9 +16,9 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.system.event_loop import wait_for
+from lockstep.system.exit_status import STOP_SIGNALS
 
-_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HEARD = (*_ENDS, signal.SIGTSTP, signal.SIGWINCH)
+_HEARD = (*STOP_SIGNALS, signal.SIGTSTP, signal.SIGWINCH)
 _WAKE = 0
 
 
@@ -101,7 +101,7 @@ class PictureTerminal:
         ended = None
         with contextlib.suppress(BlockingIOError):
             numbers = self._woken.recv(4096)
-            ended = next((number for number in numbers if number in _ENDS), None)
+            ended = next((number for number in numbers if number in STOP_SIGNALS), None)
             if ended is None and signal.SIGTSTP in numbers:
                 self._stop()
         typed = b""

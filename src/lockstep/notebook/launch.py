@@ -16,7 +16,7 @@ from lockstep.functions.history import RunHistory
 from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import Giver, ResultBox, pack
 from lockstep.functions.worker import WORKER
-from lockstep.protocol.job_spec import GRACE
+from lockstep.protocol.job_spec import AFTER_GRACE, GRACE
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.system.child_process import command_of
 from lockstep.system.run_folder import RUNS, fresh_folder, remove_where_empty
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 _NAME = "lockstep.launch"
 _PIECE = 64 * 1024
-_END_PATIENCE = GRACE + 10.0
+_END_PATIENCE = GRACE + AFTER_GRACE
 """Seconds that an interrupted job may take to end, with a last checkpoint."""
 
 

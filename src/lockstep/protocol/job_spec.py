@@ -18,6 +18,13 @@ TIMEOUT = 600.0
 GRACE = 20.0
 """The default number of seconds that a stopped job has to complete its step and write a checkpoint."""
 
+AFTER_GRACE = 10.0
+"""Seconds beyond the grace period in which a stopped job ends: workers have 3 to exit and 1 to be killed
+(`TimeLimits`), and the processes that they have started have 5."""
+
+MAX_RESTARTS = 10
+"""How many lost workers a command replaces by default."""
+
 InputReading = Literal["divided", "joint"]
 """Whether the workers divide the reading of datasets, or each reads everything."""
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.environment import shared_variables
+from lockstep.system.exit_status import STOP_SIGNALS
 from lockstep.system.notes import note
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def run_on_ray(
         note(f"the job {name} runs on the cluster; lockstep list on its nodes shows it")
         return 0
     follower = Follower(actor, _write)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: follower.stop(number))
     # Ray prints the reports of its own processes on each loss, which the job reports too.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):

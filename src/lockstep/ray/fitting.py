@@ -1,9 +1,7 @@
 """Runs a function of a Ray program on the workers of a job on its cluster."""
 
 import os
-import secrets
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +12,19 @@ from lockstep.functions.caller_streams import CallerStreams
 from lockstep.functions.options import command_options, env_values, tag_values
 from lockstep.functions.transport import held, pack, unpack_result
 from lockstep.functions.worker import WORKER
-from lockstep.protocol.job_spec import GRACE
+from lockstep.protocol.job_spec import AFTER_GRACE, GRACE
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.ray.command import Follower, connect, require_ray, submit
 from lockstep.ray.placement import worker_needs
 from lockstep.system.environment import unrecorded
 from lockstep.system.files import closed_after
+from lockstep.system.run_folder import RUNS, name_on_any_host
 from lockstep.worker import job
 
 Value = TypeVar("Value")
 
 _NAME = "lockstep.ray.fit"
-_END_PATIENCE = GRACE + 10.0
+_END_PATIENCE = GRACE + AFTER_GRACE
 """Seconds that an interrupted job may take to end, with a last checkpoint."""
 _PATIENCE = 60.0
 
@@ -182,8 +181,8 @@ def fit(
         "tag": tag_values(_NAME, tags),
     }
     function_name = str(getattr(function, "__name__", "function")).strip("<>")
-    name = f"{function_name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-    folder = f"runs/{name}" if run_dir is None else os.fspath(run_dir)
+    name = name_on_any_host(function_name)
+    folder = os.fspath(RUNS / name if run_dir is None else run_dir)
     options = command_options(_NAME, {**values, "run-dir": folder})
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 1:
         raise ConfigError(f"{_NAME}, workers={workers!r}: give a whole number, 1 or more")

@@ -53,7 +53,7 @@ from lockstep.system.environment import (
     worker_environment,
 )
 from lockstep.system.invocation import Invocation, current_program
-from lockstep.system.notes import note
+from lockstep.system.notes import GATHERING_NOTE_EVERY, note
 from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.addresses import is_loopback, split_address
 from lockstep.version import __version__
@@ -64,7 +64,6 @@ _OWN = ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")
 """The variables of a worker that keep the user's own values."""
 _PAUSE = 0.02
 _PATIENCE = 20.0
-_SAY_EVERY = 5.0
 _MOST_COORDINATORS = 20
 
 _followed: set[str | None] = set()
@@ -336,7 +335,7 @@ def _connect(arrival: Arrival) -> socket.socket:
             _start_coordinator(arrival, claimed)
         if connection is not None:
             return connection
-        if now - said >= _SAY_EVERY:
+        if now - said >= GATHERING_NOTE_EVERY:
             said = now
             note(f"{arrival.task.name} waits for {holder(str(claimed))} to accept a connection at {claimed}")
         # The process that has the name is about to listen, or to end.

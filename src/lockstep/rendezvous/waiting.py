@@ -7,11 +7,10 @@ from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.hosts.where import GATHERING
 from lockstep.protocol.rendezvous import MAX_PACKET, Admitted, Answer, KeepWaiting, Rejected, decode_answer
 from lockstep.system.event_loop import wait_for
-from lockstep.system.notes import note
+from lockstep.system.notes import GATHERING_NOTE_EVERY, note
 from lockstep.system.socket_owners import peer
 
 _SOON = 1.0
-_EVERY = 5.0
 
 
 class WaitMessages:
@@ -50,7 +49,7 @@ class WaitMessages:
             )
         if now < self._due:
             return ""
-        self._due, self._has_said = now + _EVERY, True
+        self._due, self._has_said = now + GATHERING_NOTE_EVERY, True
         return f"{self._name} waits for {self._awaited}" + (f", {waited:.0f} s" if waited >= 1 else "")
 
     def left(self, now: float) -> float:

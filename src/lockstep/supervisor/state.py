@@ -19,6 +19,7 @@ from lockstep.protocol.host import SILENCE, StartView
 from lockstep.protocol.job_spec import GRACE, TIMEOUT, JobSpec
 from lockstep.protocol.worker import HostMembers, Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
+from lockstep.system.notes import NOTE_EVERY
 from lockstep.topology import View, place_on_hosts
 
 
@@ -136,7 +137,7 @@ class TimeLimits:
     term: float = 3.0
     kill: float = 1.0
     save: float = GRACE
-    repeat: float = 10.0
+    repeat: float = NOTE_EVERY
     idle: float = 45.0
     young: float = 60.0
     pause: float = 1.0

@@ -5,6 +5,10 @@ import signal
 
 WRONG_STATE = os.EX_SOFTWARE
 """The exit status of a job whose state was wrong, and which a checkpoint continues."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals with which a user, a service manager or a closed terminal stops a command."""
+STOPPED = tuple(128 + number for number in STOP_SIGNALS)
+"""The exit statuses of a job that such a signal has stopped."""
 UNKNOWN_STATUS = -(2**16)
 """The exit status of a process whose exit status is unknown; like a signal, it carries no report."""
 

@@ -6,6 +6,11 @@ import sys
 
 from lockstep.system.prose import printable
 
+NOTE_EVERY = 10.0
+"""Seconds between two notes about the same wait."""
+GATHERING_NOTE_EVERY = 5.0
+"""The same while the hosts and processes of a job find each other."""
+
 _STDERR = 2
 
 

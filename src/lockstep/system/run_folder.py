@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import re
+import secrets
 import shutil
 import stat
 import tempfile
@@ -33,18 +34,28 @@ class FolderInUse(ConfigError):
     """Another active run uses a folder."""
 
 
+def run_name(name: str, wall: float) -> str:
+    """Return the name of a run of this second."""
+    return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(wall))}"
+
+
+def name_on_any_host(name: str) -> str:
+    """Return a name for a run that no run has on whatever host its folder will be."""
+    return f"{run_name(name, time.time())}-{secrets.token_hex(2)}"
+
+
 def fresh_folder(base: Path, name: str, wall: float) -> Path:
     """Create a new folder `base/<name>-<time>`, with a number at the end if that exists.
 
     Raises:
         ConfigError: it cannot be created.
     """
-    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall))
+    named = run_name(name, wall)
     try:
         with gone_if_refused(base):
             base.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             for number in itertools.count(1):
-                folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
+                folder = base / (named + (f"-{number}" if number > 1 else ""))
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(FOLDER_MODE)
                     return folder

@@ -23,13 +23,13 @@ from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
 from lockstep.system.environment import WorkerIdentity
+from lockstep.system.notes import GATHERING_NOTE_EVERY
 from lockstep.topology import View
 from lockstep.transport.addresses import join_address
 from lockstep.transport.dial import accept, dial
 from lockstep.worker.agent_client import AgentClient
 
 _LOOK_EVERY = 0.2
-_SAY_EVERY = 5.0
 
 
 class _Abandoned(Exception):
@@ -227,7 +227,7 @@ class LaneConnector:
                     ends[at][outgoing] = result
                 now = time.monotonic()
                 self._check_wait(missing, now - begun)
-                if now - said >= _SAY_EVERY:
+                if now - said >= GATHERING_NOTE_EVERY:
                     said = now
                     self._report(missing, ends, now - begun)
         except BaseException:

@@ -24,12 +24,13 @@ from lockstep.errors import (
     SupersededError,
     with_code,
 )
+from lockstep.protocol.job_spec import BACKEND_NAMES
 from lockstep.system.cuda import LimitedReader, Machine, ask_driver, cuda_of, faults_of, shown_gpus, too_old
 from lockstep.worker.program_sources import is_program, library_name
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _HELPERS = (contextlib.__file__, functools.__file__)
-_BACKENDS = {"jax", "jaxlib", "tensorflow", "torch"}
+_BACKENDS = {*BACKEND_NAMES, "jaxlib"}
 _OUT_OF_MEMORY = ("OutOfMemoryError", "ResourceExhaustedError")
 _OF_GPU = re.compile("cuda|nvidia|cudnn|nccl", re.IGNORECASE)
 _DRIVER_PATIENCE = 3.0
@@ -294,7 +295,7 @@ def gpu_hint(error: BaseException, gpus: Sequence[str], read: Callable[[], Machi
         return f"; NVIDIA's driver has not answered within {_DRIVER_PATIENCE:g} s"
     if faults := faults_of(gpus, machine.gpus or ()):
         return f"; {' and '.join(faults.values())} (sudo dmesg | grep -i xid shows why)"
-    loaded = sorted(name for name in ("jax", "tensorflow", "torch") if name in sys.modules)
+    loaded = sorted(name for name in BACKEND_NAMES if name in sys.modules)
     old = next(filter(None, (too_old(machine.driver, name, cuda_of(name)) for name in loaded)), "")
     return f"; {old}" if old else ""
 

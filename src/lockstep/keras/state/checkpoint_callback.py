@@ -25,6 +25,7 @@ from lockstep.checkpoint.resume import (
 )
 from lockstep.checkpoint.scheduler import (
     DEFAULT_EVERY,
+    DEFAULT_KEEP,
     CheckpointScheduler,
     Every,
     end_at_a_step,
@@ -43,7 +44,7 @@ from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.clock import SystemClock
 from lockstep.system.disk_work import DiskWork
 from lockstep.system.event_loop import EventLoop
-from lockstep.system.notes import note
+from lockstep.system.notes import NOTE_EVERY, note
 from lockstep.system.prose import count, interval
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -56,7 +57,6 @@ _END = b"\xff"
 """The message after the last part."""
 _MEET_EVERY = 1.0
 """Seconds between two exchanges while a worker completes its copy."""
-_SAY_EVERY = 10.0
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
@@ -102,7 +102,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self,
         folder: str | os.PathLike[str],
         every: int | str = DEFAULT_EVERY,
-        keep: int = 3,
+        keep: int = DEFAULT_KEEP,
         accept_changes: bool = False,
     ) -> None:
         super().__init__()
@@ -380,7 +380,7 @@ class ScriptCheckpoints:
                 writer = self._from_any(label, blob)
                 if not writer:
                     return failure
-                if job.is_chief and (now := clock.now()) - said >= _SAY_EVERY:
+                if job.is_chief and (now := clock.now()) - said >= NOTE_EVERY:
                     said = now
                     note(f"{writer.decode()} writes the checkpoint, {now - begun:.0f} s")
 
