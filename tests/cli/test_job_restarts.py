@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli.job_restarts import EarlierStarts, earlier_starts, events_begin, trusted_hosts
-from lockstep.cli.run import _as_before
+from lockstep.cli.task_role import as_before
 from lockstep.hosts.where import Hosts
 from lockstep.protocol.job_spec import JobHost
 
@@ -51,7 +51,7 @@ def test_a_job_that_starts_again_keeps_replicas_and_threads(
     options: dict[str, Any] = dict(zip(("replicas", "threads", "servers"), set_here, strict=True))
     options |= {"avoid_host_after": 1, "min_workers": 1, "checkpoint": "s3://bucket/job"}
     hosts = Hosts(tuple(JobHost(name, 1) for name in "abc"))
-    destination = _as_before(options, hosts, EarlierStarts(3, 2, ("b",)))
+    destination = as_before(options, hosts, EarlierStarts(3, 2, ("b",)))
     assert destination == Hosts((hosts.hosts[0], hosts.hosts[2]))
     assert (options["replicas"], options["threads"]) == kept
 

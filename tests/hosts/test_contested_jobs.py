@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from lockstep.checkpoint.object_store import StoreLease
-from lockstep.cli import run
+from lockstep.cli import task_role
 from lockstep.coordinator.admin_client import call_job
 from lockstep.coordinator.admin_socket import take_name
 from lockstep.coordinator.job_record import JobRecord, encode_record
@@ -373,10 +373,10 @@ def test_the_command_of_hosts_does_not_begin_a_job_that_its_standby_continues(
 ) -> None:
     monkeypatch.setattr(standby, "is_led_at", lambda address, encrypted: leads)
     with pytest.raises(ConfigError, match="is an address of this host"):
-        run._refuse_with_led_standby("127.0.0.1:7001", encrypted=True)
+        task_role._refuse_with_led_standby("127.0.0.1:7001", encrypted=True)
     expected = pytest.raises(ConfigError, match=r"continues at 192\.0\.2\.1:7001") if leads else nullcontext()
     with expected:
-        run._refuse_with_led_standby("192.0.2.1:7001", encrypted=True)
+        task_role._refuse_with_led_standby("192.0.2.1:7001", encrypted=True)
 
 
 def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +386,7 @@ def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: py
     monkeypatch.setattr(agent_command, "join_and_run", joined.append)
     for where in (Listen(3, "node1:7000", task="worker 0"), Listen(3, "node1:7000")):
         with pytest.raises(SystemExit):
-            run._follow_standby(where, {"standby": "10.0.0.2:7001", "plain": False})
+            task_role.follow_standby(where, {"standby": "10.0.0.2:7001", "plain": False})
     of_task, by_command = joined
     assert (of_task.coordinator, of_task.others, of_task.leads_at) == (
         "10.0.0.2:7001",

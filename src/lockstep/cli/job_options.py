@@ -192,6 +192,26 @@ def _checkpoints(
     return saved, past
 
 
+def refuse_with_servers(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for options that jobs with parameter servers do not support."""
+    names = ("replicas", "checkpoint", "devices", "verify_every")
+    refused = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
+    refused += ["--min-workers"] if options["min_workers"] > 1 else []
+    refused += ["--update"] if options["update"] == "divided" else []
+    refused += ["--local-steps"] if options["local_steps"] else []
+    reasons = {
+        "--replicas": "a step is one batch on one worker",
+        "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
+        "--devices": "all processes share the visible GPUs; set CUDA_VISIBLE_DEVICES",
+        "--verify-every": "lockstep rerun repeats the whole run",
+        "--min-workers": "workers do not wait for one another",
+        "--update": "the servers have the optimizer's state",
+        "--local-steps": "workers train asynchronously",
+    }
+    if refused:
+        raise ConfigError(f"--ps cannot be combined with {refused[0]}: {reasons[refused[0]]}")
+
+
 def _past_reading(past: Mapping[str, Any]) -> str:
     """Return how the workers of the job to resume have read input; in older checkpoints, jointly."""
     return str(past.get("input", "joint")) if past else "divided"

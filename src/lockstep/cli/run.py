@@ -9,8 +9,9 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
@@ -20,14 +21,12 @@ from lockstep.checkpoint.scheduler import DEFAULT_EVERY, DEFAULT_KEEP
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
-from lockstep.cli.job_options import Place, backend_of, other_processes, resumed_spec, spec_of
+from lockstep.cli.job_options import Place, other_processes, refuse_with_servers, resumed_spec, spec_of
 from lockstep.cli.job_restarts import (
-    EarlierStarts,
     earlier_starts,
     events_begin,
     folder_of_job,
     start_again,
-    trusted_hosts,
 )
 from lockstep.cli.notifier import (
     JobIdentity,
@@ -35,31 +34,24 @@ from lockstep.cli.notifier import (
     Receiver,
     notifier_beside,
     parse_receiver,
-    variable_with_url,
 )
 from lockstep.cli.page import page_beside
 from lockstep.cli.parameter_types import PARTS, Folder, FolderOrUrl, Seconds, Tag
+from lockstep.cli.task_role import as_before, destination_of, script_name, take_variables
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.coordinator.comparison import NOT_COMPARED, save_verdict
-from lockstep.errors import ConfigError, NetworkError, UnfitError
-from lockstep.hosts.task_place import TaskRole
-from lockstep.hosts.where import PLACING, SCHEDULERS, Engine, Here, Hosts, Listen, ScheduledTask, parse_where
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.hosts.where import PLACING, SCHEDULERS, Here, Hosts, Listen, parse_where
 from lockstep.launcher.backend import BACKENDS, RULE
 from lockstep.launcher.gpu_assignment import describe_sharing
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
 from lockstep.protocol.job_spec import GRACE, MAX_RESTARTS, TIMEOUT, InputReading, JobSpec
-from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     WITNESS,
     cache_folder,
-    parse_variables,
     replaced_hash_seed,
-    require_variables,
-    set_recorded,
     switched_off,
-    take_environment,
-    unrecorded,
 )
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -72,22 +64,17 @@ from lockstep.system.run_folder import (
     fresh_folder,
     gone_if_refused,
     leave_folder,
-    name_on_any_host,
     remove_unused,
     remove_unused_claim,
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
-from lockstep.transport.addresses import is_here, resolve_host, split_address, with_port
 from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.held import HeldCheckpoint
     from lockstep.protocol.admin import StopChannel
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_STANDBY_LOST = 60.0
-"""Seconds in which the first host joins the job that its standby leads."""
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 _FIRST_RETRIES = 4
 """How often a request to an object store is repeated before a job begins: some 8 seconds in all."""
@@ -493,7 +480,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
     if options["servers"]:
-        _refuse_with_servers(options)
+        refuse_with_servers(options)
     where = parse_where(options, other_processes(options))
     if options["detached"] and options["ui"]:
         raise ConfigError(
@@ -501,101 +488,33 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             "ui JOB"
         )
     refuse_without_checkpoint(click.get_current_context())
-    match where:
-        case Engine():
-            destination: Place = _of_engine(where, options)
-        case ScheduledTask():
-            destination = _of_task(where, script, options)
-        case Listen() if options["standby"]:
-            _follow_standby(where, options)
-            destination = where
-        case Hosts() if options["standby"]:
-            _refuse_with_led_standby(options["standby"], encrypted=not options["plain"])
-            destination = where
-        case _:
-            destination = where
+    set_words = set_options(click.get_current_context(), {*PLACING, "run_dir"})
+    destination = destination_of(where, script, options, set_words)
     options["named_hosts"] = ()
     if (earlier := folder_of_job()) is not None:
-        destination = _as_before(options, destination, earlier_starts(earlier, events_begin(earlier)))
+        destination = as_before(options, destination, earlier_starts(earlier, events_begin(earlier)))
     engine = destination.engine if isinstance(destination, Listen) else None
     receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
     # Where an engine starts a coordinator again, hosts that run the job have the variables.
-    _take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
+    take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
-    run_store = options["run_dir"] if isinstance(options["run_dir"], str) else ""
-    if run_store:
-        options["run_dir"] = _folder_for(run_store)
-    folder, board = _folder_of(options["checkpoint"]), options["tensorboard"]
-    # The folder must not change while it is read; a rejected command leaves nothing behind.
-    existed = folder is not None and folder.exists()
-    if folder is not None and existed:
-        claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
-    options["lease"] = _fetch(options)
-    spec = replace(spec_of(options, destination), inherited=inherited or ())
-    created = options["run_dir"] is None or not options["run_dir"].exists()
-    new_board = board is not None and not board.exists()
-    with gone_if_refused(board), gone_if_refused(folder if folder is not None and not existed else None):
-        exports = _exports(options)
-        if folder is not None and not existed:
-            claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
-        with gone_if_refused(options["run_dir"]):
-            if engine is not None:
-                run_dir = claim_when_free(options["run_dir"])
-            else:
-                run_dir = folder_of_job() or options["run_dir"] or _fresh_folder(options)
-                claim_folder(run_dir, patience=_ENDS_WITHIN)
-            if run_store and folder_of_job() is None:
-                note(f"the run folder {run_dir} is uploaded to {run_store}")
-                prepare(run_store, run_dir, _FIRST_RETRIES)
-            spec = replace(spec, run_dir=run_dir, run_store=run_store)
-            events_at = events_begin(run_dir)
-            empty_folder(RunPaths(spec.run_dir).sources)
-            # The verdict is that of an earlier run.
-            RunPaths(spec.run_dir).comparison.unlink(missing_ok=True)
-
-    def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
-        return resumed_spec(options, destination, begun, held)
-
+    unused = contextlib.ExitStack()
+    spec, exports = _begin(options, destination, inherited or (), unused)
+    events_at = events_begin(spec.run_dir)
     if options["detached"] and folder_of_job() is None:
         detach(RunPaths(spec.run_dir.absolute()))
-    if exports.metrics is not None:
-        with socket.socket(fileno=os.dup(exports.metrics)) as listener:
-            address, port = listener.getsockname()
-        note(f"metrics at http://{address}:{port}/metrics")
-    if isinstance(destination, Here):
-        first, rest = spec.describe()
-        note(first)
-        note(f"{rest}{_passed_on(options['arguments'])}")
-    if sharing := describe_sharing(spec.devices):
-        note(sharing)
-    for disabling in switched_off() if spec.devices else ():
-        note(f"{disabling} disables deterministic operations: equal bits are no longer guaranteed")
-    if hash_seed := replaced_hash_seed(spec.seed):
-        note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
-
-    def serve(command: "StopChannel") -> int:
-        match destination:
-            case Here():
-                return _serve_here(spec, command, shown)
-            case Hosts():
-                from lockstep.hosts.job_on_hosts import run_over_ssh
-
-                return run_over_ssh(spec, resumed, command, shown)
-            case Listen():
-                from lockstep.hosts.listening_job import run_listening
-
-                return run_listening(spec, destination, resumed, command, shown)
-
+    _describe(spec, destination, exports, options["arguments"])
     with contextlib.ExitStack() as beside:
-        if run_store:
+        if spec.run_store:
             # Entered first: it uploads what the others have written to the folder.
-            beside.enter_context(uploaded_beside(spec.run_dir, run_store))
+            beside.enter_context(uploaded_beside(spec.run_dir, spec.run_store))
         notifier = beside.enter_context(_notifier(receiver, spec, engine is not None))
         shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
         if options["ui"]:
             beside.enter_context(page_beside(spec.run_dir))
         if not (spec.checks or spec.digests):
             beside.enter_context(_witness(spec, options["witness"]))
+        serve = partial(_serve, spec, destination, options, shown)
         begun = time.monotonic()
         status = run_in_job_process(serve, spec.limits.grace, None if engine is None else engine.LIFELINE)
         seconds = time.monotonic() - begun
@@ -610,29 +529,97 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         events_at=events_at,
         rolls_back=bool(spec.verification.every) and isinstance(destination, Here | Hosts),
     )
-    if created:
-        remove_unused(spec.run_dir)
-    if folder is not None and not existed:
-        remove_unused_claim(folder)
-    if new_board:
-        # Where nothing was trained, it is empty.
-        with contextlib.suppress(OSError):
-            board.rmdir()
+    unused.close()
     sys.exit(status)
 
 
-def _as_before(options: dict[str, Any], destination: Place, starts: EarlierStarts) -> Place:
-    """Set what a job that starts again keeps, and return where it runs: without hosts that are at fault."""
-    if not options["servers"]:
-        options["replicas"] = options["replicas"] or starts.replicas
-    options["threads"] = options["threads"] or starts.threads
-    most = options["avoid_host_after"]
-    if not most or not isinstance(destination, Hosts):
-        return destination
-    options["named_hosts"] = named = starts.named_hosts
-    in_store = isinstance(options["checkpoint"], str)
-    hosts = trusted_hosts(destination.hosts, named, most, options["min_workers"], in_store=in_store)
-    return replace(destination, hosts=hosts)
+def _begin(
+    options: dict[str, Any], destination: Place, inherited: tuple[int, ...], unused: contextlib.ExitStack
+) -> tuple[JobSpec, Exports]:
+    """Claim the folders of the job, and return the job and its exports.
+
+    A rejected command leaves nothing behind.
+
+    Args:
+        options: the values of the options; those of folders become paths of this machine.
+        destination: where the job runs.
+        inherited: the descriptors that the job's processes inherit.
+        unused: removes what is new and was not used, when it is closed.
+    """
+    run_store = options["run_dir"] if isinstance(options["run_dir"], str) else ""
+    if run_store:
+        options["run_dir"] = _folder_for(run_store)
+    folder, board = _folder_of(options["checkpoint"]), options["tensorboard"]
+    new_folder = folder if folder is not None and not folder.exists() else None
+    if folder is not None and new_folder is None:
+        # The folder must not change while it is read.
+        claim_folder(folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
+    options["lease"] = _fetch(options)
+    spec = replace(spec_of(options, destination), inherited=inherited)
+    is_new = options["run_dir"] is None or not options["run_dir"].exists()
+    if board is not None and not board.exists():
+        unused.callback(_remove_empty, board)
+    with gone_if_refused(board), gone_if_refused(new_folder):
+        exports = _exports(options)
+        if new_folder is not None:
+            claim_folder(new_folder, *_OF_CHECKPOINTS, patience=_ENDS_WITHIN)
+            unused.callback(remove_unused_claim, new_folder)
+        with gone_if_refused(options["run_dir"]):
+            if isinstance(destination, Listen) and destination.engine is not None:
+                run_dir = claim_when_free(options["run_dir"])
+            else:
+                run_dir = folder_of_job() or options["run_dir"] or _fresh_folder(options)
+                claim_folder(run_dir, patience=_ENDS_WITHIN)
+            if is_new:
+                unused.callback(remove_unused, run_dir)
+            if run_store and folder_of_job() is None:
+                note(f"the run folder {run_dir} is uploaded to {run_store}")
+                prepare(run_store, run_dir, _FIRST_RETRIES)
+            empty_folder(RunPaths(run_dir).sources)
+            # The verdict is that of an earlier run.
+            RunPaths(run_dir).comparison.unlink(missing_ok=True)
+    return replace(spec, run_dir=run_dir, run_store=run_store), exports
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _describe(spec: JobSpec, destination: Place, exports: Exports, arguments: Sequence[str]) -> None:
+    """Say what the job is, and what affects its bits."""
+    if exports.metrics is not None:
+        with socket.socket(fileno=os.dup(exports.metrics)) as listener:
+            address, port = listener.getsockname()
+        note(f"metrics at http://{address}:{port}/metrics")
+    if isinstance(destination, Here):
+        first, rest = spec.describe()
+        note(first)
+        note(f"{rest}{_passed_on(arguments)}")
+    if sharing := describe_sharing(spec.devices):
+        note(sharing)
+    for disabling in switched_off() if spec.devices else ():
+        note(f"{disabling} disables deterministic operations: equal bits are no longer guaranteed")
+    if hash_seed := replaced_hash_seed(spec.seed):
+        note(f"workers get PYTHONHASHSEED from the job's seed, --seed {spec.seed}, instead of {hash_seed}")
+
+
+def _serve(
+    spec: JobSpec, destination: Place, options: dict[str, Any], exports: Exports, command: "StopChannel"
+) -> int:
+    """Run the job in the process that the command has forked for it, and return its exit status."""
+    resumed = partial(resumed_spec, options, destination)
+    match destination:
+        case Here():
+            return _serve_here(spec, command, exports)
+        case Hosts():
+            from lockstep.hosts.job_on_hosts import run_over_ssh
+
+            return run_over_ssh(spec, resumed, command, exports)
+        case Listen():
+            from lockstep.hosts.listening_job import run_listening
+
+            return run_listening(spec, destination, resumed, command, exports)
 
 
 def _folder_of(location: Path | str | None) -> Path | None:
@@ -675,24 +662,6 @@ def _notifier(
     folder = spec.run_dir.absolute()
     identity = JobIdentity(folder.name, spec.target, str(folder), socket.gethostname())
     return notifier_beside(receiver, identity, is_continued=is_continued)
-
-
-def _take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
-    """Set the variables of the script here.
-
-    Raises:
-        ConfigError: one lacks a value and `all_set`, or chooses another backend than the options.
-    """
-    variables = parse_variables(options["env"])
-    backend = variables.get("KERAS_BACKEND")
-    if backend is not None and options["backend"] not in (None, backend):
-        raise ConfigError(
-            f"--env KERAS_BACKEND={backend} and --backend {options['backend']} choose different backends; "
-            "give one of them"
-        )
-    if all_set:
-        require_variables(variables)
-    set_recorded(variables)
 
 
 def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[None]:
@@ -760,166 +729,6 @@ def refuse_without_checkpoint(context: click.Context) -> None:
         )
 
 
-def _of_engine(engine: Engine, options: Mapping[str, Any]) -> Listen:
-    """Have an engine run the job, and end this process; or return where the engine's coordinator listens."""
-    from lockstep.hosts.engine_link import EngineLink
-    from lockstep.protocol.engine import StartCoordinator
-
-    link = EngineLink.inherited(StartCoordinator)
-    if link is None:
-        from lockstep.ray.command import run_on_ray
-        from lockstep.ray.placement import parse_resources, worker_needs
-
-        context, workers = click.get_current_context(), options["workers"]
-        # The same folder for all coordinators of the job, on whatever node.
-        name = name_on_any_host(_script_name(options))
-        fixed = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or RUNS / name)
-        words = (
-            *map(str, fixed),
-            *set_options(context, {*PLACING, "run_dir"}),
-            "--",
-            options["script"],
-            *options["arguments"],
-        )
-        needs = worker_needs(engine.cpus, engine.gpus, parse_resources(engine.resources))
-        env = parse_variables(options["env"])
-        require_variables(env)
-        variables = unrecorded(env)
-        if (url := variable_with_url(options["notify"] or "")) is not None:
-            variables[url] = parse_receiver(options["notify"]).url
-        status = run_on_ray(
-            address=engine.address,
-            name=name,
-            words=words,
-            workers=engine.processes,
-            resources=needs,
-            detached=engine.detached,
-            variables=variables,
-        )
-        sys.exit(status)
-    assert isinstance(link.start, StartCoordinator)
-    return Listen(engine.processes, with_port(link.start.address), here=0, engine=link)
-
-
-def _refuse_with_servers(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that jobs with parameter servers do not support."""
-    names = ("replicas", "checkpoint", "devices", "verify_every")
-    refused = [f"--{name.replace('_', '-')}" for name in names if options[name] is not None]
-    refused += ["--min-workers"] if options["min_workers"] > 1 else []
-    refused += ["--update"] if options["update"] == "divided" else []
-    refused += ["--local-steps"] if options["local_steps"] else []
-    reasons = {
-        "--replicas": "a step is one batch on one worker",
-        "--checkpoint": "use keras.callbacks.BackupAndRestore or ModelCheckpoint",
-        "--devices": "all processes share the visible GPUs; set CUDA_VISIBLE_DEVICES",
-        "--verify-every": "lockstep rerun repeats the whole run",
-        "--min-workers": "workers do not wait for one another",
-        "--update": "the servers have the optimizer's state",
-        "--local-steps": "workers train asynchronously",
-    }
-    if refused:
-        raise ConfigError(f"--ps cannot be combined with {refused[0]}: {reasons[refused[0]]}")
-
-
-def _of_task(tasks: ScheduledTask, script: Script, options: dict[str, Any]) -> Here | Listen:
-    """Return where the job that this process begins runs, or play another role of its task, and end."""
-    from lockstep.hosts.agent_command import AgentOptions, join_and_run
-
-    scheduler = tasks.scheduler
-    task = scheduler.place(tasks.processes, tasks.here, options["servers"] or 0)
-    if isinstance(options["checkpoint"], str) and not options["one_writer"]:
-        options["standby"] = options["standby"] or task.standby
-    match task.role:
-        case TaskRole.IDLE_SERVER:
-            note("a parameter server has nothing to do: the workers hold the whole state")
-            sys.exit(0)
-        case TaskRole.EVALUATOR:
-            _evaluate(script, options)
-        case TaskRole.AGENT:
-            # The cluster may not know the name of this host yet.
-            _, port = split_address(task.address)
-            joins = AgentOptions(
-                task.coordinator,
-                task.here,
-                port=port,
-                encrypted=not options["plain"],
-                tasks=task.tasks,
-                task=task.task,
-            )
-            if scheduler.starts_all:
-                # The coordinator writes to the same terminal, and gets the same signals.
-                joins = replace(joins, quiet=True, grace=parse_seconds(options["grace"], "--grace"))
-            else:
-                joins = replace(joins, shows=True)
-                note(f"{task.name} joins {task.coordinator}, which coordinates the job")
-            if options["standby"]:
-                joins = replace(joins, others=(options["standby"],))
-            sys.exit(join_and_run(joins))
-        case TaskRole.COORDINATOR:
-            address, retries = with_port(task.address), not scheduler.starts_all
-            where = Listen(
-                task.workers, address, task.here, retries=retries, task=task.name, tasks=task.tasks
-            )
-            if options["standby"]:
-                _follow_standby(where, options)
-            return where
-    return Here(task.workers)
-
-
-def _follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
-    """Join the job, and end this process, if the standby has taken it over."""
-    from lockstep.hosts.agent_command import AgentOptions, join_and_run
-    from lockstep.hosts.standby import is_led_at
-
-    standby, encrypted = options["standby"], not options["plain"]
-    if standby == where.address:
-        raise ConfigError(f"--standby {standby} is the address of the first host; give that of another host")
-    if is_led_at(standby, encrypted=encrypted):
-        note(f"the job continues at {standby}, and this host joins it")
-        port, spare = split_address(where.address)[1], split_address(standby)[1]
-        own = where.address if port else ""
-        # Its own port is free, for a coordinator. Firewalls between the tasks of a cluster know both ports.
-        joins = AgentOptions(
-            standby,
-            where.here,
-            port=spare if where.task and spare != port else 0,
-            encrypted=encrypted,
-            patience=_STANDBY_LOST,
-            shows=where.retries,
-            others=(own,) if own else (),
-            leads_at=own,
-        )
-        sys.exit(join_and_run(joins))
-
-
-def _refuse_with_led_standby(standby: str, *, encrypted: bool) -> None:
-    """Raise ConfigError if the standby has taken the job over, or cannot be on another host."""
-    from lockstep.hosts.standby import is_led_at
-
-    with contextlib.suppress(NetworkError, OSError):
-        if is_here(*resolve_host(*split_address(standby))):
-            raise ConfigError(f"--standby {standby} is an address of this host; give that of another host")
-    if is_led_at(standby, encrypted=encrypted):
-        raise ConfigError(
-            f"the job continues at {standby}, without this command: lockstep list there shows it, and a host "
-            f"takes part with lockstep agent --join {standby}"
-        )
-
-
-def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:
-    """Run the script in this process, which is the evaluator of its cluster and has no job."""
-    _take_variables(options)
-    choice = backend_of(options, None)
-    take_environment({"KERAS_BACKEND": choice.backend})
-    note(f"an evaluator runs the script alone, {choice}")
-    if options["tf_distribute"]:
-        from lockstep.worker.tf_distribute_shim import replace_names
-
-        replace_names()
-    script.run()
-    sys.exit(0)
-
-
 def _exports(options: Mapping[str, Any]) -> Exports:
     """Return the exports of the job; raise an error in one line if one is impossible."""
     folder, port, metrics = options["tensorboard"], options["metrics_port"], None
@@ -946,15 +755,11 @@ def _exports(options: Mapping[str, Any]) -> Exports:
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
-    return fresh_folder(RUNS, _script_name(options), time.time())
-
-
-def _script_name(options: Mapping[str, Any]) -> str:
-    return options["script"] if options["module"] else Path(options["script"]).stem
+    return fresh_folder(RUNS, script_name(options), time.time())
 
 
 def _serve_here(spec: JobSpec, command: "StopChannel", exports: Exports) -> int:
-    """Run a job of this machine in the process that the command has forked for it."""
+    """Run a job of this machine."""
     if (saved := spec.checkpoints) is not None and saved.store is not None:
         from lockstep.checkpoint.mirror import take_lease
 
