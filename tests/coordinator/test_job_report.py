@@ -108,8 +108,10 @@ def test_problems_are_counted_and_named(totals: JobTotals, texts: list[str]) -> 
 
 def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> None:
     assert fields_of_end(JobTotals(), 5.0)["steps"] is None
-    tally = JobTotals(reached=20)
-    assert (fields_of_end(tally, 5.0)["steps"], last_line(tally, 5.0, 2)) == (20, "")
+    tally = JobTotals(reached=20, before=8)
+    assert fields_of_end(tally, 5.0)["steps"] == 20
+    line = "finished in 5.0 s: at least 20 steps, 8 of them before, on 2 workers"
+    assert last_line(tally, 5.0, 2) == line
     tally = JobTotals(steps=21, model="m", digest="1f3c", reached=22)
     assert fields_of_end(tally, 5.0)["steps"] == 21
 

@@ -15,6 +15,7 @@ import pytest
 from lockstep.errors import ConfigError
 from lockstep.system.files import AppendFile
 from lockstep.system.locks import try_lock
+from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import claim_folder, fresh_folder, leave_folder
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost, write_when_asked
 
@@ -66,13 +67,15 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_removes_only_its_lock_and_its_markers(tmp_path: Path) -> None:
     note, own = tmp_path / "saved" / ("0" * 32), tmp_path / "saved" / "step-000000000003"
-    for path in (tmp_path / "events.jsonl", note, own):
+    tuner_lock = RunPaths(tmp_path).tuner_lock
+    for path in (tmp_path / "events.jsonl", note, tuner_lock, own):
         path.parent.mkdir(exist_ok=True)
         path.write_text("x")
     os.close(claim_folder(tmp_path))
     leave_folder(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "saved"]
     assert not note.exists()
+    assert not tuner_lock.exists()
     own.unlink()
     (tmp_path / "lock").write_text("of the user")
     leave_folder(tmp_path)

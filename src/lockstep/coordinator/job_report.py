@@ -30,6 +30,8 @@ def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
 def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, compared: str = "") -> str:
     """Return the last line of a job, or an empty string if it trained nothing.
 
+    Without the chief's report, for example because the script called `os._exit`, there may be more steps.
+
     Args:
         totals: the totals of the job.
         seconds: its duration.
@@ -37,13 +39,15 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
         failed: the number of workers on which the script ended with an error.
         compared: the verdict of the comparison with one process; empty if none was wanted.
     """
-    if totals.steps is None:
+    if totals.steps is None and not totals.reached:
         return ""
     before = f", {totals.before} of them before," if totals.before else ""
     script = f"the script failed on {count(failed, 'worker')}" if failed else ""
     changes = _in_parentheses(_membership(totals), script)
     # Lockstep does not count the steps of a custom loop that it does not drive.
     steps = f": {count(totals.steps, 'step')}{before}" if totals.steps else ""
+    if totals.steps is None:
+        steps = f": at least {count(totals.reached, 'step')}{before}"
     took = f"{duration_text(seconds)}{_in_parentheses(_time_spent(totals, seconds))}"
     parts = [f"finished in {took}{steps} on {count(workers, 'worker')}{changes}"]
     parts += troubles(totals)

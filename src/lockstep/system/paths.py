@@ -57,6 +57,11 @@ class RunPaths:
         return self.root / "saved"
 
     @property
+    def tuner_lock(self) -> Path:
+        """Locked by a worker that makes a tuner of KerasTuner; removed at the end."""
+        return self.saved / "keras_tuner.lock"
+
+    @property
     def comparison(self) -> Path:
         """The result of the comparison with one process, beside the run."""
         return self.root / "comparison.json"

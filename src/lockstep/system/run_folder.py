@@ -253,6 +253,7 @@ def leave_folder(folder: Path) -> None:
     """Remove files that only an active run needs; for its last process, which still holds the lock."""
     paths = RunPaths(folder)
     with contextlib.suppress(OSError):
+        paths.tuner_lock.unlink(missing_ok=True)
         for file in paths.saved.iterdir():
             if _RECORD.fullmatch(file.name):
                 file.unlink()

@@ -58,9 +58,9 @@ def _turn_of_this_host() -> Iterator[None]:
     if folder is None or _making:
         yield
         return
-    notes = RunPaths(folder).saved
-    notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
-    descriptor = wait_for_lock(notes / f"{LIBRARY}.lock", _PATIENCE_SECONDS)
+    lock = RunPaths(folder).tuner_lock
+    lock.parent.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+    descriptor = wait_for_lock(lock, _PATIENCE_SECONDS)
     if descriptor is None:
         raise PeerStuckError(
             f"another worker has been making a tuner of {LIBRARY} for {_PATIENCE_SECONDS:.0f} s; check "
