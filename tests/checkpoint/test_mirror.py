@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.checkpoint_files import STATE, Contents, load
+from lockstep.checkpoint.checkpoint_files import MANIFEST, STATE, Contents, load
 from lockstep.checkpoint.mirror import Head, Mirror, fault_of, fetch, read_head, take_lease
 from lockstep.checkpoint.object_store import Conflict, ObjectStore, StoreLease, _reason, folder_of, parse_url
 from lockstep.checkpoint.scheduler import Every, open_scheduler
@@ -117,6 +117,34 @@ def complete(store: ObjectStore) -> list[int]:
 @pytest.fixture
 def backing() -> Any:
     return obstore.store.MemoryStore()
+
+
+def test_uploads_that_failed_are_no_old_checkpoints_and_go_with_the_next_commit(
+    tmp_path: Path, backing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials expire between the files of an upload, and are renewed."""
+    store = ObjectStore(URL, backing=backing)
+    chief, put = begin(tmp_path, store, "job"), ObjectStore.put
+
+    def put_state(store: ObjectStore, name: str, path: Path, size: int) -> None:
+        if name.endswith(MANIFEST):
+            raise CheckpointError("ExpiredToken")
+        put(store, name, path, size)
+
+    def refuse(store: ObjectStore, names: Iterable[str]) -> None:
+        raise CheckpointError("ExpiredToken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", put_state)
+        patch.setattr(ObjectStore, "delete", refuse)
+        chief.upload(1)
+    assert (chief.failed, chief.not_removed) == (
+        ["the checkpoint of step 1 is not in the store: ExpiredToken"],
+        [],
+    )
+    assert len(store.names()) > 3
+    chief.upload(2)
+    assert (complete(store), len(store.names()), chief.not_removed) == ([2], 3, [])
 
 
 def test_the_next_chief_deletes_what_the_last_one_could_not(

@@ -398,7 +398,7 @@ class Mirror:
         self._head: Head | None = None
         self._tag: str | None = None
         self._fenced = False
-        self._uncertain: list[StoredCheckpoint] = []
+        self._unlisted: list[StoredCheckpoint] = []
         self.taken_over = ""
 
     def begin(self) -> None:
@@ -507,16 +507,16 @@ class Mirror:
                     opened_file = Path(f"/proc/self/fd/{files[name].fileno()}")
                     store.put(f"{stored.folder}/{name}", opened_file, stored.files[name].bytes)
             except CheckpointError:
-                self._delete(store, [stored])
+                self._discard(store, stored)
                 raise
             try:
                 self._commit(store, lambda head: head.with_checkpoint(stored, self._local.keep))
             except CheckpointError:
                 if self._fenced:
-                    self._delete(store, [stored])
+                    self._discard(store, stored)
                 else:
                     # The store may have the head, and only the answer was lost.
-                    self._uncertain.append(stored)
+                    self._unlisted.append(stored)
                 raise
         return f"{store.url}/{stored.folder}"
 
@@ -560,11 +560,19 @@ class Mirror:
             self._head, self._tag = after, tag
             self._note_commit()
             kept = {stored.folder for stored in after.checkpoints}
-            earlier = (*before.checkpoints, *self._uncertain)
+            earlier = (*before.checkpoints, *self._unlisted)
             self._delete(store, [stored for stored in earlier if stored.folder not in kept])
-            self._uncertain.clear()
+            self._unlisted.clear()
             return
         raise CheckpointError(f"{store.url}/{_HEAD} changes while it is written")
+
+    def _discard(self, store: ObjectStore, stored: StoredCheckpoint) -> None:
+        """Delete the objects of a checkpoint that could not be uploaded, now or after the next commit."""
+        try:
+            store.delete(stored.objects)
+        except CheckpointError:
+            # The upload says why it failed, which is probably the same reason.
+            self._unlisted.append(stored)
 
     def _delete(self, store: ObjectStore, checkpoints: Iterable[StoredCheckpoint]) -> None:
         for stored in checkpoints:
