@@ -132,8 +132,8 @@ def test_what_a_service_lacks_is_noted(tmp_path: Path) -> None:
     assert done.stderr == (
         "lockstep: without --checkpoint, the job starts over after a reboot, unless the script resumes by "
         "itself\n"
-        "lockstep: the service does not have the variable of --env A and --run-dir s3://bucket/b and "
-        "--notify env:HOOK: add a line EnvironmentFile= to it\n"
+        "lockstep: the service does not have the variable of --env A and --notify env:HOOK and --run-dir "
+        "s3://bucket/b: add a line EnvironmentFile= to it\n"
     )
     assert "HOOK=" not in done.stdout
     assert entry(done.stdout, "TimeoutStopSec") == ["95"], "the rest of the run folder has 60 s"

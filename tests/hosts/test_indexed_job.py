@@ -219,6 +219,10 @@ def test_the_pod_security_standard_restricted_admits_the_pods(export: Export) ->
             "the pods have no credentials for s3://bucket/a and s3://bucket/b: give them a service account",
         ),
         ("--checkpoint s3://bucket/a", "the pods have no credentials for s3://bucket/a: give them a service"),
+        (
+            "--volume s:/saved --checkpoint /saved/a --env A --env B=1 --notify env:URL",
+            "the pods do not have the variable of --env A and --notify env:URL: add envFrom: with a Secret",
+        ),
     ],
 )
 def test_checkpoints_that_would_be_lost_are_named(export: Export, options: str, said: str) -> None:

@@ -122,10 +122,9 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     _refuse_unfit(context, options, options["workers"])
     if options["checkpoint"] is None:
         note("without --checkpoint, the job starts over after a reboot, unless the script resumes by itself")
-    lacks = [f"--env {name}" for name in options["env"] if "=" not in name]
+    lacks = _without_variable(options)
     for name, option in (("checkpoint", "--checkpoint"), ("run_dir", "--run-dir")):
         lacks += [f"{option} {url}" for url in [options[name]] if isinstance(url, str)]
-    lacks += [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
     if lacks:
         note(
             f"the service does not have the variable of {' and '.join(lacks)}: add a line EnvironmentFile= "
@@ -136,6 +135,12 @@ def systemd(context: click.Context, /, **options: Any) -> None:
     variables = shared_variables()
     refuse_undecodable(*variables.values())
     sys.stdout.write(unit(f"lockstep run {script}", Path.cwd(), command, variables, _grace(options)))
+
+
+def _without_variable(options: Mapping[str, Any]) -> list[str]:
+    """Return the options that name a variable whose value is not exported."""
+    names = [f"--env {name}" for name in options["env"] if "=" not in name]
+    return names + [f"--notify {notify}" for notify in [options["notify"] or ""] if variable_with_url(notify)]
 
 
 def _refuse_unfit(context: click.Context, options: Mapping[str, Any], workers: int | None) -> None:
@@ -195,8 +200,11 @@ def _lacks(options: Mapping[str, Any], volumes: Sequence[Volume]) -> list[str]:
     """Return notes about what the pods lack so that checkpoints and the run folder outlive them."""
     checkpoint = options["checkpoint"]
     urls = [url for url in (checkpoint, options["run_dir"]) if isinstance(url, str)]
-    account = "give them a service account of the cloud"
+    secret = "add envFrom: with a Secret to the container"
+    account = f"give them a service account of the cloud, or {secret}"
     lacks = [f"the pods have no credentials for {' and '.join(urls)}: {account}"] if urls else []
+    if names := _without_variable(options):
+        lacks.append(f"the pods do not have the variable of {' and '.join(names)}: {secret}")
     if checkpoint is None:
         lacks.append("without --checkpoint, in a --volume, the job starts over if all its pods are lost")
     elif not isinstance(checkpoint, str) and not any(
