@@ -260,6 +260,18 @@ def test_the_losses_of_keras_sum_up_to_that_of_the_batch(strategy: lockstep.Stra
     assert float(strategy.reduce("SUM", parts)) == pytest.approx(float(np.mean(X**2)))
 
 
+def test_a_note_says_once_that_the_updates_of_functions_are_not_divided(
+    strategy: lockstep.Strategy, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(strategy._runner, "_says_whole", True)
+    for _ in range(2):
+        weight, optimizer = variable(1.0, trainable=True), keras.optimizers.SGD(1.0)
+        strategy.run(lambda o=optimizer, w=weight: o.apply([ops.ones(())], [w]))
+        assert float(weight) == 1 - 3
+    errors = capfd.readouterr().err
+    assert errors.count("computes the whole update: a function of strategy.run makes it") == 1
+
+
 def test_stateless_updates_are_per_replica(strategy: lockstep.Strategy, batch: Any) -> None:
     weight = variable(1.0, trainable=True)
     optimizer = keras.optimizers.SGD(1.0)

@@ -47,6 +47,7 @@ from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
 from lockstep.keras.rounds import SCALAR, gathered_scalars
 from lockstep.keras.variables import named_arrays
 from lockstep.keras.worker_exchange import state_facts
+from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
 _MAX_PROFILES = 32
@@ -67,6 +68,7 @@ class EagerRunner:
         self._replica = ReplicaComputation(self._backend, self._replicas)
         self._profiles: OrderedDict[Any, FunctionProfile] = OrderedDict()
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._says_whole = job.settings.divided_update
         self._store = ValueStore()
 
     def scope(self) -> AbstractContextManager[None]:
@@ -154,6 +156,9 @@ class EagerRunner:
         """
         updates = [merge.update for merge in execution.merges if merge.update]
         new = [update for update in updates if update.optimizer not in self._compared]
+        if new and self._says_whole and self._job.is_chief:
+            self._says_whole = False
+            note("each worker computes the whole update: a function of strategy.run makes it")
         if new and not self._job.driven and len(self._job.view.workers) > 1:
             weights = [variable for update in new for variable in update.variables]
             arrays = named_arrays(weights, [variable.value for variable in weights])
