@@ -1,4 +1,4 @@
-"""Optimizers whose updates are cut into blocks. As a program, it compares them with whole ones on PyTorch.
+"""Optimizers whose updates are cut into blocks. As a program, it compares them with whole ones.
 
 dividing_optimizers.py THREADS NAME...
 """
@@ -7,15 +7,19 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import Array, DividedLayout, DividedState
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.keras.backends import optimizer_blocks
 from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.optimizer_blocks import updating_part
+from lockstep.keras.private.common import with_clipped
 
 optimizers = keras.optimizers
 LARGE = ((100_001,), (70_003,))
@@ -49,7 +53,44 @@ CLIPPED: dict[str, Callable[[], Any]] = {
         0.1, momentum=0.9, global_clipnorm=0.5, loss_scale_factor=8.0
     ),
 }
-"""Those that PyTorch divides, but JAX does not."""
+SCALING: dict[str, Callable[[], Any]] = {
+    "AdamW with a scaled loss": lambda: optimizers.LossScaleOptimizer(
+        optimizers.AdamW(0.01, weight_decay=0.02), initial_scale=4.0, dynamic_growth_steps=2
+    ),
+    "SGD with a scaled loss, averages and norms": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1, momentum=0.9, clipnorm=0.3, use_ema=True, ema_overwrite_frequency=2),
+        initial_scale=4.0,
+        dynamic_growth_steps=2,
+    ),
+    "Adam with a scaled loss, by the global norm": lambda: optimizers.LossScaleOptimizer(
+        optimizers.Adam(0.01, global_clipnorm=0.5), initial_scale=4.0
+    ),
+}
+ALL = {**OPTIMIZERS, **CLIPPED, **SCALING}
+MIXED = "bfloat16 and float32"
+"""The dtypes of weights that have several."""
+
+
+def dtypes_of(dtype: str, weights: int) -> list[str]:
+    """Return the dtype of each weight."""
+    return [(dtype.split(" and ") * weights)[i] for i in range(weights)]
+
+
+def gradients_of(
+    name: str, dtype: str, steps: int, shapes: Sequence[tuple[int, ...]]
+) -> list[list[npt.NDArray[Any]]]:
+    """Return gradients of each step; if the loss is scaled, those of the second step are not all finite."""
+    numbers = np.random.default_rng(1)
+    gradients = [
+        [
+            np.asarray(numbers.normal(size=shape)).astype(np.dtype(kind))
+            for shape, kind in zip(shapes, dtypes_of(dtype, len(shapes)), strict=True)
+        ]
+        for _ in range(steps)
+    ]
+    if name in SCALING:
+        gradients[1][-1][-1] = np.inf
+    return gradients
 
 
 def built(
@@ -57,16 +98,114 @@ def built(
 ) -> tuple[Any, list[Any]]:
     numbers = np.random.default_rng(0)
     weights = [
-        keras.Variable(numbers.normal(size=shape), dtype=dtype, name=f"bias{i}" if i % 2 else f"kernel{i}")
-        for i, shape in enumerate(shapes)
+        keras.Variable(numbers.normal(size=shape), dtype=kind, name=f"bias{i}" if i % 2 else f"kernel{i}")
+        for i, (shape, kind) in enumerate(zip(shapes, dtypes_of(dtype, len(shapes)), strict=True))
     ]
     optimizer = make()
-    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    getattr(optimizer, "inner_optimizer", optimizer).exclude_from_weight_decay(var_names=["bias"])
     optimizer.build(weights)
     return optimizer, weights
 
 
-def compare(threads: int, names: Sequence[str]) -> None:
+def differing_on_jax(name: str, dtype: str) -> list[str]:
+    """Return the paths of the variables whose bits differ after updates by blocks on JAX."""
+    import jax
+
+    from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedSlot
+
+    optimizer, variables = built(ALL[name], dtype)
+    gradients = gradients_of(name, dtype, 4, SHAPES)
+    functions = JaxBlocks.of(optimizer, REPLICAS)
+    assert isinstance(functions, JaxBlocks), functions
+    assert sum(group.blocks for group in functions.blocks.groups) > REPLICAS
+
+    def start() -> tuple[list[Any], list[Any]]:
+        return [jax.numpy.array(v.value) for v in variables], [
+            jax.numpy.array(v.value) for v in optimizer.variables
+        ]
+
+    apply = whole_update_on_jax(optimizer)
+    weights, values = start()
+    for of_step in gradients:
+        weights, values = apply(values, of_step, weights)
+    own_weights, own_values = divide_on_jax(functions, *start(), gradients)
+    assert any(isinstance(value, SharedSlot) for value in own_values) == bool(functions.blocks.slots)
+    return [
+        variable.path
+        for variable, expected, value in zip(
+            [*variables, *optimizer.variables], [*weights, *values], [*own_weights, *own_values], strict=True
+        )
+        if np.asarray(value).tobytes() != np.asarray(expected).tobytes()
+    ]
+
+
+def whole_update_on_jax(optimizer: Any) -> Callable[[list[Any], Sequence[Array], list[Any]], Any]:
+    """Return the update of a job whose workers do not divide it."""
+    import jax
+
+    from lockstep.keras.backends.jax_blocks import WholeGradients
+
+    whole_gradients = WholeGradients.of(optimizer)
+    assert whole_gradients is not None
+
+    def applied(values: Any, gradients: Any, weights: Any, clipped: Any) -> Any:
+        with nullcontext() if clipped is None else with_clipped(updating_part(optimizer), clipped):
+            return optimizer.stateless_apply(values, gradients, weights)
+
+    compiled = jax.jit(applied)
+
+    def apply(values: list[Any], gradients: Sequence[Array], weights: list[Any]) -> Any:
+        _, clipped = whole_gradients.compute(values, None, gradients)
+        assert (clipped is None) != whole_gradients.clips
+        return compiled(values, gradients, weights, clipped)
+
+    return apply
+
+
+def divide_on_jax(
+    functions: Any, weights: list[Any], values: list[Any], gradients: Sequence[Sequence[Array]]
+) -> tuple[list[Any], list[Any]]:
+    """Return the weights and the optimizer's values after updates by blocks."""
+    import jax
+
+    from lockstep.keras.backends.jax_blocks import JaxBlockUpdate
+
+    def unused() -> NoReturn:
+        raise AssertionError
+
+    blocks = functions.blocks
+    layout = DividedLayout(blocks.block_groups, blocks.elements, REPLICAS)
+    shared = DividedState(layout, np.zeros(layout.size, np.uint8))
+    state: Any = (weights, [], values, [])
+    for number, of_step in enumerate(gradients):
+        pending: list[Any] = []
+        update = JaxBlockUpdate(functions, state, of_step, None, lambda: ({}, [], [], None), pending)
+
+        def compute(block: int, slots: Sequence[Array], update: JaxBlockUpdate = update) -> Sequence[Array]:
+            group, start, _ = layout.places[block]
+            return update.compute(group, start // layout.elements, slots)
+
+        for replica in range(REPLICAS):
+            if not number:
+                for block in layout.shards[replica]:
+                    update.fill(shared, block)
+            shared.update(number, replica, compute)
+        _, state = update.finish(shared, unused)
+        jax.block_until_ready(pending[1])
+    return state[0], state[2]
+
+
+def compare_on_jax(names: Sequence[str]) -> None:
+    """Print, for each optimizer and dtypes, which variables differ after updates by blocks."""
+    optimizer_blocks.BLOCK = 64
+    for name in names:
+        for dtype in ("float32", "float16", MIXED):
+            if (name, dtype) != ("Nadam", MIXED):
+                differing = differing_on_jax(name, dtype)
+                print(f"{name}, {dtype}: {', '.join(differing) or 'equal'}", flush=True)
+
+
+def compare_on_torch(threads: int, names: Sequence[str]) -> None:
     """Print, for each optimizer and dtype, which variables differ after updates by blocks."""
     import torch
 
@@ -74,7 +213,7 @@ def compare(threads: int, names: Sequence[str]) -> None:
     from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
 
     torch.set_num_threads(threads)
-    shapes, dtypes = SHAPES, ["float32", "float64", "bfloat16"]
+    shapes, dtypes = SHAPES, ["float32", "float64", "bfloat16", "float16", MIXED, "float32 and bfloat16"]
     optimizer_blocks.BLOCK = 64
     if threads > 1:
         shapes, dtypes, optimizer_blocks.BLOCK = LARGE, dtypes[:2], 1 << 14
@@ -82,15 +221,13 @@ def compare(threads: int, names: Sequence[str]) -> None:
             assert "several threads" in str(TorchBlocks.of(Update(*built(other, dtype)), REPLICAS))
     check_changes()
     for name in names:
-        make = {**OPTIMIZERS, **CLIPPED}[name]
+        make = ALL[name]
         for dtype in dtypes:
-            if name == "Nadam" and dtype == "bfloat16":
+            if name == "Nadam" and dtype.startswith(("bfloat16", "float16")):
                 # Keras's own does not take it on PyTorch.
                 continue
-            numbers = np.random.default_rng(1)
             steps: list[dict[int, Array]] = []
-            for step in range(4):
-                arrays = [numbers.normal(size=shape).astype(np.dtype(dtype)) for shape in shapes]
+            for step, arrays in enumerate(gradients_of(name, dtype, 4, shapes)):
                 # A weight without a gradient, where the others do not change it.
                 absent = 1 if step == 2 and "averages" not in name and "accumulates" not in name else None
                 steps.append({i: array for i, array in enumerate(arrays) if i != absent})
@@ -197,4 +334,7 @@ def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[A
 
 
 if __name__ == "__main__":
-    compare(int(sys.argv[1]), sys.argv[2:])
+    if keras.backend.backend() == "jax":
+        compare_on_jax(sys.argv[2:])
+    else:
+        compare_on_torch(int(sys.argv[1]), sys.argv[2:])

@@ -1,6 +1,8 @@
 """A training whose workers divide the update, and lose workers at named points of it.
 
-dividing.py FOLDER [WORKER:STEP:POINT...]
+dividing.py FOLDER plain|scaled [WORKER:STEP:POINT...]
+
+Where the loss is scaled, weights have several dtypes, and gradients are clipped by norms.
 """
 
 import sys
@@ -15,7 +17,7 @@ import lockstep
 from lockstep.keras.backends import optimizer_blocks
 from lockstep.worker import job
 
-FOLDER = Path(sys.argv[1])
+FOLDER, SCALED = Path(sys.argv[1]), sys.argv[2] == "scaled"
 
 
 def fault(text: str) -> Fault:
@@ -23,7 +25,7 @@ def fault(text: str) -> Fault:
     return Fault(int(worker), int(step), point)
 
 
-FAULTS = Faults([each for each in map(fault, sys.argv[2:]) if each.worker == job.current().worker])
+FAULTS = Faults([each for each in map(fault, sys.argv[3:]) if each.worker == job.current().worker])
 prepare(FAULTS)
 prepare_update(FAULTS)
 # So that each replica has several blocks.
@@ -55,6 +57,15 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
 def main() -> None:
     layers = keras.layers
     keras.utils.set_random_seed(5)
+    updating = optimizer = keras.optimizers.AdamW(
+        0.01, weight_decay=0.01, global_clipnorm=0.2 if SCALED else None
+    )
+    if SCALED:
+        keras.mixed_precision.set_dtype_policy("mixed_float16")
+        # So large that the first steps are not finite.
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            updating, initial_scale=2.0**18, dynamic_growth_steps=3
+        )
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential(
             [
@@ -62,11 +73,11 @@ def main() -> None:
                 layers.Dense(48, activation="relu"),
                 layers.BatchNormalization(),
                 layers.Dropout(0.3),
-                layers.Dense(24, activation="relu"),
+                layers.Dense(24, activation="relu", dtype="bfloat16" if SCALED else None),
                 layers.Dense(1),
             ]
         )
-        model.compile(keras.optimizers.AdamW(0.01, weight_decay=0.01), "mse", metrics=["mae"])
+        model.compile(optimizer, "mse", metrics=["mae"])
     x = np.random.default_rng(0).normal(size=(110, 6)).astype("float32")
     steps = Steps()
     data = {"validation_data": (x[:40], x[:40, :1]), "callbacks": [steps], "verbose": 0}
@@ -75,10 +86,11 @@ def main() -> None:
     model.fit(x, x[:, :1], epochs=2, batch_size=24, **data)
     # The optimizer has other variables, and nothing decays.
     model.optimizer.learning_rate = keras.optimizers.schedules.CosineDecay(0.01, 40)
-    model.optimizer.weight_decay = None
+    updating.weight_decay = None
     model.fit(x, x[:, :1], epochs=1, batch_size=24, **data)
     model.save(FOLDER / f"{job.current().worker}.keras")
-    print("result", lockstep.digest(model), *steps.sums, flush=True)
+    scale = [float(optimizer.dynamic_scale.numpy())] if SCALED else []
+    print("result", lockstep.digest(model), *steps.sums, *scale, flush=True)
 
 
 if __name__ == "__main__":

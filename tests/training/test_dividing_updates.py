@@ -29,9 +29,15 @@ BY_ITSELF = "each worker computes the whole update: train_on_batch takes one ste
 BACKENDS = ("jax", "torch")
 
 
-def results(launch: Launch, backend: str, folder: Path, options: str, *faults: str) -> set[str]:
-    """Train; return the results of the workers that are left."""
-    run = launch(f"{options} --max-restarts 0", str(PROGRAM), str(folder), *faults, backend=backend)
+def results(
+    launch: Launch, backend: str, folder: Path, options: str, *faults: str, kind: str = "plain"
+) -> set[str]:
+    """Train; return the results of the workers that are left.
+
+    If XLA optimizes little, the bits of several dtypes depend on the other operations of a function.
+    """
+    arguments = (str(PROGRAM), str(folder), kind, *faults)
+    run = launch(f"{options} --max-restarts 0", *arguments, backend=backend, optimized=kind == "scaled")
     assert run.status == 0, run.stderr
     assert "computes the whole update" not in run.stderr.replace(BY_ITSELF, "")
     workers = len(list(run.folder.glob("worker-*.log")))
@@ -53,6 +59,17 @@ def test_three_of_four_workers_are_lost_within_updates(
 ) -> None:
     assert len(whole) == 1
     assert results(launch, backend, tmp_path, "-n 4 --update divided", *SOME) == whole
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+def test_updates_that_depend_on_whole_gradients_are_divided(
+    launch: Launch, backend: str, tmp_path: Path
+) -> None:
+    """A scaled loss, norms and several dtypes: workers are lost, and the bits are the same."""
+    whole = results(launch, backend, tmp_path, "-n 1 --replicas 4", kind="scaled")
+    assert len(whole) == 1
+    assert results(launch, backend, tmp_path, "-n 4 --update divided", *SOME, kind="scaled") == whole
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ two, the gradients are in Python.
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -36,10 +36,11 @@ from lockstep.keras.backends.contract import (
 )
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
-from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, owned, present
+from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, WholeGradients, owned, present
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
+from lockstep.keras.backends.optimizer_blocks import updating_part
 from lockstep.keras.backends.packing import Packings, is_packable
 from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import (
@@ -49,7 +50,7 @@ from lockstep.keras.backends.whole_batch import (
     updating,
     with_figures,
 )
-from lockstep.keras.private.common import forget_loss_ids, layers_of, stored_value, trained_by
+from lockstep.keras.private.common import forget_loss_ids, layers_of, stored_value, trained_by, with_clipped
 from lockstep.keras.private.jax import set_synced
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32, seed_of_replica
@@ -269,6 +270,10 @@ class JaxState:
         return [variable for group in self._groups() for variable in group]
 
 
+Form = tuple[int, frozenset[str]]
+"""The number of the optimizer's variables, and the names in a total."""
+
+
 class JaxProgram(JaxState):
     """The `lockstep.keras.backends.contract.Program` of one kind of step of one model."""
 
@@ -283,7 +288,9 @@ class JaxProgram(JaxState):
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._finish = jax.jit(self._metrics_added) if compiled else self._metrics_added
         self._apply_rest = jax.jit(self._traced_rest, donate_argnums=(0, 1))
-        self._blocks: dict[tuple[int, frozenset[str]], JaxBlocks | str] = {}
+        # For another form, JAX traces the whole update again, with the optimizer's settings at that time.
+        self._blocks: dict[Form, JaxBlocks | str] = {}
+        self._whole_gradients: dict[Form, WholeGradients | None] = {}
         self._form = StepForm()
         self._trace = trace or Traces(model, kind).trace
         self.varies = not compiled
@@ -336,22 +343,42 @@ class JaxProgram(JaxState):
         if not self._compiled:
             # The memory of totals is reused, and uncompiled operations may keep the array itself.
             totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
-        logs, state, done = self._apply(self._with_slots(state, owned), totals)
+        state = self._with_slots(state, owned)
+        logs, state, done = self._apply(state, totals, self._clipped(state, totals))
         self._pending.append(done)
         return logs, state
 
-    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
-        """Return the update by blocks of a compiled step with one update of an elementwise optimizer."""
+    def _clipped(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> Any:
+        """Return the gradients clipped by norms, as for blocks; None if the update clips or need not clip."""
+        if self._kind != "train" or self._undivided(totals):
+            return None
+        (total,) = totals
+        gradients = _gradients(total)
+        if len(gradients) != len(state[0]):
+            return None
+        if (form := _form(state, total)) not in self._whole_gradients:
+            self._whole_gradients[form] = WholeGradients.of(self._model.optimizer)
+        whole = self._whole_gradients[form]
+        if whole is None or not whole.clips:
+            return None
+        return whole.compute(state[2], total.get("density"), gradients)[1]
+
+    def _undivided(self, totals: Sequence[Total]) -> str:
+        """Return why workers cannot divide an update, whatever the optimizer is, or an empty string."""
         if not self._compiled:
             return "the step is not compiled"
         if jax.default_backend() != "cpu":
             return "the weights are on a GPU"
         if len(totals) != 1 or self._metric_arguments is not None:
             return "losses or metrics compare the examples of a batch"
+        return ""
+
+    def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
+        """Return the update by blocks of a compiled step with one update of an elementwise optimizer."""
+        if why := self._undivided(totals):
+            return why
         total = self.parts(0, totals[0])
-        # For these, JAX would trace the whole update again, with the settings of the optimizer at that time.
-        form = len(state[2]), frozenset(total)
-        if form not in self._blocks:
+        if (form := _form(state, total)) not in self._blocks:
             self._blocks[form] = JaxBlocks.of(self._model.optimizer, replicas)
         blocks = self._blocks[form]
         if isinstance(blocks, str):
@@ -359,6 +386,8 @@ class JaxProgram(JaxState):
         gradients = _gradients(total)
         if len(gradients) != len(state[0]):
             return "it does not have one gradient for each weight"
+        if any(gradient.dtype != weight.dtype for gradient, weight in zip(gradients, state[0], strict=True)):
+            return "a gradient has another dtype than its weight"
         rest = {name: array for name, array in total.items() if not name.startswith("gradient/")}
         return JaxBlockUpdate(
             blocks,
@@ -513,8 +542,13 @@ class JaxProgram(JaxState):
         self._form.show(len(earlier), ended=False)
         return recorder.gradients or [], None
 
-    def _traced_apply(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
-        logs, state = self._applied(state, totals)
+    def _traced_apply(
+        self, state: Any, totals: Sequence[Mapping[str, Any]], clipped: Sequence[Any] | None
+    ) -> tuple[Any, Any, Any]:
+        with ExitStack() as stack:
+            if clipped is not None:
+                stack.enter_context(with_clipped(updating_part(self._model.optimizer), clipped))
+            logs, state = self._applied(state, totals)
         # An array that is ready when the whole computation is, and whose memory, unlike the state's, is not
         # donated to another one.
         return logs, state, jnp.zeros(())
@@ -698,6 +732,10 @@ def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
     """Join arrays, flattened, each followed by a number of zeros."""
     flat = [(array.reshape(-1), jnp.zeros(zeros, array.dtype)) for array, zeros in parts]
     return jnp.concatenate([part for pair in flat for part in pair if part.size])
+
+
+def _form(state: Any, total: Mapping[str, Any]) -> Form:
+    return len(state[2]), frozenset(total)
 
 
 def _zeros(variables: list[Any]) -> list[Any]:

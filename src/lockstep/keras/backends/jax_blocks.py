@@ -6,7 +6,8 @@ shared memory into the memory of the old ones.
 """
 
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,23 @@ import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import PrivateMapping
-from lockstep.keras.backends.optimizer_blocks import OptimizerBlocks, VariableGroup, blocks_of
-from lockstep.keras.private.common import rate_object, trained_by, with_values
+from lockstep.keras.backends.optimizer_blocks import (
+    OptimizerBlocks,
+    VariableGroup,
+    blocks_of,
+    clips_by_norm,
+    hindrance,
+    scales_loss,
+    updating_part,
+)
+from lockstep.keras.private.common import (
+    clipped,
+    knowing_finite,
+    rate_object,
+    trained_by,
+    with_clipped,
+    with_values,
+)
 
 Array = npt.NDArray[Any]
 
@@ -67,25 +83,32 @@ class StandIn:
 
     Attributes:
         optimizer: the optimizer, built for one variable with the shape of a block.
+        updating: the part of it that updates.
         of_slots: the numbers of the kinds of slots, by their positions among its variables.
         of_others: the numbers of its other variables, likewise.
     """
 
     def __init__(self, optimizer: Any, group: VariableGroup) -> None:
-        source = rate_object(optimizer)
+        updating = updating_part(optimizer)
+        source = rate_object(updating)
         variables = [source] if isinstance(source, keras.Variable) else []
         # Within a `fit`, Keras's trainer has the values.
         with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
-            settings = optimizer.get_config()
+            settings = updating.get_config()
         # AdamW takes no None at first.
         settings |= {"learning_rate": 0.0, "weight_decay": settings["weight_decay"] or 0.0}
-        self.optimizer: Any = type(optimizer).from_config(settings)
+        self.updating: Any = type(updating).from_config(settings)
         if not variables:
-            self.optimizer.learning_rate = source
+            self.updating.learning_rate = source
         if not group.decays:
-            self.optimizer.weight_decay = None
+            self.updating.weight_decay = None
+        self.optimizer: Any = self.updating
+        if scales_loss(optimizer):
+            growth = optimizer.dynamic_growth_steps
+            self.optimizer = type(optimizer)(self.updating, dynamic_growth_steps=growth)
+            self.updating.loss_scale_factor = updating.loss_scale_factor
         self.optimizer.build([keras.Variable(np.zeros(group.elements), dtype=group.dtype.name, name="block")])
-        slots = [id(slot) for kind in group.kinds for slot in vars(self.optimizer)[kind]]
+        slots = [id(slot) for kind in group.kinds for slot in vars(self.updating)[kind]]
         self.of_slots, self.of_others = dict[int, int](), dict[int, int]()
         for i, variable in enumerate(self.optimizer.variables):
             if id(variable) in slots:
@@ -95,33 +118,85 @@ class StandIn:
 
     def fits(self, optimizer: Any, blocks: OptimizerBlocks) -> bool:
         """Whether it has one slot of each kind, and the other variables of the optimizer."""
-        others = [self.optimizer.variables[i].shape for i in self.of_others]
-        return len(self.of_slots) == len(blocks.groups[0].kinds) and others == [
-            optimizer.variables[i].shape for i in blocks.others
-        ]
+
+        def forms(part: Any, positions: Iterable[int]) -> list[Any]:
+            variables = [part.variables[i] for i in positions]
+            return [(variable.shape, variable.dtype) for variable in variables]
+
+        is_like = forms(self.optimizer, self.of_others) == forms(optimizer, blocks.others)
+        return is_like and len(self.of_slots) == len(blocks.groups[0].kinds)
+
+
+class WholeGradients:
+    """Computes what an update needs of whole gradients, in a compiled function of its own.
+
+    In another function, XLA may round a norm or a clipped gradient in another way. So the whole update and
+    that of blocks get the results of this one.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._scales_loss = scales_loss(optimizer)
+        self.clips = clips_by_norm(updating_part(optimizer))
+        self._position = -1
+        if self._scales_loss:
+            self._position = [id(each) for each in optimizer.variables].index(id(optimizer.dynamic_scale))
+        self._compiled = jax.jit(self._computed)
+
+    @classmethod
+    def of(cls, optimizer: Any) -> "WholeGradients | None":
+        """Return the function of a built optimizer, or None if its update cannot be divided."""
+        return None if hindrance(optimizer, trained_by(optimizer)) else cls(optimizer)
+
+    def compute(self, values: Sequence[Any], density: Any, gradients: Sequence[Any]) -> tuple[Any, Any]:
+        """Return whether all are finite, and the clipped gradients; None for what the update does not need.
+
+        Args:
+            values: of the optimizer's variables.
+            density: by which the gradients are divided; None for no division.
+            gradients: of all variables.
+        """
+        if not (self._scales_loss or self.clips):
+            return None, None
+        scale = values[self._position] if self._scales_loss else None
+        result: tuple[Any, Any] = self._compiled(scale, density, list(gradients))
+        return result
+
+    def _computed(self, loss_scale: Any, density: Any, gradients: Sequence[Any]) -> tuple[Any, Any]:
+        gradients = [_divided(gradient, density) for gradient in gradients]
+        finite = self._optimizer.check_finite(gradients) if self._scales_loss else None
+        if not self.clips:
+            return finite, None
+        updating = updating_part(self._optimizer)
+        for divisor in (loss_scale, updating.loss_scale_factor):
+            if divisor is not None:
+                gradients = [gradient / divisor for gradient in gradients]
+        return finite, clipped(updating, gradients)
 
 
 class JaxBlocks:
     """The compiled functions of one divided update."""
 
-    def __init__(self, blocks: OptimizerBlocks, stand_ins: Sequence[StandIn]) -> None:
+    def __init__(
+        self, blocks: OptimizerBlocks, stand_ins: Sequence[StandIn], whole_gradients: WholeGradients
+    ) -> None:
         self.blocks = blocks
-        self.functions = [jax.jit(partial(_updated, stand_in)) for stand_in in stand_ins]
+        self.whole_gradients = whole_gradients
+        clips = whole_gradients.clips
+        self.functions = [jax.jit(partial(_updated, stand_in, clips)) for stand_in in stand_ins]
         self.refresh = jax.jit(_copied, donate_argnums=0, keep_unused=True)
         self._slots: tuple[DividedState, list[SharedSlot | None], list[Array]] | None = None
 
     @classmethod
     def of(cls, optimizer: Any, replicas: int) -> "JaxBlocks | str":
         """Return the functions of a built optimizer, or why its update cannot be divided."""
-        if optimizer.clipnorm or optimizer.global_clipnorm:
-            return "it clips by a norm, which needs whole gradients"
         blocks = blocks_of(optimizer, trained_by(optimizer), replicas)
         if isinstance(blocks, str):
             return blocks
         stand_ins = [StandIn(optimizer, group) for group in blocks.groups]
         if not all(stand_in.fits(optimizer, blocks) for stand_in in stand_ins):
             return "its variables are not known"
-        return cls(blocks, stand_ins)
+        return cls(blocks, stand_ins, WholeGradients(optimizer))
 
     def views(
         self, state: DividedState, weights: Sequence[Any]
@@ -164,9 +239,14 @@ class JaxBlockUpdate:
     ) -> None:
         self._functions = functions
         self._weights, self._values = state[0], state[2]
-        self._density = None if density is None else density + (density == 0)
+        self._density = density
         self._rest = rest
         self._pending = pending
+        whole_gradients = functions.whole_gradients
+        finite, clipped_gradients = whole_gradients.compute(self._values, density, gradients)
+        self._finite = None if finite is None else np.asarray(finite)
+        if whole_gradients.clips:
+            gradients = [np.asarray(gradient) for gradient in clipped_gradients]
         self._flat_gradients = dict(enumerate(gradient.reshape(-1) for gradient in gradients))
         jax.block_until_ready(state[0])
         self._flat_weights = dict(enumerate(_borrowed(weight).reshape(-1) for weight in state[0]))
@@ -215,7 +295,7 @@ class JaxBlockUpdate:
         gradient, weights = of.gathered(number, self._flat_gradients), of.gathered(number, self._flat_weights)
         others = [self._values[i] for i in self._functions.blocks.others]
         new, new_slots, new_others = self._functions.functions[group](
-            others, self._density, gradient, weights, list(slots)
+            others, self._density, gradient, weights, list(slots), self._finite
         )
         if self._others is None:
             self._others = new_others
@@ -248,23 +328,46 @@ class JaxBlockUpdate:
 
 def _updated(
     stand_in: StandIn,
+    is_clipped: bool,
     others: Sequence[Any],
     density: Any,
     gradient: Any,
     weights: Any,
     slots: Sequence[Any],
+    finite: Any,
 ) -> tuple[Any, list[Any], list[Any]]:
-    """Update one block; return its weights and slots, and the optimizer's other variables."""
-    if density is not None:
-        gradient = gradient / density.astype(gradient.dtype)
+    """Update one block; return its weights and slots, and the optimizer's other variables.
+
+    Args:
+        stand_in: updates it.
+        is_clipped: whether the gradient is divided by the density and clipped.
+        others: the values of the other variables, before the update.
+        density: by which the gradient is divided; None for no division.
+        gradient: of the block.
+        weights: of the block.
+        slots: of the block, one of each kind.
+        finite: whether the gradients of all blocks are finite; None if this does not count.
+    """
     of_slots, of_others = stand_in.of_slots, stand_in.of_others
     values = [
         slots[of_slots[i]] if i in of_slots else others[of_others[i]]
         for i in range(len(of_slots) + len(of_others))
     ]
-    (new,), after = stand_in.optimizer.stateless_apply(values, [gradient], [weights])
+    with ExitStack() as stack:
+        if finite is not None:
+            stack.enter_context(knowing_finite(stand_in.optimizer, finite))
+        if is_clipped:
+            stack.enter_context(with_clipped(stand_in.updating, [gradient]))
+        else:
+            gradient = _divided(gradient, density)
+        (new,), after = stand_in.optimizer.stateless_apply(values, [gradient], [weights])
     new_slots = [after[i] for i in sorted(of_slots, key=of_slots.__getitem__)]
     return new, new_slots, [after[i] for i in of_others]
+
+
+def _divided(gradient: Any, density: Any) -> Any:
+    """Return a gradient, divided as that of a whole update; see `lockstep.keras.backends.losses.divided`."""
+    return gradient if density is None else gradient / (density + (density == 0)).astype(gradient.dtype)
 
 
 def _borrowed(array: Any) -> Array:

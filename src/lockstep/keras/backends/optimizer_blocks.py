@@ -9,8 +9,12 @@ the parts of the variables in a block with the optimizer itself.
 The variables of an optimizer are its slots, one of each kind for each weight (Adam's moments, for example),
 and a few others, such as the number of iterations. The latter change in the same way in every block, so each
 worker keeps its own.
+
+A `LossScaleOptimizer` lets another optimizer update, if all gradients are finite. Whether they are, and their
+norms, depend on all elements. Each worker has the total, so it computes both by itself.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +43,7 @@ _ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion", "Ftrl", "Nadam"]
 )
 """Keras's optimizers whose blocks have the bits of the whole update."""
+_OF_LOCKSTEP_AND_KERAS = ("keras.", "lockstep.")
 
 Array = npt.NDArray[Any]
 
@@ -96,12 +101,12 @@ class VariableGroup:
         return array[self.offsets[variable] :][: self.sizes[variable]]
 
     def gathered(self, block: int, arrays: Mapping[int, Array]) -> Array:
-        """Return a block of flat arrays of the variables; what no variable has is zero."""
+        """Return a block of flat arrays of the variables, in their dtype; what no variable has is zero."""
         parts = self.parts[block]
         if len(parts) == 1 and parts[0].stop - parts[0].start == self.elements:
             variable, start, stop, _ = parts[0]
             return arrays[variable][start:stop]
-        gathered = np.zeros(self.elements, self.dtype)
+        gathered = np.zeros(self.elements, arrays[next(iter(self.offsets))].dtype)
         for variable, start, stop, at in parts:
             gathered[at : at + stop - start] = arrays[variable][start:stop]
         return gathered
@@ -138,21 +143,57 @@ class OptimizerBlocks:
         return tuple(BlockGroup(g.blocks, g.dtype, len(g.kinds)) for g in self.groups)
 
 
+def updating_part(optimizer: Any) -> Any:
+    """Return the optimizer that updates weights: the one within a `LossScaleOptimizer`, or the optimizer."""
+    return optimizer.inner_optimizer if scales_loss(optimizer) else optimizer
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Whether this is a `LossScaleOptimizer` of Keras."""
+    return type(optimizer) is keras.optimizers.LossScaleOptimizer
+
+
+def clips_by_norm(optimizer: Any) -> bool:
+    """Whether an optimizer that updates weights clips gradients by norms."""
+    return bool(optimizer.clipnorm or optimizer.global_clipnorm)
+
+
 def hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
     """Return why the update of these variables cannot be cut into blocks, or an empty string if it can."""
-    kind = type(optimizer)
+    updating = updating_part(optimizer)
+    kind = type(updating)
     if kind.__name__ not in _ELEMENTWISE or not kind.__module__.startswith("keras."):
         return f"blocks of {kind.__name__} do not have its bits"
+    if methods := [name for part in (optimizer, updating) for name in _replaced_methods(part)]:
+        return f"the program replaces {kind.__name__}.{min(methods)}"
     if not any(0 not in variable.shape for variable in variables):
         return "it updates no weights"
     if any(variable.constraint is not None for variable in variables):
         return "a weight has a constraint"
     if any(getattr(variable, "overwrite_with_gradient", False) for variable in variables):
         return "a weight takes the value of its gradient"
-    source = rate_object(optimizer)
+    source = rate_object(updating)
     if not isinstance(source, keras.Variable | keras.optimizers.schedules.LearningRateSchedule):
         return "its learning rate is a function"
+    if updating.gradient_accumulation_steps and clips_by_norm(updating):
+        return "it clips sums of gradients by their norms"
     return ""
+
+
+def own_methods(optimizer: Any) -> dict[str, Any]:
+    """Return the methods by which the program has replaced those of the optimizer's class."""
+    kind = type(optimizer)
+    return {name: value for name, value in vars(optimizer).items() if callable(getattr(kind, name, None))}
+
+
+def _replaced_methods(optimizer: Any) -> list[str]:
+    """Return the names of methods that the program has replaced, in the optimizer or in its class."""
+    of_class = [
+        name
+        for name, method in inspect.getmembers(type(optimizer), inspect.isfunction)
+        if not method.__module__.startswith(_OF_LOCKSTEP_AND_KERAS)
+    ]
+    return [*own_methods(optimizer), *of_class]
 
 
 def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> OptimizerBlocks | str:
@@ -162,10 +203,11 @@ def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> Optimi
     """
     if why := hindrance(optimizer, variables):
         return why
+    updating = updating_part(optimizer)
     positions = {id(variable): i for i, variable in enumerate(optimizer.variables)}
     kinds = [
         name
-        for name, value in vars(optimizer).items()
+        for name, value in vars(updating).items()
         if isinstance(value, list)
         and len(value) == len(variables) > 0
         and all(
@@ -179,14 +221,14 @@ def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> Optimi
     slots: dict[int, tuple[int, int, int]] = {}
     ends = dict[tuple[str, bool], int]()
     for i, variable in enumerate(variables):
-        decays = optimizer.weight_decay is not None and has_weight_decay(optimizer, variable)
+        decays = updating.weight_decay is not None and has_weight_decay(updating, variable)
         key = variable.dtype, decays
         if key not in groups:
             groups[key] = VariableGroup(elements, np.dtype(variable.dtype), decays, tuple(kinds))
         groups[key].offsets[i], groups[key].sizes[i] = ends.get(key, 0), sizes[i]
         ends[key] = ends.get(key, 0) + _aligned(sizes[i])
         for number, kind in enumerate(kinds):
-            slots[positions[id(vars(optimizer)[kind][i])]] = list(groups).index(key), number, i
+            slots[positions[id(vars(updating)[kind][i])]] = list(groups).index(key), number, i
     others = tuple(i for i in range(len(optimizer.variables)) if i not in slots)
     names = tuple(named_arrays(optimizer.variables, optimizer.variables))
     return OptimizerBlocks(elements, tuple(groups.values()), slots, others, names)

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+import keras
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -25,14 +26,25 @@ import torch
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import PAGEMAP, PrivateMapping
 from lockstep.keras.backends.multi_update import Update
-from lockstep.keras.backends.optimizer_blocks import BlockPart, OptimizerBlocks, VariableGroup, blocks_of
+from lockstep.keras.backends.optimizer_blocks import (
+    BlockPart,
+    OptimizerBlocks,
+    VariableGroup,
+    blocks_of,
+    clips_by_norm,
+    own_methods,
+    scales_loss,
+    updating_part,
+)
 from lockstep.keras.backends.torch_tensors import borrowed, to_numpy
 from lockstep.keras.private.common import (
     clipped,
     has_weight_decay,
+    knowing_finite,
     rate_object,
     stored_value,
     trained_by,
+    with_clipped,
     with_parts,
 )
 from lockstep.system.memory import return_freed_memory
@@ -78,6 +90,7 @@ class TorchBlocks:
     def __init__(self, update: Update, blocks: OptimizerBlocks) -> None:
         self.update = update
         self.blocks = blocks
+        self.updating = updating_part(update.optimizer)
         self.trained = trained_by(update.optimizer)
         self._state: DividedState | None = None
         self._mapping: PrivateMapping | None = None
@@ -91,18 +104,12 @@ class TorchBlocks:
             return "the step makes the update in its own way"
         if any(variable.value.device.type != "cpu" for variable in variables):
             return "the weights are on a GPU"
-        if len({variable.dtype for variable in variables}) > 1:
-            # Keras computes with the dtype of the first.
-            return "the weights have several dtypes"
         exact = all(variable.dtype in _EXACT for variable in variables)
-        if torch.get_num_threads() > 1 and not (exact and type(update.optimizer).__name__ != "Ftrl"):
+        is_ftrl = type(updating_part(update.optimizer)).__name__ == "Ftrl"
+        if torch.get_num_threads() > 1 and (is_ftrl or not exact):
             return "several threads share its operations, whose bits depend on where a thread begins"
         if not os.access(PAGEMAP, os.R_OK):
             return f"{PAGEMAP} is not readable"
-        if update.optimizer.gradient_accumulation_steps and (
-            update.optimizer.clipnorm or update.optimizer.global_clipnorm
-        ):
-            return "it clips sums of gradients by their norms"
         blocks = blocks_of(update.optimizer, variables, replicas)
         return blocks if isinstance(blocks, str) else cls(update, blocks)
 
@@ -110,48 +117,46 @@ class TorchBlocks:
     def decisive(update: Update) -> list[Any]:
         """Return what `of` depends on and the program may change, to be compared by identity."""
         optimizer, variables = update.optimizer, trained_by(update.optimizer)
+        updating = updating_part(optimizer)
         return [
             update,
+            updating,
+            *own_methods(optimizer).values(),
+            *own_methods(updating).values(),
             *optimizer.variables,
             *variables,
             *(variable.constraint for variable in variables),
-            rate_object(optimizer),
-            optimizer.weight_decay is None,
-            bool(optimizer.gradient_accumulation_steps),
-            bool(optimizer.clipnorm or optimizer.global_clipnorm),
+            rate_object(updating),
+            updating.weight_decay is None,
+            bool(updating.gradient_accumulation_steps),
+            clips_by_norm(updating),
             torch.get_num_threads() > 1,
         ]
 
     @property
     def needs_all_gradients(self) -> bool:
         """Whether the update changes what belongs to a weight without a gradient."""
-        optimizer = self.update.optimizer
-        return bool(optimizer.use_ema or optimizer.gradient_accumulation_steps)
+        return bool(self.updating.use_ema or self.updating.gradient_accumulation_steps)
 
-    @property
-    def clips_by_norm(self) -> bool:
-        """Whether the update clips gradients by their norms, which need all elements."""
-        return bool(self.update.optimizer.clipnorm or self.update.optimizer.global_clipnorm)
+    def finite(self, gradients: Mapping[int, torch.Tensor]) -> Any:
+        """Return whether all gradients are finite, or None if this does not count."""
+        optimizer = self.update.optimizer
+        return optimizer.check_finite(list(gradients.values())) if scales_loss(optimizer) else None
 
     def clipped(self, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Return gradients of whole variables, clipped if this is done by norms."""
-        if not self.clips_by_norm:
+        """Return gradients of whole variables, clipped if this is done by norms, which need all elements."""
+        if not clips_by_norm(self.updating):
             return gradients
-        optimizer = self.update.optimizer
-        scale = optimizer.loss_scale_factor
-        unscaled = [gradient if scale is None else gradient / scale for gradient in gradients.values()]
-        return dict(zip(gradients, clipped(optimizer, unscaled), strict=True))
+        optimizer, of_all = self.update.optimizer, list(gradients.values())
+        if scales_loss(optimizer):
+            of_all = [keras.ops.divide(gradient, optimizer.dynamic_scale) for gradient in of_all]
+        if (scale := self.updating.loss_scale_factor) is not None:
+            of_all = [gradient / scale for gradient in of_all]
+        return dict(zip(gradients, clipped(self.updating, of_all), strict=True))
 
-    def settings_without_effect(self, variables: Sequence[Any]) -> list[str]:
-        """Return the settings of the optimizer that do not count in a block with parts of these variables."""
-        optimizer = self.update.optimizer
-        settings = ["clipnorm", "global_clipnorm", "loss_scale_factor"] if self.clips_by_norm else []
-        if optimizer.weight_decay is not None and not any(
-            has_weight_decay(optimizer, variable) for variable in variables
-        ):
-            # Keras raises an error where nothing decays.
-            settings.append("weight_decay")
-        return settings
+    def decays(self, variables: Sequence[Any]) -> bool:
+        """Whether weight decay applies to some of these variables."""
+        return any(has_weight_decay(self.updating, variable) for variable in variables)
 
     @property
     def others(self) -> list[Any]:
@@ -216,10 +221,12 @@ class TorchBlockUpdate:
     def __init__(self, blocks: TorchBlocks, gradients: Mapping[int, Array], rest: Callable[[], Any]) -> None:
         self._blocks = blocks
         with torch.no_grad():
-            clipped = blocks.clipped({i: borrowed(gradient) for i, gradient in gradients.items()})
+            whole = {i: borrowed(gradient) for i, gradient in gradients.items()}
+            self._finite, clipped = blocks.finite(whole), blocks.clipped(whole)
         self._gradients = {i: gradient.reshape(-1) for i, gradient in clipped.items()}
         self._rest = rest
-        self._new_weights = np.zeros(blocks.blocks.elements, blocks.blocks.groups[0].dtype)
+        groups = blocks.blocks.groups
+        self._new_weights = [np.zeros(blocks.blocks.elements, group.dtype) for group in groups]
         self._flat_weights = [to_numpy(variable.value).reshape(-1) for variable in blocks.trained]
         self._others: list[torch.Tensor] = []
 
@@ -250,7 +257,7 @@ class TorchBlockUpdate:
     def fill(self, state: DividedState, block: int) -> None:
         """Write the values of the slots of a block."""
         group, start, stop = state.layout.places[block]
-        variables, kinds = self._blocks.update.optimizer, self._group(group).kinds
+        variables, kinds = self._blocks.updating, self._group(group).kinds
         for kind, slot in zip(kinds, state.slots[group], strict=True):
             flat = {
                 i: to_numpy(vars(variables)[kind][i].value).reshape(-1) for i in self._group(group).offsets
@@ -262,11 +269,11 @@ class TorchBlockUpdate:
 
     def compute(self, group: int, number: int, slots: Sequence[Array]) -> Sequence[Array]:
         """Update the slots of a block in place, given its number in its group; return weights and slots."""
-        of = self._group(group)
+        of, new_weights = self._group(group), self._new_weights[group]
         for variable, start, stop, at in of.parts[number]:
-            self._new_weights[at : at + stop - start] = self._flat_weights[variable][start:stop]
-        self._apply(of, of.parts[number], self._new_weights, slots, self._gradients)
-        return [self._new_weights, *slots]
+            new_weights[at : at + stop - start] = self._flat_weights[variable][start:stop]
+        self._apply(of, of.parts[number], new_weights, slots, self._gradients)
+        return [new_weights, *slots]
 
     def _apply(
         self,
@@ -277,38 +284,55 @@ class TorchBlockUpdate:
         gradients: Mapping[int, torch.Tensor],
     ) -> None:
         """Let the optimizer update parts of its variables in arrays with the elements of a block."""
-        optimizer, trained = self._blocks.update.optimizer, self._blocks.trained
+        updating, trained = self._blocks.updating, self._blocks.trained
         values: list[tuple[Any, torch.Tensor]] = []
         present = []
         tensors = [borrowed(array) for array in (weights, *slots)]
+
+        def of_variable(i: int) -> list[Any]:
+            return [trained[i], *(vars(updating)[kind][i] for kind in group.kinds)]
+
         for i, start, stop, at in parts:
             whole = stop - start == group.sizes[i]
             shape = trained[i].shape if whole else (stop - start,)
-            of_variable = [trained[i], *(vars(optimizer)[kind][i] for kind in group.kinds)]
             values += [
                 (variable, tensor[at : at + stop - start].reshape(shape))
-                for variable, tensor in zip(of_variable, tensors, strict=True)
+                for variable, tensor in zip(of_variable(i), tensors, strict=True)
             ]
             if i in gradients:
                 present.append((trained[i], gradients[i][start:stop].reshape(shape)))
         if not present:
             return
+        absent = set[int]()
+        first = next(iter(self._gradients))
+        if trained[first].dtype != group.dtype.name:
+            # Keras computes numbers, such as the rate, with the dtype of the first.
+            absent.add(first)
+            present.insert(0, (trained[first], self._gradients[first][:0]))
         if self._blocks.needs_all_gradients:
             # The optimizer changes what belongs to other weights, too.
-            inside = {part.variable for part in parts}
-            for i, variable in enumerate(trained):
-                if i not in inside:
-                    empty = torch.zeros(0, dtype=stored_value(variable).dtype)
-                    kinds = [vars(optimizer)[kind][i] for kind in group.kinds]
-                    values += [(each, empty) for each in (variable, *kinds)]
+            absent |= set(range(len(trained))) - {part.variable for part in parts}
+        for i in absent:
+            empty = torch.zeros(0, dtype=stored_value(trained[i]).dtype)
+            values += [(variable, empty) for variable in of_variable(i)]
         others = [(variable, variable.value.detach().clone()) for variable in self._blocks.others]
-        update = replace(self._blocks.update, variables=[variable for variable, _ in present])
+        of_block = [gradient for _, gradient in present]
+        update = replace(
+            self._blocks.update,
+            variables=[variable for variable, _ in present],
+            plain=self._blocks.update.kernel is None,
+        )
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(with_parts([*values, *others]))
-            for setting in self._blocks.settings_without_effect(update.variables):
-                stack.enter_context(replaced(optimizer, setting, None))
-            update.apply([gradient for _, gradient in present])
+            if updating.weight_decay is not None and not self._blocks.decays(update.variables):
+                # Keras raises an error where nothing decays.
+                stack.enter_context(replaced(updating, "weight_decay", None))
+            if self._finite is not None:
+                stack.enter_context(knowing_finite(update.optimizer, self._finite))
+            if clips_by_norm(updating):
+                stack.enter_context(with_clipped(updating, of_block))
+            update.apply(of_block)
         self._others = [value for _, value in others]
 
     def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:

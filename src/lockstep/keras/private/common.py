@@ -27,7 +27,7 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.utils import module_utils, rng_utils
 
-from lockstep.worker.patch_registry import Part
+from lockstep.worker.patch_registry import Part, replaced
 from lockstep.worker.private_modules import KERAS_GLOBAL_STATE
 
 global_state = importlib.import_module(KERAS_GLOBAL_STATE)
@@ -591,6 +591,20 @@ def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
     """Return gradients of all variables, clipped as the settings of an optimizer say."""
     result: list[Any] = optimizer._clip_gradients(gradients)
     return result
+
+
+@contextmanager
+def with_clipped(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
+    """Within the block, an optimizer takes these for what it would clip its gradients to."""
+    with replaced(optimizer, "_clip_gradients", lambda _: list(gradients)):
+        yield
+
+
+@contextmanager
+def knowing_finite(optimizer: Any, finite: Any) -> Iterator[None]:
+    """Within the block, a `LossScaleOptimizer` takes this for whether all gradients are finite."""
+    with replaced(optimizer, "check_finite", lambda _: finite):
+        yield
 
 
 # Inputs
