@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import click
 
@@ -15,20 +14,6 @@ _ROW = re.compile(r"^\| (`.*?`) \| (.*) \|$", re.MULTILINE)
 _LINK = re.compile(r"\[([^]]*)\]\((?!http|\.\.)([^)]*)\)")
 _PLACEHOLDERS = re.compile(r"'[^']*'|[^\s,;:]*[\d/][^\s,;:]*|\.\.\.")
 """Names, numbers and paths, which differ from case to case, and parts that are left out."""
-
-
-class _Known(NamedTuple):
-    """A message that the page describes.
-
-    Attributes:
-        error: the class.
-        message: a text that the message may have.
-        advice: the remedy.
-    """
-
-    error: str
-    message: str
-    advice: str
 
 
 @click.command()
@@ -71,15 +56,16 @@ def explanation(page: str, error: str) -> str:
             "no message like this is known: `lockstep explain` without a message lists the classes of "
             'errors, and the page "From symptom to command" of the documentation begins with symptoms'
         )
-    return f"{best.error}: {_first_sentence(sections[best.error])}\n\n{best.message}\n\n{best.advice}\n"
+    name, known, advice = best
+    return f"{name}: {_first_sentence(sections[name])}\n\n{known}\n\n{advice}\n"
 
 
-def _closest(sections: dict[str, str], message: str) -> _Known | None:
-    """Return the known message of which `message` contains most, if at least half; else None."""
+def _closest(sections: dict[str, str], message: str) -> tuple[str, str, str] | None:
+    """Return the row of the page of whose message `message` contains most, if at least half; else None."""
     wanted = _phrases(message)
     best, most = None, (1, 0.0)
     for candidate in _messages(sections):
-        phrases = _phrases(candidate.message)
+        phrases = _phrases(candidate[1])
         shared = len(phrases & wanted)
         share = shared / max(1, len(phrases))
         if share >= 0.5 and (shared, share) > most:
@@ -87,10 +73,11 @@ def _closest(sections: dict[str, str], message: str) -> _Known | None:
     return best
 
 
-def _messages(sections: dict[str, str]) -> Iterator[_Known]:
+def _messages(sections: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Yield each class with a message that it may have, and the advice."""
     for name, text in sections.items():
         for message, advice in _ROW.findall(text):
-            yield _Known(name, message.strip("`"), advice)
+            yield name, message.strip("`"), advice
 
 
 def _phrases(message: str) -> set[tuple[str, str]]:

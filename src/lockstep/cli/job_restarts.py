@@ -25,6 +25,9 @@ from lockstep.system.standard_streams import flush_streams
 _STEADY = 60.0
 """Seconds after which the failure of a job does not delay the next start."""
 
+_LONGEST_PAUSE = 60
+"""The most seconds before a start; the pauses double from one second on."""
+
 _ROLL_BACKS = 3
 """How often a job whose state was wrong starts again, even if no restart was asked for."""
 
@@ -153,7 +156,7 @@ def start_again(
         limit = f"--restart-job {restarts}" if restarts == requested else f"{restarts} were made"
         note(f"no restart of the job is left ({limit})")
         return
-    pause = 0 if seconds >= _STEADY else min(2**number, 60)
+    pause = 0 if seconds >= _STEADY else min(2**number, _LONGEST_PAUSE)
     when = f" in {pause} s" if pause else ""
     which = f"restart {number + 1} of {restarts}"
     note(

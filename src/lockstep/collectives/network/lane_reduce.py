@@ -98,26 +98,18 @@ def published_beside(hosts: HostPlan, local: int) -> tuple[Span, ...]:
     )
 
 
-class _Direct(NamedTuple):
-    """Bytes of a leaf of one of the worker's own partials."""
-
-    leaf: int
-    start: int
-    stop: int
-
-
 class _Copied(NamedTuple):
-    """Bytes of several leaves, copied to `out`."""
+    """Bytes of several leaves of one of the worker's own partials, copied to `out`."""
 
-    pieces: tuple[tuple[_Direct, Bytes], ...]
+    pieces: tuple[tuple[Piece, Bytes], ...]
     out: memoryview
 
 
 class _OwnSend(NamedTuple):
-    """A range of the worker's own partial over `span`."""
+    """A range of the worker's own partial over `span`, in pieces that count bytes instead of elements."""
 
     span: Span
-    runs: tuple[_Direct | _Copied, ...]
+    runs: tuple[Piece | _Copied, ...]
 
 
 class _SumSend(NamedTuple):
@@ -212,7 +204,7 @@ class LaneReduce:
                 yield each.out
                 continue
             for run in each.runs:
-                if isinstance(run, _Direct):
+                if isinstance(run, Piece):
                     yield addresses[each.span][run.leaf][run.start : run.stop].data
                 else:
                     for (leaf, start, stop), out in run.pieces:
@@ -313,10 +305,10 @@ class _Planner:
         first = self.layout.offsets[piece.leaf] + piece.start * dtype.itemsize - start
         return memory[first : first + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
-    def _runs(self, start: int, stop: int, staging: Bytes) -> tuple[_Direct | _Copied, ...]:
+    def _runs(self, start: int, stop: int, staging: Bytes) -> tuple[Piece | _Copied, ...]:
         """Divide the bytes `start` to `stop` into ranges of large leaves, and others, which are copied."""
-        runs: list[_Direct | _Copied] = []
-        copied: list[tuple[_Direct, Bytes]] = []
+        runs: list[Piece | _Copied] = []
+        copied: list[tuple[Piece, Bytes]] = []
         begin = start
 
         def end_copy(end: int) -> None:
@@ -330,12 +322,12 @@ class _Planner:
             lines = (last - first) // ALIGNMENT * ALIGNMENT
             if lines >= DIRECT:
                 end_copy(offset + first)
-                runs.append(_Direct(leaf, first, first + lines))
+                runs.append(Piece(leaf, first, first + lines))
                 first += lines
                 begin = offset + first
             if first < last:
                 place = staging[offset + first - start : offset + last - start]
-                copied.append((_Direct(leaf, first, last), place))
+                copied.append((Piece(leaf, first, last), place))
         end_copy(stop)
         return tuple(runs)
 

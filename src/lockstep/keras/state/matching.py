@@ -90,24 +90,24 @@ def match(model: Any, saved: SavedModel) -> Match:
     Unbuilt optimizers of `model` are built for the variables for which `saved` has state. If `model` does not
     have an optimizer, the state of optimizers is ignored. State that does not fit metrics is always ignored.
     """
-    name_parts = parts(list(saved.arrays))
+    weight_names, optimizer_names, rest = parts(list(saved.arrays))
     weights, buffers = _weights(model, saved.trainable_first), _buffers(model)
-    paths = renumbered(name_parts.weights, weights)
+    paths = renumbered(weight_names, weights)
     matched = _paired(
         model,
         saved,
         {**weights, **buffers},
-        paths | {name: name for name in name_parts.rest if name in buffers},
+        paths | {name: name for name in rest if name in buffers},
     )
     if matched.misfits:
         return matched
     if optimizers := optimizers_of(model):
-        slots = renamed_slots(name_parts.optimizers, _variables_of(optimizers), paths)
+        slots = renamed_slots(optimizer_names, _variables_of(optimizers), paths)
         build_optimizers(model, slots.values())
         variables = _variables_of(optimizers)
-        slots = renamed_slots(name_parts.optimizers, variables, paths)
+        slots = renamed_slots(optimizer_names, variables, paths)
         matched = matched.joined(_paired(model, saved, variables, slots))
-    return matched.joined(_metrics(model, saved, name_parts.rest))
+    return matched.joined(_metrics(model, saved, rest))
 
 
 def build_optimizers(model: Any, names: Iterable[str]) -> None:

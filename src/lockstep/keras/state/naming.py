@@ -2,38 +2,23 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 _COUNTER = re.compile(r"([^/]+)/iterations?")
 _NUMBERED = re.compile(r"(.+)_([1-9]\d*)")
 
 
-@dataclass(frozen=True)
-class NameParts:
-    """The names of one model in a checkpoint, each list in the checkpoint's order.
+def parts(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
+    """Separate the names of one model in a checkpoint: its own variables, those of optimizers, and the rest.
 
-    Attributes:
-        weights: the names of the variables of the model itself, including random states.
-        optimizers: the names of the optimizers' variables.
-        rest: the other names, those of the metrics' variables and of the buffers of PyTorch modules.
-    """
-
-    weights: Sequence[str]
-    optimizers: Sequence[str]
-    rest: Sequence[str]
-
-
-def parts(names: Sequence[str]) -> NameParts:
-    """Separate the variables of a model, of its optimizers and of its metrics, which come in this order.
-
-    Every optimizer's first variable is its counter of steps.
+    They come in this order. The rest are the variables of metrics and the buffers of PyTorch modules. Every
+    optimizer's first variable is its counter of steps.
     """
     start = next((index for index, name in enumerate(names) if _COUNTER.fullmatch(name)), len(names))
     behind = names[start:]
     prefixes = {match[1] for name in behind if (match := _COUNTER.fullmatch(name))}
     # Some optimizers have variables without a prefix.
     optimizers = [name for name in behind if "/" not in name or _prefix(name) in prefixes]
-    return NameParts(names[:start], optimizers, [name for name in behind if name not in optimizers])
+    return names[:start], optimizers, [name for name in behind if name not in optimizers]
 
 
 def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
