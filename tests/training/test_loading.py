@@ -318,10 +318,10 @@ def test_the_counters_of_optimizers_divide_the_names() -> None:
         "adam/iterations",
         "variable",
     ]
-    found = parts([*names, "adam/net_dense_kernel_momentum", "loss/total"])
-    assert found.weights == names[:2]
-    assert found.optimizers == [*names[2:], "adam/net_dense_kernel_momentum"]
-    assert found.rest == ["loss/total"]
+    weights, optimizers, rest = parts([*names, "adam/net_dense_kernel_momentum", "loss/total"])
+    assert weights == names[:2]
+    assert optimizers == [*names[2:], "adam/net_dense_kernel_momentum"]
+    assert rest == ["loss/total"]
 
 
 def test_numbers_keep_their_order() -> None:
