@@ -26,6 +26,7 @@ from lockstep.protocol.job_spec import (
     JobLimits,
     JobSpec,
     Verification,
+    default_threads,
 )
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.system.clock import parse_seconds
@@ -80,7 +81,7 @@ def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None"
     check_numbers(workers, replicas, options["min_workers"])
     threads = options["threads"] or past.get("threads") or 0
     if not threads and here is not None:
-        threads = max(1, usable_cores() // replicas)
+        threads = default_threads([(usable_cores(), replicas)])
     if here is not None:
         check_limits(workers, threads)
     devices: tuple[Devices, ...] = (

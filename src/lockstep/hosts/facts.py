@@ -8,7 +8,7 @@ from itertools import islice
 
 from lockstep.errors import ConfigError, LockstepError
 from lockstep.protocol.host import HostFacts, Prepare
-from lockstep.protocol.job_spec import JobHost
+from lockstep.protocol.job_spec import JobHost, default_threads
 from lockstep.system.cuda import version_of
 from lockstep.system.environment import usable_cores
 from lockstep.system.process_limits import open_files, processes_of_user_left, shortage
@@ -120,7 +120,7 @@ def threads_for_all(hosts: Sequence[JobHost], facts: Sequence[HostFacts], replic
     ids = iter(range(sum(host.workers for host in hosts)))
     view = place_on_hosts(replicas, tuple(tuple(islice(ids, host.workers)) for host in hosts))
     there = [sum(len(view.replicas_of(worker)) for worker in workers) for workers in view.hosts]
-    return max(1, min(host_facts.cores // count for host_facts, count in zip(facts, there, strict=True)))
+    return default_threads(zip((host_facts.cores for host_facts in facts), there, strict=True))
 
 
 def _groups(names: Sequence[str], values: Iterable[str]) -> Mapping[str, list[str]]:

@@ -1,5 +1,6 @@
 """The specification of a job, and the part of it that its workers get. Each setting is declared only here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,15 @@ InputReading = Literal["divided", "joint"]
 
 BACKEND_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 """The Keras backends, and their names in messages."""
+
+
+def default_threads(hosts: Iterable[tuple[int, int]]) -> int:
+    """Return how many threads compute a replica, so that those of a host can all compute at the same time.
+
+    Args:
+        hosts: the cores of each host, and the number of replicas that it computes.
+    """
+    return max(1, min(cores // replicas for cores, replicas in hosts))
 
 
 @dataclass(frozen=True)

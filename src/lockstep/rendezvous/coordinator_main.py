@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.errors import LockstepError
 from lockstep.local_job.composition import LocalHost, run_job
+from lockstep.protocol.job_spec import default_threads
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.job_by_hand import job_of, stopped_by_signals
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
@@ -74,7 +75,10 @@ def _gather(server: RendezvousServer) -> bool:
 
 def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     cores = min(process.arrival.cores for process in server.waiting.values() if process.arrival is not None)
-    with job_of(server, threads=max(1, cores // len(server.first.tasks))) as spec, EventLoop() as loop:
+    with (
+        job_of(server, threads=default_threads([(cores, len(server.first.tasks))])) as spec,
+        EventLoop() as loop,
+    ):
         paths = RunPaths(spec.run_dir.absolute())
         empty_folder(paths.sources)
         for line in spec.describe("events"):
