@@ -388,6 +388,14 @@ def test_a_verified_round_says_nothing_of_a_later_one_in_earlier_steps() -> None
     assert verifications.packed == [0] * REPLICAS
 
 
+def test_an_evaluation_within_a_step_does_not_count_as_the_step() -> None:
+    verifications = of_one_worker(Verification(1, all=True))
+    verifications.begin(3)
+    with verifications.aside():
+        verifications.begin(500, trains=False)
+    assert (verifications.step, verifications.trains, verifications.drawn) == (3, True, (0, 1, 2, 3))
+
+
 def test_a_job_that_begins_with_an_evaluation_has_nothing_to_go_back_to() -> None:
     verifications = of_one_worker(Verification(1))
     verifications.begin(1, trains=False)
@@ -773,10 +781,11 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
 @pytest.mark.parametrize(
     ("how", "guilty", "step", "what"),
     [
-        pytest.param("flip", 1, 3, "train_on_batch 3: replica ", marks=pytest.mark.ci),
+        pytest.param("flip", 1, 5, "train_on_batch 5: replica ", marks=pytest.mark.ci),
         pytest.param("flip", 0, 1, "train_on_batch 1: replica ", marks=pytest.mark.slow),
         pytest.param("adding", 1, 5, "train_on_batch 5: the sum over all ", marks=pytest.mark.slow),
         pytest.param("updates", 0, 7, "train_on_batch 7: the state after ", marks=pytest.mark.slow),
+        pytest.param("flip", 1, 10, "train_on_batch 10: replica ", marks=pytest.mark.slow),
         pytest.param("evaluations", 1, 2, "test_on_batch 2: replica ", marks=pytest.mark.ci),
     ],
 )
@@ -860,6 +869,74 @@ def test_another_worker_decides_in_an_evaluation(
     assert f", computed on worker {guilty}, has the wrong bits in metric " in run.stderr
     assert f": workers {1 - guilty} and 2 agree" in run.stderr
     assert figures(run, 2)[-2:] == figures(right, 0)[-2:] != []
+
+
+@pytest.mark.parametrize(
+    ("how", "guilty", "step", "modes", "what"),
+    [
+        pytest.param("evaluations", 1, 3, "validation", "replica ", marks=pytest.mark.ci),
+        pytest.param("evaluations", 0, 1, "validation dataset", "replica ", marks=pytest.mark.slow),
+        pytest.param("adding", 0, 5, "validation", "the sum over all ", marks=pytest.mark.slow),
+    ],
+)
+def test_another_worker_decides_in_a_validation(
+    launch: Launch,
+    undisturbed_run: Launch,
+    thorough_backend: str,
+    how: str,
+    guilty: int,
+    step: int,
+    modes: str,
+    what: str,
+) -> None:
+    backend = thorough_backend
+    right = undisturbed_run(
+        "-n 1 --replicas 2", "verified.py", "", "-1", "0", *modes.split(), backend=backend
+    )
+    options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", how, str(guilty), str(step), *modes.split(), backend=backend)
+    assert f"workers 0 and 1 computed different bits in step {step}, each the same bits every " in run.stderr
+    assert f"step {step} of validation 2 within fit 1: {what}" in run.stderr
+    assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
+    assert f": workers {1 - guilty} and 2 agree" in run.stderr
+    assert figures(run, 2) == figures(right, 0) != []
+
+
+@pytest.mark.ci
+def test_another_worker_decides_where_workers_divide_the_reading(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+) -> None:
+    backend = thorough_backend
+    right = undisturbed_run("-n 1 --replicas 2", "verified.py", "", "-1", "0", "dataset", backend=backend)
+    options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", "flip", "1", "4", "dataset", backend=backend)
+    assert ": workers 0 and 2 agree" in run.stderr
+    assert figures(run, 2) == figures(right, 0) != []
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("how", "workers"), [("prediction", 2), ("predictions", 3)])
+def test_a_wrong_bit_of_a_prediction_is_found(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, how: str, workers: int
+) -> None:
+    backend = thorough_backend
+    right = undisturbed_run("-n 1 --replicas 4", "verified.py", "predicted", backend=backend)
+    options = f"-n {workers} --replicas 4 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", how, "1", "4", backend=backend)
+    assert "step 4 of predict 1: replica " in run.stderr
+    assert ", computed on worker 1, has the wrong bits in output: " in run.stderr
+    assert figures(run, 0) == figures(right, 0) != []
+
+
+@pytest.mark.ci
+def test_a_prediction_of_which_two_workers_differ_stops_the_job(launch: Launch) -> None:
+    options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", "predictions", "1", "4")
+    assert run.status == 1
+    assert (
+        "step 4 of predict 1: replica 0: workers 0 and 1 get different bits in output, each time "
+        in run.stderr
+    )
 
 
 @pytest.mark.ci
@@ -1107,6 +1184,24 @@ def test_a_worker_that_is_found_late_and_again_leaves_only_verified_checkpoints(
     entries = Store(saved).entries()
     assert entries[-1].step == 4
     assert [entry.verified for entry in entries] == [max(0, entry.step // 2 * 2 - 2) for entry in entries]
+
+
+@pytest.mark.ci
+def test_a_worker_that_always_sums_wrongly_is_named_and_the_job_goes_back(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path
+) -> None:
+    backend, saved = thorough_backend, tmp_path / "saved"
+    right = undisturbed_run("-n 1 --replicas 3", "verified.py", "large", backend=backend)
+    options = "-n 3 --replicas 3 --verify-every 2 --verify-replicas all"
+    options += f" --checkpoint {saved} --checkpoint-every 1 --keep 9"
+    run = launch(options, "verified.py", "summing", "1", "5", backend=backend)
+    assert (
+        "step 6 of fit 1: the sum over all replicas, computed on worker 1, has the wrong bits" in run.stderr
+    )
+    assert "and the job continues from that of step 4" in run.stderr
+    assert run.stderr.count("starts again") == 1
+    assert figures(run, 0) == figures(right, 0) != []
+    assert [entry.step for entry in Store(saved).entries()][-1] == 12
 
 
 @pytest.mark.ci

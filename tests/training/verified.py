@@ -1,16 +1,21 @@
 """Trains a model whose state changes in every step, perhaps with a fault of one worker; prints its digest.
 
-    verified.py [FAULT WORKER STEP [batches]]
+    verified.py [FAULT WORKER STEP [batches | validation | dataset]...]
 
-With `batches`, the script has a loop of its own, which calls `train_on_batch`, `test_on_batch` and `predict`.
+With `batches`, the script has a loop of its own, which calls `train_on_batch` and others.
+With `validation`, `fit` has validation data, and a fault is in steps of the validation of the second epoch.
+With `dataset`, examples are in a `PyDataset`, which workers divide.
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `host`: all
 workers of the host node2 do, and WORKER is -1. `once`: only the first time that it computes one in STEP or
 later. `sum`: once in the total, as it has it. `adding`: in each total, and in each sum that it checks, from
-STEP on. `rounding`: in an integer to which it rounds a change, from STEP on. `total`: once in the total that
-hosts have summed. `update`: once in a weight, in an update; `updates`: in each one from STEP on. `memory`:
-once in a weight, before STEP. `row`: in a row of the examples, in its memory, before STEP.
-`evaluation`: once in a metric, in STEP of an evaluation; `evaluations`: in all steps of it from STEP on.
+STEP on. `summing`: the first process that is WORKER sums its slices of totals wrongly, and checks sums
+wrongly, from STEP on; the model is larger, as with `large`. `rounding`: in an integer to which it rounds a
+change, from STEP on. `total`: once in the total that hosts have summed. `update`: once in a weight, in an
+update; `updates`: in each one from STEP on. `memory`: once in a weight, before STEP. `row`: in a row of the
+examples, in its memory, before STEP. `evaluation`: once in a metric, in STEP of an evaluation; `evaluations`:
+in all steps of it from STEP on. `prediction`: once in an output of `predict`, in STEP of it; `predictions`:
+in all steps of it from STEP on.
 `random`: from step 3 on, the loss of all workers depends on a number that no seed determines. `long`: trains
 10,000 steps. `unlike`: the host node2 computes with fewer instructions; `alike-program`: likewise, but not in
 Lockstep's own program.
@@ -28,6 +33,7 @@ import numpy as np
 
 import lockstep
 from lockstep.collectives.shared.packed_reduce import PackedReduce
+from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.keras import host_report
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.rounds import PartialLayout, Round
@@ -37,11 +43,40 @@ from lockstep.worker import job
 FAULT = sys.argv[1] if sys.argv[1:] else ""
 FAULTS = (
     *("flip", "host", "once", "sum", "update", "updates", "memory", "evaluation", "row"),
-    *("adding", "rounding", "total", "evaluations"),
+    *("adding", "summing", "rounding", "total", "evaluations", "prediction", "predictions"),
 )
 WORKER, STEP = (int(text) for text in sys.argv[2:4]) if FAULT in FAULTS else (-1, 0)
-BATCHES = sys.argv[4:] == ["batches"]
+BATCHES, VALIDATION, DATASET = (mode in sys.argv[4:] for mode in ("batches", "validation", "dataset"))
 flips = 0
+
+
+class Watching(keras.callbacks.Callback):  # type: ignore[misc]
+    """Adds up what validations report.
+
+    Attributes:
+        epoch: the epoch in progress, from 0.
+        batches: the number of the batches of validations.
+        errors: the sum of a metric after each of them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch, self.batches, self.errors = 0, 0, 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Note the epoch."""
+        self.epoch = epoch
+
+    def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Count a batch."""
+        self.batches += 1
+
+    def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Add the metric so far."""
+        self.errors += float(logs["mae"])
+
+
+watching = Watching()
 
 
 def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -> PartialLayout:
@@ -53,10 +88,16 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
     verifications = verifications_of(own)
     once, part = ("once", "gradient/2") if verifications.trains else ("evaluation", "metric/0")
     for replica in round_.started.keys() - before.keys():
+        outputs = getattr(round_, "outputs", {})
+        if replica in outputs and (always("predictions") or (not flips and always("prediction"))):
+            flips += 1
+            outputs[replica] = -outputs[replica]
         lasts = FAULT in ("flip", "host") or (FAULT == "evaluations" and not verifications.trains)
         is_due = verifications.step >= STEP and (lasts or (once == FAULT and not flips))
+        is_due = is_due and (not VALIDATION or watching.epoch == 1)
         is_guilty = own.context.host == "node2" if FAULT == "host" else own.worker == WORKER
-        if is_guilty and is_due:
+        # A step of `predict` has no partial.
+        if is_guilty and is_due and round_.started[replica]:
             flips += 1
             arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
             parts = round_.parts(arrays)
@@ -87,7 +128,28 @@ def has(fault: str) -> bool:
 def always(fault: str) -> bool:
     """Whether this worker has this fault in each step by now."""
     own = job.current()
-    return fault == FAULT and own.worker == WORKER and verifications_of(own).step >= STEP
+    verifications = verifications_of(own)
+    if VALIDATION and (verifications.trains or watching.epoch == 0):
+        return False
+    return fault == FAULT and own.worker == WORKER and verifications.step >= STEP
+
+
+def always_sums_wrongly() -> bool:
+    """Whether this process does, by now."""
+    if not always("summing"):
+        return False
+    assert job.current().context.folder is not None
+    mark = job.current().context.folder / "summing"
+    if not mark.exists():
+        mark.write_text(str(os.getpid()))
+    return mark.read_text() == str(os.getpid())
+
+
+def sum_slice(reduce: SliceReduce, *given: Any, original: Any = SliceReduce.sum) -> None:
+    """Flip a bit of the slice of the total that this worker sums."""
+    original(reduce, *given)
+    if reduce.total and always_sums_wrongly():
+        max(reduce.total, key=lambda slot: slot.out.nbytes).out.reshape(-1).view("uint8")[:1] ^= 1
 
 
 def add(reduce: PackedReduce, adder: Any, original: Any = PackedReduce.sum) -> None:
@@ -100,7 +162,7 @@ def add(reduce: PackedReduce, adder: Any, original: Any = PackedReduce.sum) -> N
 def add_again(part: TotalPart, *given: Any, original: Any = TotalPart.sum) -> Any:
     """Flip a bit of a sum that this worker checks."""
     summed = original(part, *given)
-    if always("adding"):
+    if always("adding") or always_sums_wrongly():
         summed[:1] ^= 1
     return summed
 
@@ -190,6 +252,7 @@ Round.begin = begin  # type: ignore[method-assign]
 Round.sum = sum_partials  # type: ignore[method-assign]
 Round.summands = summands  # type: ignore[method-assign]
 PackedReduce.sum = add  # type: ignore[method-assign]
+SliceReduce.sum = sum_slice  # type: ignore[method-assign]
 TotalPart.sum = add_again  # type: ignore[method-assign]
 GlobalStep._apply = apply  # type: ignore[method-assign]
 GlobalStep.take = take  # type: ignore[method-assign]
@@ -200,7 +263,7 @@ targets = rows[:, :1] * 2
 model = keras.Sequential(
     [
         *([] if BATCHES else [keras.Input((8,))]),
-        keras.layers.Dense(16, activation="relu", name="hidden"),
+        keras.layers.Dense(4096 if FAULT in ("summing", "large") else 16, activation="relu", name="hidden"),
         keras.layers.BatchNormalization(),
         keras.layers.Dropout(0.2),
         *([counting := Counting()] if FAULT in ("update", "updates") else ()),
@@ -216,29 +279,50 @@ if BATCHES:
             model.reset_metrics()
         if number % 3 == 0:
             model.optimizer.learning_rate = 0.01 / (number + 1)
-        # A worker that joins has right weights only after a call for a single batch.
-        weights = model.get_weights() if number != 4 else ()
-        shift = sum(float(np.abs(weight).mean()) for weight in weights)
+        shift = sum(float(np.abs(weight).mean()) for weight in model.get_weights())
         figures += model.train_on_batch(rows[batch] + shift, targets[batch])
         if number % 4 == 2:
             figures += model.test_on_batch(rows[batch], targets[batch])
         if number == 3:
             figures.append(float(model.predict(rows, batch_size=16, verbose=0).mean()))
+        if number == 8:
+            figures += model.evaluate(rows, targets, batch_size=16, verbose=0)
     print("digest:", lockstep.digest(model), figures)
     sys.exit()
-history = model.fit(
-    rows,
-    targets,
-    batch_size=16,
-    epochs={"long": 1667, "unlike": 40}.get(FAULT, 2),
-    callbacks=[keras.callbacks.CSVLogger(f"{job.current().context.folder}/log.csv")] * (FAULT == "memory"),
-    verbose=0,
-)
+
+
+class Batches(keras.utils.PyDataset):  # type: ignore[misc]
+    """Batches of 16 rows."""
+
+    def __len__(self) -> int:
+        """Return the number of batches."""
+        return 6
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a batch."""
+        batch = slice(16 * index, 16 * index + 16)
+        return rows[batch], targets[batch]
+
+
+data: dict[str, Any] = {"x": Batches()} if DATASET else {"x": rows, "y": targets, "batch_size": 16}
+if VALIDATION:
+    validation_data = Batches() if DATASET else (rows[8:88], targets[8:88])
+    data |= {"validation_data": validation_data, "callbacks": [watching, keras.callbacks.SwapEMAWeights()]}
+    model.compile(keras.optimizers.Adam(0.01, use_ema=True), Noisy(), metrics=["mae"])
+if FAULT == "memory":
+    data["callbacks"] = [keras.callbacks.CSVLogger(f"{job.current().context.folder}/log.csv")]
+epochs = 3 if VALIDATION else {"long": 1667, "unlike": 40}.get(FAULT, 2)
+history = model.fit(**data, epochs=epochs, verbose=0)
+if VALIDATION:
+    print("digest:", history.history, watching.batches, watching.errors)
 print("digest:", lockstep.digest(model), repr(history.history["mae"][-1]))
 if FAULT in ("update", "updates"):
     print("counted:", int(counting.counter) if hasattr(counting, "counter") else counting.calls)
-if FAULT in ("evaluation", "evaluations", "evaluated"):
-    print("digest:", model.evaluate(rows, targets, batch_size=16, verbose=0))
+if FAULT in ("evaluation", "evaluations", "evaluated") and not VALIDATION:
+    evaluated = model.evaluate(rows, targets, batch_size=16, verbose=0, callbacks=[watching])
+    print("digest:", evaluated, watching.batches, watching.errors)
     model.fit(rows, targets, batch_size=16, verbose=0)
     print("digest:", lockstep.digest(model))
+if FAULT in ("prediction", "predictions", "predicted"):
+    print("digest:", model.predict(rows, batch_size=16, verbose=0).tobytes().hex())
 print("verified:", verifications_of(job.current()).count, verifications_of(job.current()).up_to)

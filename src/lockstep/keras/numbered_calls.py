@@ -37,6 +37,8 @@ class NumberedCall:
         result_of: returns the result to record when it ends, if that is not its return value.
         logs: the logs of its last step.
         processed: the step whose end callbacks had processed in the restored state; None if there was none.
+        metrics: the values of the metrics before this call, a validation in which workers can join; None
+            for other calls.
     """
 
     name: str
@@ -61,6 +63,7 @@ class NumberedCall:
     result_of: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
     processed: int | None = None
+    metrics: Mapping[str, Any] | None = None
 
     @property
     def forwarding(self) -> bool:
@@ -148,6 +151,11 @@ class NumberedCalls:
     def current(self) -> NumberedCall:
         """The innermost call in progress."""
         return self.stack[-1]
+
+    @property
+    def resumable(self) -> NumberedCall:
+        """The call at whose steps a process resumes: the one in progress, or the `fit` that validates."""
+        return self.current if self.current.metrics is None else self.stack[-2]
 
     def where(self) -> str:
         """Name the current step, for messages."""

@@ -188,6 +188,10 @@ class Round(ABC):
         """Return the arrays from which a replica that has contributed computes, if the round knows them."""
         return ()
 
+    def outputs_of(self, replica: int) -> Mapping[str, Array]:
+        """Return what a replica that contributes has computed besides its partial, by names for people."""
+        return {}
+
     def entered(self) -> None:  # noqa: B027
         """Note that the round is in another view, and computes there next."""
 

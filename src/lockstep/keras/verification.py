@@ -34,6 +34,7 @@ import os
 import socket
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -480,6 +481,15 @@ class Verifications:
             first or bool(step and step % _HOSTS_EVERY == 0)
         )
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep the step in progress, in which the script or a callback makes another call in the block."""
+        step, trains, before = self.step, self.trains, self._before
+        try:
+            yield
+        finally:
+            self.step, self.trains, self._before = step, trains, before
+
     def note_files(self, paths: Iterable[str]) -> None:
         """Note the files that callbacks of a call write, which has begun."""
         self._files |= dict.fromkeys(paths)
@@ -899,8 +909,7 @@ class Verifier:
         Raises:
             DisagreementError: workers compute different bits, and it is unknown which are right.
         """
-        self._verified = {}
-        drawn = self._verify_partials(round_)
+        drawn = self.verify(round_)
         total = self._exchange(round_.sum, round_.catching_up)
         parts = self._verifications.drawn
         if parts and round_.sums and not self._job.joins:
@@ -908,10 +917,17 @@ class Verifier:
         self._verifications.note(drawn)
         return total
 
-    def _verify_partials(self, round_: Round) -> Sequence[int]:
-        """Verify the drawn partials of a round; return their replicas."""
+    def verify(self, round_: Round) -> Sequence[int]:
+        """Verify the drawn partials of a round, unless they are verified; return their replicas.
+
+        Raises:
+            DisagreementError: workers compute different bits, and it is unknown which are right.
+        """
+        if round_.verified:
+            return ()
+        self._verified = {}
         drawn, compares_hosts = self._verifications.drawn, self._verifications.compares_hosts
-        if not (drawn or compares_hosts) or not round_.anywhere or round_.verified or self._job.joins:
+        if not (drawn or compares_hosts) or not round_.anywhere or self._job.joins:
             return ()
         if self._attempts is None or self._attempts.round_ is not round_:
             self._attempts = _Attempts(round_)
@@ -1243,14 +1259,17 @@ class Verifier:
 
     def _part_names(self, round_: Round) -> list[str]:
         assert round_.layout is not None
-        parts = round_.named_parts(round_.layout.zeros)
-        return [self._describe(name) for name in (*parts, *round_.layout.limited)]
+        parts, computed = round_.named_parts(round_.layout.zeros), next(iter(round_.started), -1)
+        names = [self._describe(name) for name in (*parts, *round_.layout.limited)]
+        return [*names, *round_.outputs_of(computed)]
 
 
 def _hashes_of(round_: Round, replica: int) -> Hashes:
     """Return the hashes of the arrays of a replica, or none if it contributes nothing."""
+    if replica not in round_.started:
+        return b""
     (arrays,) = round_.partials([replica]).values()
-    parts = round_.named_parts(arrays).values() if replica in round_.started else ()
+    parts = [*round_.named_parts(arrays).values(), *round_.outputs_of(replica).values()]
     return b"".join(map(digest_array, parts))
 
 

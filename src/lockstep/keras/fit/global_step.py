@@ -108,7 +108,7 @@ class GlobalStep(StepPrograms):
             result, state = self._step(state, batch, totals=totals)
             return result, state, totals
         steps = self.calls.current.steps
-        result, state = self._predict(state, batch)
+        result, state = self._predict(state, batch, counts=False)
         self.calls.current.steps = steps
         return result, state, totals
 
@@ -128,19 +128,17 @@ class GlobalStep(StepPrograms):
                 return logs, state
             # The others go back before this step, to take it again with this worker.
             call.steps = call.skipped = call.steps - 1
-        label, number = call.name, call.steps + 1
+        label, number = self._position
         if call.at_end:
             # The time between two calls of one step belongs to the script.
             self.timer.stop()
-            label, _, count = call.name.partition(" ")
-            number = int(count.partition(" ")[0])
         self.timer.begin(label)
         batch = self._read(state, element)
         self.timer.lap("input")
         self.follow(batch, partial(self.program.published, state))
         refuse_other_trace(self.model, self.kind, self.traces.beginning)
         traced = self.traced
-        (logs, state), record = self._verified_step(state, batch, call, number)
+        (logs, state), record = self._verified_step(state, batch, element, number)
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
         owned = len(self.job.view.replicas_of(self.job.worker))
@@ -156,6 +154,18 @@ class GlobalStep(StepPrograms):
         if self._digests.ends_after(trained):
             sys.exit(0)
         return logs, state
+
+    @property
+    def _position(self) -> tuple[str, int]:
+        """The name of the call in progress and the number of its next step.
+
+        Calls for one batch count as the steps of one call.
+        """
+        call = self.calls.current
+        if not call.at_end:
+            return call.name, call.steps + 1
+        label, _, count = call.name.partition(" ")
+        return label, int(count.partition(" ")[0])
 
     def _read(self, state: Any, element: Any) -> Batch:
         """Return the batch of an element of Keras's loop; one for a single step is that of an outer step."""
@@ -181,13 +191,14 @@ class GlobalStep(StepPrograms):
         return state
 
     def _verified_step(
-        self, state: Any, batch: Batch, call: NumberedCall, number: int
+        self, state: Any, batch: Batch, element: Any, number: int
     ) -> tuple[tuple[Any, Any], RecordedStep | None]:
         """Take a step that counts, and verify it if that is due; return ((logs, state), its record).
 
-        If its workers insist on different bits, they take it again with another worker, which decides.
+        If its workers insist on different bits, they take it again with another worker, which decides. All of
+        them read the batch of `element` again, because they may divide this.
         """
-        trains, where = self.kind == "train", self.calls.where()
+        call, trains, where = self.calls.current, self.kind == "train", self.calls.where()
         while True:
             record = self._digests.begin(self.calls.taken + trains, call.name, number, trains=trains)
             self._verifications.begin(
@@ -205,6 +216,7 @@ class GlobalStep(StepPrograms):
                     self.python.end()
             except StepWithdrawn:
                 state = self._withdraw(state, before)
+                batch = self._read(state, element)
             else:
                 self._verifications.doubt = None
                 return (logs, state), record
@@ -212,9 +224,8 @@ class GlobalStep(StepPrograms):
     @property
     def _admits_workers(self) -> bool:
         """Whether a worker can join before a step, with the state before it."""
-        # Callbacks of an evaluation have no state that a worker could take over.
-        has_callbacks = self.kind != "train" and bool(self.calls.current.callbacks)
-        return not has_callbacks and len(self.calls.stack) == 2
+        # A `fit` of a callback cannot be resumed, nor its validation.
+        return len(self.calls.stack) == (2 if self.calls.current.metrics is None else 3)
 
     def _withdraw(self, state: Any, before: StateBefore | None) -> Any:
         """Go back to the state before a step, which is returned, and let another worker join there.
@@ -226,7 +237,7 @@ class GlobalStep(StepPrograms):
             self.python.undo()
         if before is not None:
             state = before.restored(self.program, state)
-        logs, trains = self.calls.current.logs, self.kind == "train"
+        logs, trains = self.calls.resumable.logs, self.kind == "train"
         # An evaluation uses a part of the state, and the other worker needs all of it.
         program = self.program if trains else self.backend.training_state(self.model)
         in_state = trains and not self.calls.current.at_end
@@ -301,21 +312,25 @@ class GlobalStep(StepPrograms):
         settings = settings_of_parts({"optimizer": self.model.optimizer}) if self.program.varies else {}
         return {**facts, **setting_facts(settings)}
 
-    def _predict(self, state: Any, element: Any) -> tuple[Any, Any]:
-        """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
+    def _predict(self, state: Any, element: Any, *, counts: bool = True) -> tuple[Any, Any]:
+        """Take one step of a program that predicts; return (outputs in the order of the rows, state).
+
+        If the step counts, a second worker computes outputs again if that is due.
+        """
         self.timer.stop()
         batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
-        self._verifications.begin(0)
+        is_verified = counts and self._verifications.plan.verification.every
+        self._verifications.begin(self._position[1] if is_verified else 0, trains=False)
         self.program.outputs()  # Drops those of a step that failed.
         if self.program.varies:
             self.python.begin()
         only = StepRound(self, state, batch)
-        outputs: dict[int, Any] = {}
+        verified = self._verifier.verify(only)
 
         def join(view: View, communicator: Communicator) -> Any:
             owned = view.replicas_of(self.job.worker)
             layout = only.begin(owned)
-            outputs.update(self.program.outputs())
+            outputs = only.outputs
             parts = [self._part(state, batch, only.shares[r], outputs[r]) for r in owned if r in only.started]
             if len(view.workers) > 1:
                 facts = {"data": batch.check().hex(), "state": ", ".join(layout.names)}
@@ -328,7 +343,9 @@ class GlobalStep(StepPrograms):
         rows = self.job.exchange(join)
         if only.layout is not None and only.layout.leaves:
             self._digests.settle()
-            _, state = self.program.apply(state, [self.job.exchange(only.sum, only.catching_up)])
+            _, state = self.program.apply(state, [self._verifier.sum(only)])
+        self._verifications.note(verified)
+        self._verifications.begin(0)
         if self.program.varies:
             self.python.undo()
         self.calls.current.steps += 1

@@ -39,6 +39,7 @@ from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.nests import has_weights
 from lockstep.keras.numbered_calls import NumberedCall
 from lockstep.keras.private.common import CACHED_VALIDATION, sample_weights
+from lockstep.keras.randomness import random_states
 from lockstep.keras.state.callback_states import attribute_hashes, listed, listeners, set_callback_states
 from lockstep.keras.state.checkpoint_callback import checkpoint_in, without_checkpoint
 from lockstep.keras.state.journal import FinishedCall
@@ -99,6 +100,9 @@ class Mirrored:
                 parts.checkpoints.begin(checkpoint)
             parts.inputs.note_held(call, model, arguments["x"], arguments["validation_data"])
             if finished := self._resumable.resume():
+                finished = self._replay(
+                    model, "train", finished, lambda: parts.inputs.of_training(arguments)[0].peek()
+                )
                 return replay_fit(model, callbacks, finished)
             training, validation = self._inputs_of_fit(model, arguments)
             self._group(training, arguments)
@@ -162,10 +166,15 @@ class Mirrored:
             if training.model is not None:
                 self.steps_ended(training)
             with self._resumable.call("validation") as call:
-                if growths_of(model).unweighted and isinstance(data := kwargs["x"], GlobalInput):
+                weighs = growths_of(model).unweighted and not self._resumable.catches_up
+                if weighs and isinstance(data := kwargs["x"], GlobalInput):
                     # The first sample weights may be those of validation data. `fit` has compared a step.
                     self._introductions.measure(call, model, "test", data.batch_to_try, lambda: data.weighs)
                 parts.record.begin(call, model, dict)
+                if verifications_of(self._job).plan.verification.every:
+                    call.metrics = parts.snapshots.metrics_of(model)
+                    call.states = random_states(training.held_by_validation)
+                    self._resumable.resume_validation(training)
                 return original(model, *args, **kwargs)
         return self._without_training("evaluate", original, model, args, kwargs)
 
@@ -181,13 +190,18 @@ class Mirrored:
         arguments = bound.arguments
         with self._resumable.call(method) as call:
             parts.inputs.note_held(call, model, arguments["x"])
-            if finished := self._resumable.resume():
-                return finished.result
-            if not self._prepares(model):
-                return parts.record.finish(original(model, *args, **kwargs))
             options = {"batch_size": arguments["batch_size"], "steps": arguments["steps"]}
             labels = [arguments[name] for name in ("y", "sample_weight") if name in arguments]
-            data = parts.inputs.of_call(arguments["x"], *labels, **options, in_order=method == "predict")
+
+            def read() -> GlobalInput:
+                return parts.inputs.of_call(arguments["x"], *labels, **options, in_order=method == "predict")
+
+            if finished := self._resumable.resume():
+                kind: StepKind = "predict" if method == "predict" else "test"
+                return self._replay(model, kind, finished, lambda: read().peek()).result
+            if not self._prepares(model):
+                return parts.record.finish(original(model, *args, **kwargs))
+            data = read()
             refuse_empty(data)
             explain_memory(self._job, data.held)
             if method == "predict":
@@ -197,7 +211,10 @@ class Mirrored:
             else:
                 self._begin(call, model, "test", data, data.facts)
                 arguments.update(y=None, sample_weight=None)
-                call.callbacks = arguments["callbacks"] or ()
+                call.callbacks = keras.tree.flatten(listed(arguments["callbacks"] or ()))
+                if call.callbacks and verifications_of(self._job).plan.verification.every:
+                    call.callback_hashes = [attribute_hashes(call.callbacks)]
+                    call.values = ChangedValues(model, call.callbacks, compiled=not runs_python(model))
             arguments.update(x=data, verbose=arguments["verbose"] if self._job.is_chief else 0)
             with self._reading():
                 return parts.record.finish(original(*bound.args, **bound.kwargs))
@@ -338,6 +355,26 @@ class Mirrored:
         self, call: NumberedCall, model: Any, kind: StepKind, batch: Callable[[], Any]
     ) -> None:
         self._introduce(call, model, kind, batch, weighs=lambda: has_weights(batch()))
+
+    def _replay(
+        self, model: Any, kind: StepKind, finished: FinishedCall, sample: Callable[[], Any]
+    ) -> FinishedCall:
+        """Return a finished call. If a single-batch call follows, and is repeated, give models their values.
+
+        Args:
+            model: the model of the call.
+            kind: the kind of its steps.
+            finished: the call.
+            sample: returns a batch to build the model with.
+        """
+        if self._resumable.before_repeated_batch:
+            if not self._models.is_built(model):
+                self._models.build(model, kind, sample)
+            if self._job.joins:
+                self._resumable.join()
+                finished = self._resumable.replay()
+            self._result_elsewhere(model, finished)
+        return finished
 
     def _replay_batch(
         self,

@@ -17,6 +17,7 @@ from lockstep.keras.backends.growth import growths_of
 from lockstep.keras.backends.traces import Traces
 from lockstep.keras.backends.whole_batch import updating
 from lockstep.keras.fit.local_steps import LocalProgram
+from lockstep.keras.fit.outputs import leaves_by_path
 from lockstep.keras.nests import repeated, structure_of
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.python_replicas import PythonOfReplicas
@@ -132,6 +133,7 @@ class StepRound(Round):
 
     Attributes:
         shares: the shares that this worker has computed, of a program that predicts.
+        outputs: the outputs of these replicas.
     """
 
     advice = _ADVICE
@@ -163,6 +165,7 @@ class StepRound(Round):
         self._record = record
         self._examples = {} if examples is None else examples
         self.shares: dict[int, Share] = {}
+        self.outputs: dict[int, Any] = {}
 
     def _share(self, replica: int) -> Share:
         return self._batch.share(replica, self._seed)
@@ -185,8 +188,6 @@ class StepRound(Round):
         if self._record is not None and replica in programs.job.view.replicas_of(self.worker):
             self._record.read(replica, data)
             self._record.rows = self._batch.examples
-        if programs.kind == "predict":
-            self.shares[replica] = share
 
         def run(rows: int) -> Partial:
             first = share if rows == share.examples else _first_rows(share, rows)
@@ -203,6 +204,9 @@ class StepRound(Round):
         except Exception as error:
             self._explain(error, share)
             raise
+        if programs.kind == "predict":
+            self.shares[replica] = share
+            self.outputs.update(programs.program.outputs())
         if programs.program.is_last(self.number):
             self._examples.pop(replica, None)
         else:
@@ -241,6 +245,13 @@ class StepRound(Round):
     def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total by their names in the program."""
         return self._programs.program.parts(self.number, arrays)
+
+    def outputs_of(self, replica: int) -> Mapping[str, npt.NDArray[Any]]:
+        """Return the outputs of a replica if the program predicts."""
+        if replica not in self.outputs:
+            return {}
+        leaves = leaves_by_path(self.outputs[replica], self._programs.backend.to_numpy)
+        return {f"output {path}".strip(): array for path, array in leaves}
 
     def entered(self) -> None:
         """Note that this worker has waited for the view."""

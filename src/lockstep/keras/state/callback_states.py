@@ -41,13 +41,8 @@ def lasting(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def listeners(callbacks: Any, model: Any) -> list[Any]:
-    """Return the callbacks of a `fit` in progress, each once, with Keras's own `History`.
-
-    A custom loop, which has no model, has none.
-    """
-    if model is None:
-        return []
-    listening = [*listed(callbacks), model.history]
+    """Return the callbacks of a call, each once, with Keras's own `History` of a `fit` of a model."""
+    listening = [*listed(callbacks), *([] if model is None else [model.history])]
     return list({id(callback): callback for callback in listening}.values())
 
 

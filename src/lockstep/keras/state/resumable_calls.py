@@ -14,7 +14,7 @@ without starting a pass that the first process did not start.
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ from lockstep.keras.host_report import compare_with_member
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
+from lockstep.keras.verification import verifications_of
 from lockstep.keras.worker_exchange import ADVICE_ON_CALLS, gather
 from lockstep.observability.events import StepsSkipped
 from lockstep.system.notes import note
@@ -290,7 +291,8 @@ class ResumableCalls:
         if self._refusal is not None:
             raise self._refusal
         self._settle_held_state(method)
-        with self._calls.enter(method) as call, self._job.timer.within(method):
+        aside = verifications_of(self._job).aside() if len(self._calls.stack) > 1 else nullcontext()
+        with self._calls.enter(method) as call, self._job.timer.within(method), aside:
             try:
                 yield call
             except BaseException as error:
@@ -318,6 +320,19 @@ class ResumableCalls:
         if following:
             self._calls.current.skipped = following
         return None
+
+    def resume_validation(self, training: NumberedCall) -> None:
+        """If the members wait for this worker in the validation that begins, skip its steps before that.
+
+        The members have begun to read its data with other random states: set these.
+
+        Args:
+            training: the `fit` that validates.
+        """
+        resumption = self._resumption
+        if resumption is not None and (position := resumption.entries.get("validation")):
+            self._calls.current.skipped = position["steps"]
+            set_random_states(position["states"], training.held_by_validation)
 
     def skip(self, steps: int) -> None:
         """Count steps of the current call that were taken elsewhere and are not repeated."""
@@ -384,7 +399,9 @@ class ResumableCalls:
         """
         call, resumption = self._calls.current, self._resumption
         call.passes += 1
-        if resumption is not None and call.steps < call.skipped and call.passes == resumption.passes:
+        # In a validation, the next pass may have begun.
+        skips = resumption is not None and (call.forwarding or "validation" in resumption.entries)
+        if resumption is not None and skips and call.passes == resumption.passes:
             set_random_states(resumption.states, call.held_by_inputs)
         call.states = random_states(call.held_by_inputs)
 

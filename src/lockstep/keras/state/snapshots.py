@@ -20,7 +20,7 @@ from lockstep.keras.backends.growth import Growths, set_growths
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.changed_values import set_values
 from lockstep.keras.host_report import libraries, report_for_joiners
-from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.python_replicas import saved_python, set_python
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
@@ -163,13 +163,15 @@ class Snapshots:
 
         The values of variables are arrays instead, because loading them returns the state for the next step.
         """
-        call, calls, models, resumable = self._calls.current, self._calls, self.models, self.resumable
+        call, calls, models, resumable = self._calls.resumable, self._calls, self.models, self.resumable
         verified, to_numpy = verifications_of(self._job), self._backend.to_numpy
         callbacks = listeners(call.callbacks, call.model) if program is not None else []
         # A process that skips steps reads the examples again, but validates nothing.
         held = call.held_by_validation
         # A worker that joins for a step that is taken again goes up to it, past the callbacks before it.
-        steps = call.steps + (verified.doubt is not None) if program is not None else 0
+        validation = calls.current if verified.doubt is not None and calls.current is not call else None
+        steps = call.steps + (verified.doubt is not None and validation is None) if program is not None else 0
+        heard = heard or validation is not None
         return {
             "journal": Part(resumable.journal.packed),
             "steps": Part(lambda: steps),
@@ -188,6 +190,7 @@ class Snapshots:
             "taken": Part(lambda: calls.taken, lambda taken: setattr(calls, "taken", taken)),
             "verified": Part(lambda: verified.packed, lambda steps: verified.unpack(steps, calls.taken)),
             "doubt": Part(lambda: verified.packed_doubt, verified.unpack_doubt),
+            "validation": Part(lambda: _position_in(validation)),
             "inner": Part(lambda: dict(call.inner), lambda inner: setattr(call, "inner", inner)),
             "callbacks": Part(
                 lambda: callback_states(callbacks, call.callback_hashes),
@@ -256,8 +259,9 @@ class Snapshots:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the manifest and the arrays of contents."""
         entries = {name: parts[name].take() for name in names}
-        if not entries.get("doubt", True):
-            del entries["doubt"]
+        for name in ("doubt", "validation"):
+            if not entries.get(name, True):
+                del entries[name]
         packed, values = pack(entries, "training")
         converted = {
             name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
@@ -295,8 +299,19 @@ class Snapshots:
             "libraries": libraries(),
         }
 
+    def metrics_of(self, model: Any) -> dict[str, Any]:
+        """Return the values of the metrics of a model, by name, as arrays of NumPy."""
+        state = self._backend.training_state(model)
+        lasting = state.lasting_variables()
+        values = {name: value for name, value in state.named_state(None).items() if name not in lasting}
+        return {name: np.array(self._backend.to_numpy(value)) for name, value in values.items()}
+
     def restore(self, model: Any, program: TrainingState | None = None, state: Any = None) -> tuple[Any, Any]:
-        """Restore everything from the resumption, and return (logs, the state for steps of `program`)."""
+        """Restore everything from the resumption, and return (logs, the state for steps of `program`).
+
+        If the resumption is in a validation, this restores only what Keras needs to begin it; there, a second
+        call restores the rest.
+        """
         resumption = self.resumable.resumption
         assert resumption is not None
         call, arrays = self._calls.current, resumption.contents.arrays
@@ -304,6 +319,9 @@ class Snapshots:
             self.compare_settings(resumption.contents.step, resumption.entries, model, program)
         self.models.load(arrays)
         current = below("current/", arrays)
+        before_validation = "validation" in resumption.entries and call is self._calls.resumable
+        if before_validation:
+            current = {**current, **resumption.entries["validation"]["metrics"]}
         if model is not None:
             # Some steps build optimizers when they apply them.
             build_optimizers(model, current)
@@ -311,6 +329,11 @@ class Snapshots:
             state = program.load(state, current)
         else:
             assign(model, current, whole=True)
+        if before_validation:
+            inner = resumption.entries["inner"]
+            call.processed, call.inner = call.steps, {**inner, "validation": inner["validation"] - 1}
+            _stop_if(model, resumption.entries["stops"])
+            return resumption.entries["logs"], state
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._join(self._parts(model, program), resumption, where)
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
@@ -358,7 +381,7 @@ class Snapshots:
     def _settings(self, model: Any, program: TrainingState | None) -> Settings:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
-        call_settings = self._calls.current.settings or settings_of_call(model, (), first=False)
+        call_settings = self._calls.resumable.settings or settings_of_call(model, (), first=False)
         if model not in self._described:
             self._described[model] = settings_of_model(model)
         local = self._job.local_steps
@@ -399,6 +422,13 @@ def _changed_sources(training: Mapping[str, Any]) -> list[str]:
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: variable.value for name, variable in variables.items()}
+
+
+def _position_in(validation: NumberedCall | None) -> dict[str, Any]:
+    """Return the position in a validation whose next step is in doubt; empty without one."""
+    if validation is None:
+        return {}
+    return {"steps": validation.steps + 1, "states": validation.states, "metrics": validation.metrics}
 
 
 def _stop_if(model: Any, stops: bool) -> None:
