@@ -14,8 +14,8 @@ from collections import Counter
 
 import keras
 
+from lockstep.keras.round_verification import Verifier
 from lockstep.keras.state_verification import StateVerifier
-from lockstep.keras.verification import Verifier
 from models import MODELS
 from report import print_row
 

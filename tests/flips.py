@@ -49,10 +49,11 @@ from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.data.batch import Share
 from lockstep.data.digest import digest_array
 from lockstep.errors import DisagreementError, PeerLostError
-from lockstep.keras import rounds, state_verification, verification
+from lockstep.keras import round_verification, rounds, state_verification
+from lockstep.keras.round_verification import Verifier
 from lockstep.keras.rounds import Round
 from lockstep.keras.state_verification import StateVerifier
-from lockstep.keras.verification import Verifications, Verifier
+from lockstep.keras.verification import Verifications
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.events import VerificationFailed
 from lockstep.protocol.job_spec import JobSettings, Verification
@@ -178,7 +179,7 @@ def _places() -> Iterator[None]:
         mock.patch.object(Lane, "receive", _receive),
         mock.patch.object(rounds, "limits_of", _made(rounds.limits_of, "limits")),
         mock.patch.object(rounds, "scales_of", _made(rounds.scales_of, "scales")),
-        mock.patch.object(verification, "digest_array", _hashed),
+        mock.patch.object(round_verification, "digest_array", _hashed),
         mock.patch.object(state_verification, "digest_array", _hashed),
     ):
         yield

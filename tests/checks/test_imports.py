@@ -136,7 +136,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
     },
     {"backends"},
     {"python_replicas", "changed_values", "kept_saves", "rounds", "shared_saves"},
-    {"state_verification", "step_digests", "verification"},
+    {"round_verification", "state_verification", "step_digests", "verdicts", "verification"},
     {"state"},
     {"replica_run"},
     {"input"},

@@ -25,19 +25,11 @@ from lockstep.collectives.layout import Layout
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.errors import DisagreementError, PeerLostError
-from lockstep.keras import state_verification, verification
+from lockstep.keras import round_verification, state_verification, verification
+from lockstep.keras.round_verification import TotalPart, Verifier
 from lockstep.keras.rounds import Round
-from lockstep.keras.verification import (
-    Answer,
-    Roles,
-    StepWithdrawn,
-    TotalPart,
-    VerificationPlan,
-    Verifier,
-    judge,
-    judge_again,
-    judge_sum,
-)
+from lockstep.keras.verdicts import Answer, Roles, Verdict, VerificationPlan, judge, judge_again, judge_sum
+from lockstep.keras.verification import StepWithdrawn
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import VerificationFailed
 from lockstep.protocol.job_spec import JobSettings, Verification
@@ -329,18 +321,18 @@ def test_the_chief_publishes_a_verdict_before_a_worker_leaves(monkeypatch: pytes
 
 def check_wrongly_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all workers get wrong bits in each first check of a sum, and right ones in the second."""
-    checks, first, add = threading.local(), Verifier._sum_answers, verification.TotalPart.sum
+    checks, first, add = threading.local(), Verifier._sum_answers, TotalPart.sum
 
     def answers(self: Verifier, *arguments: Any, again: bool = False) -> Any:
         checks.again, checks.count = again, getattr(checks, "count", 0) + 1
         assert checks.count < 20, "the workers check one sum again and again"
         return first(self, *arguments, again=again)
 
-    def added(self: verification.TotalPart, summands: Any, adder: Any) -> Any:
+    def added(self: TotalPart, summands: Any, adder: Any) -> Any:
         return add(self, summands, adder) ^ (not checks.again)
 
     monkeypatch.setattr(Verifier, "_sum_answers", answers)
-    monkeypatch.setattr(verification.TotalPart, "sum", added)
+    monkeypatch.setattr(TotalPart, "sum", added)
 
 
 def test_a_sum_whose_first_check_is_always_wrong_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,12 +371,12 @@ def test_a_verified_round_says_nothing_of_a_later_one_in_earlier_steps() -> None
     verifications = of_one_worker(Verification(2, all=True))
     verifications.begin(2)
     verifications.note(range(REPLICAS))
-    verdict = verification.Verdict("worker", (0,), "workers 1 and 2 agree")
+    verdict = Verdict("worker", (0,), "workers 1 and 2 agree")
     with pytest.raises(DisagreementError, match="the state of all workers may be wrong in any step"):
         verifications.follow(verdict, "step 2 of fit 1: replica 0", [], "gradient", lasts=True)
     verifications.can_repeat = True
     with pytest.raises(StepWithdrawn):
-        verifications.withdraw_step(verification.Verdict("undecided", (0, 1)), [], "gradient", [])
+        verifications.withdraw_step(Verdict("undecided", (0, 1)), [], "gradient", [])
     assert verifications.packed == [0] * REPLICAS
 
 
@@ -592,8 +584,10 @@ def test_another_worker_decides_about_a_part_of_a_sum_that_is_not_drawn(
 
 def test_the_only_worker_left_names_one_that_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verification, "_current", [])
-    verdict = verification.Verdict("worker", (1,), "workers 0 and 2 agree")
-    faults = iter([verification._Fault(verdict, "step 1 of fit 1: replica 0", ["scaled/0"], "gradient", 0)])
+    verdict = Verdict("worker", (1,), "workers 0 and 2 agree")
+    faults = iter(
+        [round_verification._Fault(verdict, "step 1 of fit 1: replica 0", ["scaled/0"], "gradient", 0)]
+    )
     monkeypatch.setattr(Verifier, "_fault", lambda *_: next(faults, None))
     repeated = RepeatedStep(-1)
     repeated.take(place(REPLICAS, (2,)))
@@ -1004,13 +998,13 @@ def test_a_wrong_bit_in_the_head_of_a_summand_is_no_summand() -> None:
     }
     heads = [np.array(key, np.int64).view(np.uint8) for key in summands]
     sent = np.concatenate([piece for pair in zip(heads, summands.values(), strict=True) for piece in pair])
-    assert len(list(verification.summands_in(sent, sizes, replicas))) == len(summands)
+    assert len(list(round_verification.summands_in(sent, sizes, replicas))) == len(summands)
     end = 0
     for head, summand in zip(heads, summands.values(), strict=True):
         for bit in range(8 * head.size):
             wrong_bit = sent.copy()
             wrong_bit[end + bit // 8] ^= 1 << bit % 8
-            received = verification.summands_in(wrong_bit, sizes, replicas)
+            received = round_verification.summands_in(wrong_bit, sizes, replicas)
             keys = {(part, replica) for part, replica, array in received if array.size == sizes[part]}
             assert keys < summands.keys()
         end += head.size + summand.size

@@ -36,8 +36,9 @@ from lockstep.collectives.shared.packed_reduce import PackedReduce
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.keras import host_report
 from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.round_verification import TotalPart
 from lockstep.keras.rounds import PartialLayout, Round
-from lockstep.keras.verification import TotalPart, verifications_of
+from lockstep.keras.verification import verifications_of
 from lockstep.worker import job
 
 FAULT = sys.argv[1] if sys.argv[1:] else ""

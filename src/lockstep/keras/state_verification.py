@@ -27,16 +27,16 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_array
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.python_replicas import plain_variables
-from lockstep.keras.verification import (
+from lockstep.keras.verdicts import (
     Answer,
     Hashes,
     Verdict,
-    Verifications,
     differing_names,
     judge_again,
     listed,
     with_earlier,
 )
+from lockstep.keras.verification import Verifications
 from lockstep.system.prose import name_workers
 from lockstep.topology import View
 from lockstep.worker.job import Job

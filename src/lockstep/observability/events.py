@@ -400,7 +400,7 @@ class VerificationFailed(_Event, frozen=True, kw_only=True, tag="verification fa
 
     `part` is the part of the step: "gradient", "sum", "update", or "memory" for the state before it.
     `replica` is the replica, or the part of the total with its number; -1 for the state. `verdict` is that of
-    `lockstep.keras.verification.judge` or `judge_sum`, about `workers`. `hosts` has the names of their
+    `lockstep.keras.verdicts.judge` or `judge_sum`, about `workers`. `hosts` has the names of their
     hosts, which the coordinator adds if the job has several.
     """
 

@@ -25,12 +25,13 @@ from lockstep.keras.fit.step_round import StepPrograms, StepRound, repeated_shar
 from lockstep.keras.input.readings import read_batch
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.python_replicas import python_facts
+from lockstep.keras.round_verification import Verifier
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state_verification import StateBefore, StateVerifier
 from lockstep.keras.step_digests import RecordedStep, recorder_of, variable_names
-from lockstep.keras.verification import StepWithdrawn, Verifier, verifications_of
+from lockstep.keras.verification import StepWithdrawn, verifications_of
 from lockstep.keras.worker_exchange import (
     CHECK_EVERY,
     Facts,

@@ -17,9 +17,10 @@ from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.per_replica import Values, is_empty
+from lockstep.keras.round_verification import Verifier
 from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.step_digests import recorder_of
-from lockstep.keras.verification import Verifier, verifications_of
+from lockstep.keras.verification import verifications_of
 from lockstep.keras.worker_exchange import Facts, compare_all
 from lockstep.topology import View
 from lockstep.worker.job import Job
