@@ -26,6 +26,7 @@ from lockstep.observability.events import (
     TrainingResumed,
     ViewStarted,
     WorkerNotReplaced,
+    is_within,
 )
 from lockstep.observability.run_state import RunState
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, What, encode
@@ -81,9 +82,9 @@ class Notifications:
                 return self._goes_on(time)
             case MetricsRecorded() as metrics:
                 return [*self._goes_on(time), *self._judge(metrics)]
-            case CallStarted(name) if self._steps_are_measured and " within " not in name:
+            case CallStarted(name) if self._steps_are_measured and not is_within(name):
                 return self._expect(_FIRST_STEP, time) if self._patience is None else []
-            case CallEnded(name) if " within " not in name:
+            case CallEnded(name) if not is_within(name):
                 self._progressed = None
                 return self._expect(None, time)
             case WorkerNotReplaced(wanted, reason):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.observability.digest_log import segments
-from lockstep.observability.events import DIGEST_FORMAT
+from lockstep.observability.events import DIGEST_FORMAT, is_within
 from lockstep.observability.run_lines import happenings, json_objects
 from lockstep.observability.run_state import RunState
 from lockstep.system.files import read_regular
@@ -250,6 +250,6 @@ def _add_events(recording: Recording, events: Path) -> None:
         name = str(event.fields.get("name"))
         if event.event == "job":
             calls.clear()
-        elif event.event in ("call", "call ended") and " within " not in name:
+        elif event.event in ("call", "call ended") and not is_within(name):
             calls[name] = calls.get(name, False) or event.event == "call ended"
     recording.finished, recording.calls = state.finished or {}, calls

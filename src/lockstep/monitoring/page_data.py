@@ -19,7 +19,7 @@ from lockstep.monitoring.progress import better_epochs, progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.told_events import ToldEvents, details, join_equal
 from lockstep.monitoring.training_times import advice, training_times
-from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.events import STEP_PARTS, is_within
 from lockstep.observability.growth import Columns
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import RunState, WorkerInfo, effective_share, location_of
@@ -170,7 +170,7 @@ def _own_frames(traceback: str) -> str:
 
 def _current_call(run: RunState) -> str:
     # The end of a call within a call is unknown.
-    last = next((call for call in reversed(run.calls) if " within " not in call.name), None)
+    last = next((call for call in reversed(run.calls) if not is_within(call.name)), None)
     return last.name if last is not None and last.ended is None and run.finished is None else ""
 
 
@@ -324,7 +324,7 @@ def _events(run: RunState) -> list[dict[str, Any]]:
     """
 
     def told(event: Happening) -> str | None:
-        if event.event in ("call", "call ended") and " within " in str(event.fields.get("name", "")):
+        if event.event in ("call", "call ended") and is_within(str(event.fields.get("name", ""))):
             return None
         return _text(_told_end(run, event) or details(event, _fields))
 

@@ -364,6 +364,11 @@ class ImportStarted(_Event, frozen=True, tag="imports"):
     module: str
 
 
+def is_within(call: str) -> bool:
+    """Whether a call is within another one, such as `validation 1 within fit 1`."""
+    return " within " in call
+
+
 class CallStarted(_Event, frozen=True, tag="call"):
     """A distributed call starts, such as `fit 1`.
 

@@ -27,6 +27,7 @@ from lockstep.observability.events import (
     LoadMeasured,
     MetricsRecorded,
     StepsMeasured,
+    is_within,
 )
 from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
 from lockstep.observability.host_loads import throttled_gpus
@@ -588,7 +589,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     def _call_began(self, happening: Happening) -> "RunState":
         name = str(happening.fields.get("name", ""))
         method, _, _ = name.partition(" ")
-        if " within " in name:
+        if is_within(name):
             # There may be such a call in each step.
             name = f"{method} within {name.partition(' within ')[2]}"
         state = self
@@ -599,7 +600,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
                 call = msgspec.convert({**msgspec.to_builtins(state.calls[at]), **extent}, CallInfo)
                 state = replace(state, calls=state.calls.replaced(at, call))
         # Only the first step of an outer call is known to compile. Those of one replica are not measured.
-        measured = " within " not in name and method != "predict" and self.job.get("replicas") != 1
+        measured = not is_within(name) and method != "predict" and self.job.get("replicas") != 1
         phase: Phase = "compiling" if measured else "training"
         return state._with_phase(happening, phase, call=name, preparing=happening)
 
