@@ -273,6 +273,7 @@ def check_changes() -> None:
         (weights[0], "constraint", keras.constraints.NonNeg(), "a weight has a constraint"),
         (weights[0], "constraint", None, ""),
         (optimizer, "learning_rate", lambda: 0.1, "its learning rate is a function"),
+        (optimizer, "update_step", optimizer.update_step, "the program replaces Adam.update_step"),
     ]
     before = TorchBlocks.decisive(update)
     assert all(map(operator.is_, before, TorchBlocks.decisive(update)))
