@@ -1,6 +1,6 @@
 """A training whose workers divide the update, and lose workers at named points of it.
 
-dividing.py FOLDER plain|scaled [WORKER:STEP:POINT...]
+dividing.py FOLDER plain|scaled [WORKER:STEP:POINT[:KIND]...]
 
 Where the loss is scaled, weights have several dtypes, and gradients are clipped by norms.
 """
@@ -21,8 +21,8 @@ FOLDER, SCALED = Path(sys.argv[1]), sys.argv[2] == "scaled"
 
 
 def fault(text: str) -> Fault:
-    worker, step, point = text.split(":")
-    return Fault(int(worker), int(step), point)
+    worker, step, *point = text.split(":")
+    return Fault(int(worker), int(step), *point)
 
 
 FAULTS = Faults([each for each in map(fault, sys.argv[3:]) if each.worker == job.current().worker])

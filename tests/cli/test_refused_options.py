@@ -138,7 +138,6 @@ REFUSALS = [
         )
         for way in WAYS
     ),
-    *((f"{way} --update", f"--update divided is for one host; with {way}, omit it") for way in WAYS),
     (
         "--workers-here not --listen not --tf-config",
         "--workers-here is for jobs that other hosts join; give --listen or --tf-config too",
@@ -184,6 +183,10 @@ REFUSALS = [
         "--verify-every --update",
         "--verify-every compares the states of workers, so it excludes --update divided, with which they "
         "share one",
+    ),
+    (
+        "--allow-unlike --update",
+        "--update divided compares the states of workers, so it excludes --allow-unlike",
     ),
     ("--verify-replicas not --verify-every", "--verify-replicas all needs --verify-every K"),
     (

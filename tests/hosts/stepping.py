@@ -11,7 +11,6 @@ worker prints the steps that it computes, and those that it has made, and writes
 by the clock that hosts of one machine share. Lies in one folder with `chaos_steps` and `chaos_faults`.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 import chaos_steps
 import numpy as np
+from chaos_faults import kill_here
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.network.communicator import NetworkCommunicator
@@ -33,18 +33,6 @@ POINTS = (AgentMembership, LaneConnector, NetworkCommunicator)
 PACES = {"pace": 0.05, "crawl": 0.5}
 NUMBERS = 1 << 17
 """In a megabyte."""
-
-
-def kill_here(wanted: bytes) -> None:
-    """Kill the other processes on this host with a text in the command line, but no `sshd` that listens."""
-    own = Path("/proc/self/ns/net").stat().st_ino
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError, ValueError):
-            pid = int(entry.name)
-            if pid != os.getpid() and (entry / "ns/net").stat().st_ino == own:
-                text = (entry / "cmdline").read_bytes()
-                if wanted in text and (b"sshd: " not in text or b"[listener]" not in text):
-                    os.kill(pid, signal.SIGKILL)
 
 
 class Faults:

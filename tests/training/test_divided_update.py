@@ -1,5 +1,6 @@
 """The calls of a divided update, in one process and between threads: who fills, maps and updates what."""
 
+import random
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,16 +10,18 @@ import numpy as np
 import pytest
 
 from lockstep.collectives.contract import Communicator
+from lockstep.collectives.shared import divided_state
 from lockstep.collectives.shared.divided_state import Array, BlockGroup, DividedState, SlotValue
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.errors import DisagreementError, SharedMemoryError
+from lockstep.errors import DisagreementError, PeerLostError, SharedMemoryError
 from lockstep.keras.fit.divided_update import DividedUpdate
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
-from lockstep.topology import View, place
+from lockstep.topology import View, place, place_on_hosts
 from lockstep.worker.job import Job, JobContext
+from lockstep.worker.peers import Alone, Membership
 
 REPLICAS, BLOCKS, ELEMENTS = 4, 6, 16
 PATIENCE = 120.0
@@ -76,12 +79,12 @@ class Sums:
         return self.shared is state
 
     def own_slots(self) -> list[SlotValue]:
-        return [SlotValue("momentum", 0, 0, 0, self.own)]
+        return [SlotValue("momentum", 0, 0, 0, self.own if self.shared is None else self.shared.slots[0][0])]
 
     def fill(self, state: DividedState, block: int) -> None:
         self.filled.append(block)
         _, start, stop = state.layout.places[block]
-        state.slots[0][0][start:stop] = self.own[start:stop]
+        divided_state.copy_all([state.slots[0][0][start:stop]], [self.own[start:stop]])
 
     def compute(self, group: int, number: int, slots: Sequence[Array]) -> Sequence[Array]:
         self.computed.append(number)
@@ -118,10 +121,16 @@ def pool() -> Iterator[SharedPool]:
     pool.close()
 
 
-def job_of(view: View, worker: int, communicator: Communicator, pool: SharedPool) -> Job:
+def job_of(
+    view: View,
+    worker: int,
+    communicator: Communicator,
+    pool: SharedPool,
+    membership: Membership | None = None,
+) -> Job:
     settings = JobSettings(workers=REPLICAS, replicas=REPLICAS, divided_update=True)
     context = JobContext(worker, Bus(SystemClock(), 0), settings, state_pool=pool)
-    return Job(context, (view, communicator))
+    return Job(context, (view, communicator), membership)
 
 
 def in_fit() -> NumberedCalls:
@@ -280,3 +289,239 @@ def test_workers_whose_facts_before_the_update_differ_are_named(pool: SharedPool
     errors = together(pool, [sums(1), sums(1), sums(1)], {}, *facts)
     assert [error.workers for error in errors] == [(2,)] * 3
     assert "worker 0 has setting optimizer: beta_1 = 0.9 where worker 2 has 0.8" in str(errors[0])
+
+
+class Killed(BaseException):
+    """A worker is lost here: nothing of its own runs afterwards."""
+
+
+class Hosts:
+    """Workers that are threads, on several hosts, in views that end when one of them is lost.
+
+    As in a job, a call ends on a host for all its workers or for none, and a host that is one call behind
+    gets the result when its workers make the call again. A worker that is left writes on until its next call.
+
+    Attributes:
+        view: the current view.
+        results: of the complete calls.
+        dead: the workers that were lost.
+    """
+
+    def __init__(self, chance: random.Random, losses: int, *hosts: tuple[int, ...]) -> None:
+        self.changed = threading.Condition()
+        self.view = place_on_hosts(REPLICAS, hosts)
+        self.results: list[list[bytes]] = []
+        self.dead = set[int]()
+        self._chance, self._losses = chance, losses
+        self._host = {worker: host[0] for host in hosts for worker in host}
+        self._done = dict.fromkeys(self._host.values(), 0)
+        self._arrived: dict[int, bytes] = {}
+
+    def add(self, worker: int, host: int | None) -> None:
+        """Let a worker join between two steps, on a host of the view, given its index, or on a new one."""
+        hosts = list(self.view.hosts)
+        self._host[worker] = worker if host is None else self._host[hosts[host][0]]
+        self._done.setdefault(self._host[worker], len(self.results))
+        if host is None:
+            hosts.append((worker,))
+        else:
+            hosts[host] += (worker,)
+        with self.changed:
+            self._begin(hosts)
+
+    def of(self, worker: int) -> int:
+        """The number of a worker's host."""
+        return self._host[worker]
+
+    def _begin(self, hosts: Sequence[tuple[int, ...]]) -> None:
+        self.view = place_on_hosts(REPLICAS, tuple(filter(None, hosts)), self.view.number + 1)
+        self._arrived = {}
+        self.changed.notify_all()
+
+    def lose(self, worker: int) -> None:
+        """Begin a view without a worker."""
+        self.dead.add(worker)
+        self._begin([tuple(w for w in host if w not in self.dead) for host in self.view.hosts])
+
+    def may_lose(self, worker: int, share: float) -> bool:
+        """Perhaps lose a worker; return whether it was."""
+        loses = self._losses > 0 and len(self.view.workers) > 1 and self._chance.random() < share
+        if loses:
+            self._losses -= 1
+            self.lose(worker)
+        return loses
+
+    def gather(self, worker: int, view: View, blob: bytes) -> list[bytes]:
+        with self.changed:
+            if worker in self.dead or self.may_lose(worker, 0.05):
+                raise Killed
+            if view is not self.view:
+                raise PeerLostError("the view is over")
+            host = self._host[worker]
+            number = self._done[host]
+            self._arrived[worker] = blob
+            if number == len(self.results) and set(self._arrived) == set(view.workers):
+                self.results.append([self._arrived[each] for each in view.workers])
+                if self.may_lose(other := self._chance.choice(view.workers), 0.2):
+                    # It reached some hosts only.
+                    ends = [each for each in self._done if self._chance.random() < 0.5]
+                    self._done |= dict.fromkeys(set(ends) - {self._host[other]}, number + 1)
+                else:
+                    self._done |= dict.fromkeys(self._done, number + 1)
+                    self._arrived = {}
+            elif number < len(self.results) and all(
+                each in self._arrived for each in view.workers if self._host[each] == host
+            ):
+                self._done[host] = number + 1
+                self._arrived = {each: b for each, b in self._arrived.items() if self._host[each] != host}
+            self.changed.notify_all()
+            while self._done[host] == number:
+                if worker in self.dead:
+                    raise Killed
+                if view is not self.view:
+                    raise PeerLostError("the view is over")
+                assert self.changed.wait(PATIENCE)
+            if worker in self.dead:
+                raise Killed
+            return self.results[number]
+
+
+class End(Member):
+    """One worker's end of a view of hosts."""
+
+    def __init__(self, hosts: Hosts, worker: int) -> None:
+        self._hosts, self._worker, self.view = hosts, worker, hosts.view
+
+    def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
+        return self._hosts.gather(self._worker, self.view, blob)
+
+
+class Views(Alone):
+    """How a worker gets to the next view of hosts."""
+
+    def __init__(self, hosts: Hosts, worker: int) -> None:
+        self._hosts, self._worker = hosts, worker
+
+    def next_view(self, lost: PeerLostError, *, expected: bool = False) -> Any:
+        with self._hosts.changed:
+            if self._worker in self._hosts.dead:
+                raise Killed
+            return self._hosts.view, End(self._hosts, self._worker)
+
+
+class Training:
+    """Steps of workers on hosts, and the undivided update of the same numbers."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self.hosts = hosts
+        self.weights, self.slots = np.arange(BLOCKS * ELEMENTS), np.arange(BLOCKS * ELEMENTS) * 10
+        self.updates: dict[int, Sums] = {}
+        self._pools: dict[int, SharedPool] = {}
+        self._divided: dict[int, DividedUpdate] = {}
+
+    def step(self, added: int) -> None:
+        """Take a step on all workers, and check the weights and slots of those that are left."""
+        for worker in self.hosts.view.workers:
+            shared = self.updates[worker].shared if worker in self.updates else None
+            self.updates[worker] = Sums(self.weights.copy(), self.slots.copy(), shared, added)
+            self._pools.setdefault(self.hosts.of(worker), SharedPool.create())
+        failed = list[BaseException]()
+
+        def run(worker: int) -> None:
+            update, pool = self.updates[worker], self._pools[self.hosts.of(worker)]
+            view, end = Views(self.hosts, worker).next_view(PeerLostError(""))
+            job = job_of(view, worker, end, pool, Views(self.hosts, worker))
+            divided = self._divided.setdefault(worker, DividedUpdate(job, pool))
+            divided._job = job
+            program: Any = Trained(update)
+            try:
+                _, update.shared = divided.make(program, None, [], in_fit(), {})
+            except Killed:
+                pass
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [
+            threading.Thread(target=run, args=(worker,), name=str(worker))
+            for worker in self.hosts.view.workers
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+        assert failed == []
+        self.slots = self.slots + added
+        self.weights = self.weights - self.slots
+        for worker in self.hosts.view.workers:
+            shared = self.updates[worker].shared
+            assert shared is not None
+            np.testing.assert_array_equal(shared.slots[0][0], self.slots)
+            np.testing.assert_array_equal(shared.weights[0], self.weights)
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+HOSTS = ([(0, 1), (2, 3)], [(0, 1, 2), (3,)], [(0,), (1,), (2, 3)], [(0, 1, 2, 3)], [(0, 1), (2,)])
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_workers_of_hosts_are_lost_and_join_and_the_state_is_that_of_the_undivided_update(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    members = HOSTS[seed % len(HOSTS)]
+    hosts = Hosts(chance, 3, *members)
+    training, joined = Training(hosts), sum(map(len, members))
+
+    def copy_all(targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        worker = int(threading.current_thread().name)
+        for target, source in zip(targets, sources, strict=True):
+            target[: len(target) // 2] = source[: len(source) // 2]
+            with hosts.changed:
+                if hosts.may_lose(worker, 0.02):
+                    raise Killed
+            target[:] = source
+
+    monkeypatch.setattr(divided_state, "copy_all", copy_all)
+    for step in range(5):
+        if len(hosts.view.workers) < REPLICAS and chance.random() < 0.7:
+            hosts.add(joined, chance.choice([None, *range(len(hosts.view.hosts))]))
+            joined += 1
+        training.step(step + 2)
+    training.close()
+
+
+def test_a_worker_that_is_left_ends_its_block_before_another_updates_the_shard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # When worker 0 is lost, the shard that worker 1 is writing belongs to worker 2.
+    hosts = Hosts(random.Random(0), 0, (0, 1, 2))
+    training, updating, together = Training(hosts), list[tuple[str, int]](), list[bool]()
+    update = DividedState.update
+
+    def updated(self: DividedState, number: int, shard: int, compute: Any) -> None:
+        name = threading.current_thread().name
+        with hosts.changed:
+            together.append(any(shard == each for _, each in updating))
+            updating.append((name, shard))
+            hosts.changed.notify_all()
+            if name == "0":
+                assert hosts.changed.wait_for(lambda: ("1", 2) in updating, PATIENCE)
+                hosts.lose(0)
+                updating.remove((name, shard))
+                raise Killed
+            if (name, shard) == ("1", 2) and not hosts.dead:
+                assert hosts.changed.wait_for(
+                    lambda: (hosts.dead and 2 in hosts._arrived) or ("2", 2) in updating, PATIENCE
+                )
+        update(self, number, shard, compute)
+        with hosts.changed:
+            updating.remove((name, shard))
+
+    monkeypatch.setattr(DividedState, "update", updated)
+    training.step(1)
+    assert hosts.dead == {0}
+    assert not any(together)
+    training.close()

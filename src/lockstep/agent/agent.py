@@ -298,12 +298,9 @@ class Agent:
             self._look_at_gpus()
         worker = self.starter.start(start.worker, others, joins=start.joins, yielding=yielding)
         self._workers[start.worker] = worker
-        network, settings = self.network, self.spec.settings
-        worker.channel.send(
-            Welcome(self.pool, settings, network.job, network.credentials)
-            if network
-            else Welcome(self.pool, settings, state_pool=self.state_pool)
-        )
+        network = self.network
+        job, credentials = (network.job, network.credentials) if network else (b"", None)
+        worker.channel.send(Welcome(self.pool, self.spec.settings, job, credentials, self.state_pool))
         if start.worker in self._view.workers:
             self._let_in(worker)
         self.loop.watch(worker.channel.fileno(), partial(self._hear, worker))

@@ -79,6 +79,8 @@ def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None"
     if others and options["one_process"]:
         workers = 1
     check_numbers(workers, replicas, options["min_workers"])
+    if options["update"] == "divided" and options["allow_unlike"]:
+        raise ConfigError("--update divided compares the states of workers, so it excludes --allow-unlike")
     threads = options["threads"] or past.get("threads") or 0
     if not threads and here is not None:
         threads = default_threads([(usable_cores(), replicas)])

@@ -249,7 +249,7 @@ _GROUPS = {
     type=click.Choice(["whole", "divided"]),
     default="whole",
     show_default=True,
-    help="Whether each worker updates all weights, or the workers of one machine divide the update and share "
+    help="Whether each worker updates all weights, or the workers of each host divide the update and share "
     "the optimizer's state. Does not affect the result. Works on JAX, and on PyTorch without a GPU.",
 )
 @click.option(

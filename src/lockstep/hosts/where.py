@@ -210,7 +210,6 @@ _REFUSALS = (
         "chooses where the coordinator runs",
     ),
     _Refusal("devices", _WAYS, "--devices is for one host; with {way}, set CUDA_VISIBLE_DEVICES on each"),
-    _Refusal("update", _WAYS, "--update divided is for one host; with {way}, omit it"),
     _Refusal(
         "here",
         _except("listen", *_PODS),
@@ -239,7 +238,6 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
     """
     # Zero restarts mean that the option is not set, unlike port 0 and 0 GPUs.
     options = {**options, "restart_job": options["restart_job"] or None}
-    options["update"] = options["update"] != "whole"
     ways = [way for way in _WAYS if _is_given(options, way)]
     if len(ways) > 1:
         names = " and ".join(_WAYS[way] for way in ways)

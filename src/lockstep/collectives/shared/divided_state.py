@@ -1,16 +1,16 @@
 """The state of an update that the workers of a host divide: blocks in shared memory that can be restored.
 
 Pure arithmetic on given memory. An elementwise update is cut into blocks of a fixed number of elements, and
-the blocks into one range for each replica: the replica's shard. A worker updates the shards of its replicas.
+the blocks into one range for each replica: the shards. The workers of a host update equal shares of them.
 The memory has, in this order:
 
-    counters   for each replica, in its own cache line: how many of its blocks were updated so far, in all
+    counters   for each shard, in its own cache line: how many of its blocks were updated so far, in all
                updates together; and what this number will be after the update of the block that is kept
-    kept       for each replica: the old slots of the block that is updated now
+    kept       for each shard: the old slots of the block that is updated now
     groups     for each group of blocks: its slots (the state before and after an update), its new weights
 
 A block is updated in four steps: its old slots are kept, that is noted, its new weights and slots are
-written, and it is counted. A worker can die at any point. Whoever gets the replica next reads two numbers:
+written, and it is counted. A worker can die at any point. Whoever gets the shard next reads two numbers:
 blocks that are counted need nothing, and if the one that follows is kept, its old slots are restored first.
 Then it is updated again, from the same bytes. Old weights are not in this memory: each worker has its own
 until all blocks are counted.
@@ -103,7 +103,7 @@ class DividedLayout:
 
     @cached_property
     def shards(self) -> tuple[range, ...]:
-        """The numbers of the blocks of each replica."""
+        """The numbers of the blocks of each shard."""
         shards, stop = [], 0
         for count in split_evenly(len(self.places), self.replicas):
             shards.append(range(stop, stop + count))
@@ -157,24 +157,24 @@ class DividedState:
             self.weights.append(arrays[-1])
             start += (group.slots + 1) * size
 
-    def reset(self, replica: int) -> None:
-        """Forget the updates of a replica's blocks: their slots were set."""
-        self._counters[replica] = 0
+    def reset(self, shard: int) -> None:
+        """Forget the updates of a shard's blocks: their slots were set."""
+        self._counters[shard] = 0
 
-    def update(self, number: int, replica: int, compute: ComputeBlock) -> None:
-        """Update those blocks of a replica that are not yet updated.
+    def update(self, number: int, shard: int, compute: ComputeBlock) -> None:
+        """Update those blocks of a shard that are not yet updated.
 
         Args:
             number: the number of updates before this one.
-            replica: the replica whose blocks this worker updates.
+            shard: the number of the shard, which this worker updates.
             compute: computes a block; it may change the old slots in place.
         """
-        shard, counters = self.layout.shards[replica], self._counters[replica]
-        before = number * len(shard)
-        for block in shard[int(counters[0]) - before :]:
+        blocks, counters = self.layout.shards[shard], self._counters[shard]
+        before = number * len(blocks)
+        for block in blocks[int(counters[0]) - before :]:
             group, start, stop = self.layout.places[block]
             slots = [slot[start:stop] for slot in self.slots[group]]
-            kept = _parts_like(slots, self._kept[replica])
+            kept = _parts_like(slots, self._kept[shard])
             after = int(counters[0]) + 1
             if counters[1] == after:
                 copy_all(slots, kept)

@@ -1,22 +1,29 @@
-"""The update of a step, divided among the workers of a host: each updates the blocks of its replicas.
+"""The update of a step, divided among the workers of each host: each updates the blocks of its shards.
 
     all       gather    who has the slots in shared memory; after it, nobody reads them for the last step
     each      its shards: `lockstep.collectives.shared.divided_state`
-    all       barrier   the step is committed: every block is counted
+    all       gather    who has updated its shards; if all have, the step is committed
     each      copies the new weights
+
+Each host has all slots, and a worker updates an equal share of all shards, in the order of the workers of its
+host. So any host may be lost.
 
 On PyTorch, the optimizer's variables show the shared memory between two updates. Before it is filled for
 other variables, they get copies of their values.
 
-Until the barrier is complete, the total stays in the memory of the exchange and each worker has the old
-weights. So when a worker is lost, the members of the next view make the same two calls: those that get its
-replicas update the blocks that are not counted.
+Until the step is committed, the total stays in the memory of the exchange and each worker has the old
+weights. So when a worker is lost, the others update the blocks that are not counted. A worker that survives
+may still write a block of a shard that another worker of its host gets in the next view. So in each view, a
+worker begins only after a complete call, for which all workers of its host have left the earlier views. In a
+view in which it has not begun, it answers that it has not updated its shards, and another round follows. A
+host that is one call behind gets the answers, and all hosts decide the same.
 
 A step whose workers have values of their own for the slots, because they were just assigned, restored or
-initialized, begins by writing them to the shared memory: each worker those of its shards. If only some have
-values of their own, such as one that joins or has copied the slots, these must be what is there, which is
-used. So two things are compared that the update would make equal: the slots here, and every `CHECK_EVERY`
-steps the facts about the state and the settings before the update.
+initialized, begins by writing them to the shared memory: each worker those of its shards. If some workers
+share the slots and others have values of their own, such as one that joins or has copied the slots, these
+must be what is shared. On a host on which none shares them, the workers write them. So two things are
+compared that the update would make equal: the slots here, and every `CHECK_EVERY` steps the facts about the
+state and the settings before the update.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +39,9 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import DisagreementError, SharedMemoryError
 from lockstep.keras.backends.contract import BlockUpdate, Program, Total
 from lockstep.keras.numbered_calls import NumberedCalls
-from lockstep.keras.worker_exchange import Facts, gather, state_facts
+from lockstep.keras.worker_exchange import Facts, describe_difference, gather, state_facts
 from lockstep.system.notes import note
-from lockstep.topology import View
+from lockstep.topology import View, place
 from lockstep.worker.job import Job
 
 _TOP = 2
@@ -45,14 +52,32 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
     """What a worker has before an update.
 
     Attributes:
-        shares: whether its slots are in the shared memory.
+        worker: its id.
+        host: the first worker of its host.
+        shares: whether its slots are in the shared memory of its host.
         number: if so, how many updates they have had there.
         layout: describes the division.
     """
 
+    worker: int
+    host: int
     shares: bool
     number: int
     layout: str
+
+
+class _OwnSlots(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker has before slots are shared that are not shared by all.
+
+    Attributes:
+        worker: its id.
+        facts: about its slots; empty if it does not compare them.
+        failed: why its host has too little memory.
+    """
+
+    worker: int
+    facts: dict[str, str]
+    failed: str
 
 
 class DividedUpdate:
@@ -68,6 +93,7 @@ class DividedUpdate:
         self._pool = pool
         self._state: DividedState | None = None
         self._number = 0
+        self._begun: View | None = None
         self._noted: set[str] = set()
         self._release: Callable[[], None] = lambda: None
 
@@ -116,97 +142,129 @@ class DividedUpdate:
         layout = DividedLayout(update.groups, update.elements, self._job.view.replicas)
         shares = self._state is not None and self._state.layout == layout and update.has(self._state)
 
-        @cache
-        def own_slot() -> str:
-            # In a later view, blocks may already be updated.
-            shared = self._mapped(layout)
-            return next((slot.name for slot in update.own_slots() if not slot.is_in(shared)), "")
-
-        def act(view: View, communicator: Communicator) -> DividedState:
-            standing = _Standing(shares, self._number, layout.text)
-            blob = msgspec.msgpack.encode(standing)
-            blobs = gather(self._job.worker, communicator, label, facts, blob)
+        def meet(view: View, communicator: Communicator) -> tuple[View, list[_Standing]]:
+            worker, host = self._job.worker, self._host(view)[0]
+            blob = msgspec.msgpack.encode(_Standing(worker, host, shares, self._number, layout.text))
+            blobs = gather(worker, communicator, label, facts, blob)
             standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
-            _compare_layouts(view, standings, label)
-            if not any(standing.shares for standing in standings):
-                state = self._filled(update, layout, view, communicator, label)
-            else:
-                if not all(standing.shares for standing in standings):
-                    slot = "" if shares else own_slot()
-                    _refuse_own_slots(view, communicator.gather(slot.encode(), what=label), label)
-                state = self._shared(layout, shares, standings)
+            _compare_layouts(standings, label)
+            return view, standings
 
-            def compute(block: int, slots: Sequence[Array]) -> Sequence[Array]:
-                group, start, _ = layout.places[block]
-                return update.compute(group, start // layout.elements, slots)
+        self._begun, standings = self._job.exchange(meet)
+        # On hosts that complete the call later, the view may have fewer workers.
+        hosts = {each.worker: each.host for each in standings}
+        numbers = {each.host: each.number for each in standings if each.shares}
+        number = numbers.get(hosts[self._job.worker])
+        if number is None:
+            # Those of another optimizer may still be there.
+            self._release()
+        if not all(each.shares for each in standings):
+            self._compare_slots(update, layout, {each.worker for each in standings if each.shares}, label)
+        if not shares:
+            self._state = self._mapped(layout)
+        if numbers.keys() != set(hosts.values()):
+            fills = number is None
+            self._for_each_shard(lambda shard: self._fill(update, shard) if fills else None, label)
+        state = self._state
+        assert state is not None
 
-            for replica in view.replicas_of(self._job.worker):
-                state.update(self._number, replica, compute)
-            communicator.barrier(what=label)
-            return state
+        def compute(block: int, slots: Sequence[Array]) -> Sequence[Array]:
+            group, start, _ = layout.places[block]
+            return update.compute(group, start // layout.elements, slots)
 
-        state = self._job.exchange(act)
-        self._number += 1
+        self._for_each_shard(lambda shard: state.update(number or 0, shard, compute), label)
+        self._number = (number or 0) + 1
         # If it ends with an error, some variables may show the memory.
         self._release = update.release
         return update.finish(state, lambda: self._pool.map_privately(layout.size))
 
-    def _shared(self, layout: DividedLayout, shares: bool, standings: Sequence[_Standing]) -> DividedState:
-        """Return the shared state as it is before the update."""
-        if not shares:
-            self._state = self._mapped(layout)
-        self._number = next(standing.number for standing in standings if standing.shares)
-        assert self._state is not None
-        return self._state
+    def _host(self, view: View) -> tuple[int, ...]:
+        """Return the workers of this worker's host."""
+        return next(host for host in view.hosts if self._job.worker in host)
 
-    def _filled(
-        self, update: BlockUpdate, layout: DividedLayout, view: View, communicator: Communicator, label: str
-    ) -> DividedState:
-        """Write the slots to the shared memory, each worker those of its replicas."""
-        # Those of another optimizer may still be there.
-        self._release()
-        failed = ""
-        if view.workers[0] == self._job.worker:
-            try:
-                self._pool.grow(layout.size)
-            except SharedMemoryError as error:
-                failed = str(error)
-        slots = {slot.name: slot.array for slot in update.own_slots()}
-        facts = state_facts(lambda array: array, slots)
-        for text in gather(self._job.worker, communicator, label, facts, failed.encode()):
-            if text:
-                raise SharedMemoryError(text.decode())
-        state = self._mapped(layout)
-        for replica in view.replicas_of(self._job.worker):
-            for block in layout.shards[replica]:
-                update.fill(state, block)
-            state.reset(replica)
-        communicator.barrier(what=label)
-        self._state, self._number = state, 0
-        return state
+    def _for_each_shard(self, act: Callable[[int], object], label: str) -> None:
+        """Call `act` for each shard on one worker of each host; return when all are done.
+
+        If workers are lost, it is called again for their shards, and perhaps for others.
+        """
+
+        def attempt(view: View, communicator: Communicator) -> tuple[View, bool]:
+            begins = view is self._begun
+            if begins:
+                for shard in place(view.replicas, self._host(view)).replicas_of(self._job.worker):
+                    act(shard)
+            answers = gather(self._job.worker, communicator, label, {}, bytes([begins]))
+            return view, all(answer == b"\1" for answer in answers)
+
+        done = False
+        while not done:
+            self._begun, done = self._job.exchange(attempt)
+
+    def _compare_slots(
+        self, update: BlockUpdate, layout: DividedLayout, sharing: set[int], label: str
+    ) -> None:
+        """Check that all slots are equal, and make room for them on hosts where no worker shares them."""
+
+        def compare(view: View, communicator: Communicator) -> None:
+            worker, host = self._job.worker, self._host(view)
+            sharing_here = [each for each in host if each in sharing]
+            failed = ""
+            if not sharing_here and worker == host[0]:
+                try:
+                    self._pool.grow(layout.size)
+                except SharedMemoryError as error:
+                    failed = str(error)
+            # On each host, one of those that share them is enough.
+            compares = worker not in sharing or worker == sharing_here[0]
+            own = _OwnSlots(worker, slot_facts() if compares else {}, failed)
+            blobs = gather(worker, communicator, label, {}, msgspec.msgpack.encode(own))
+            _compare_slots([msgspec.msgpack.decode(blob, type=_OwnSlots) for blob in blobs], sharing, label)
+
+        @cache
+        def slot_facts() -> dict[str, str]:
+            return state_facts(lambda array: array, {slot.name: slot.array for slot in update.own_slots()})
+
+        self._job.exchange(compare)
+
+    def _fill(self, update: BlockUpdate, shard: int) -> None:
+        """Write the slots of a shard to the shared memory of this host."""
+        assert self._state is not None
+        for block in self._state.layout.shards[shard]:
+            update.fill(self._state, block)
+        self._state.reset(shard)
 
     def _mapped(self, layout: DividedLayout) -> DividedState:
         return DividedState(layout, np.frombuffer(self._pool.map(layout.size), np.uint8))
 
 
-def _compare_layouts(view: View, standings: Sequence[_Standing], label: str) -> None:
-    first = standings[0].layout
-    differing = [pair for pair in zip(view.workers, standings, strict=True) if pair[1].layout != first]
+def _compare_layouts(standings: Sequence[_Standing], label: str) -> None:
+    first = standings[0]
+    differing = [standing for standing in standings if standing.layout != first.layout]
     if differing:
-        worker, standing = differing[0]
         raise DisagreementError(
             f"{label}: the optimizers of the workers have other variables or settings: the update of "
-            f"worker {view.workers[0]} has {first}, that of worker {worker} {standing.layout}",
-            tuple(worker for worker, _ in differing),
+            f"worker {first.worker} has {first.layout}, that of worker {differing[0].worker} "
+            f"{differing[0].layout}",
+            tuple(standing.worker for standing in differing),
         )
 
 
-def _refuse_own_slots(view: View, names: Sequence[bytes], label: str) -> None:
-    """Raise DisagreementError if workers have values of their own, given the name of a slot of each."""
-    if slots := {worker: name.decode() for worker, name in zip(view.workers, names, strict=True) if name}:
-        worker, name = next(iter(slots.items()))
-        raise DisagreementError(
-            f"{label}: worker {worker} has another value of {name} than the workers that share it: look for "
-            "code that sets variables of the optimizer on some workers only",
-            tuple(slots),
-        )
+def _compare_slots(slots: Sequence[_OwnSlots], sharing: set[int], label: str) -> None:
+    for each in slots:
+        if each.failed:
+            raise SharedMemoryError(each.failed)
+    compared = [each for each in slots if each.facts]
+    # What is shared counts.
+    compared.sort(key=lambda each: each.worker not in sharing)
+    differing = [each for each in compared if each.facts != compared[0].facts]
+    if differing:
+        workers = tuple(each.worker for each in differing)
+        text = describe_difference([each.worker for each in compared], [each.facts for each in compared])
+        if sharing:
+            facts = compared[0].facts
+            name = next(name for name, text in differing[0].facts.items() if text != facts.get(name))
+            text = (
+                f"worker {workers[0]} has another value of {name.removeprefix('variable ')} than the workers "
+                "that share it: look for code that sets variables of the optimizer on some workers only"
+            )
+        raise DisagreementError(f"{label}: {text}", workers)
