@@ -272,11 +272,14 @@ def test_another_terminal_is_answered_while_a_view_waits(make: Callable[[Reactio
         replies.append(call_job(job.folder.name, request, 60.0))
 
     def announce(view: StartView, show_life: ShowLife, limit: float) -> StopRequest | None:
-        for request in (StatusRequest(), ScaleRequest(1), StackRequest(0), StopRequest(), StatusRequest()):
+        requests = StatusRequest(), ScaleRequest(1), StackRequest(0), StopRequest(), StatusRequest()
+        for number, request in enumerate(requests):
             asks = threading.Thread(target=ask, args=(request,))
             asks.start()
             while asks.is_alive():
+                asks.join(0.01)
                 stops.append(show_life())
+            assert len(replies) == number + 1
         return None
 
     job.coordinator.announce = announce

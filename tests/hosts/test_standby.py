@@ -161,6 +161,52 @@ def test_the_command_of_hosts_and_its_host_are_lost_for_good(begin: Begin, nodes
 
 
 @pytest.mark.slow
+def test_the_command_of_hosts_stands_still(begin: Begin, nodes: Sequence[Host]) -> None:
+    """When it wakes up, it changes nothing, and ends by name."""
+    job = begin("--hosts")
+    stopped = nodes[0].processes()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    job.run = "run-standby"
+    assert wait_until(lambda: job.steps(nodes[1], 1) > 2 or not nodes[1].matching("lockstep agent"), 600.0)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert job.first.end() == LEFT_OUT, job.first.err
+    assert STANDBY in job.first.err
+    job.agents = []
+    for host in nodes[:3]:
+        (host.work / "fast").touch()
+    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
+    job.finish()
+
+
+@pytest.mark.slow
+def test_an_agent_over_ssh_that_the_lost_command_had_lost_before_joins_the_standby(
+    begin: Begin, nodes: Sequence[Host]
+) -> None:
+    """The record of the job has it as lost, and nobody can start another agent on its host."""
+    job = begin("--hosts")
+    (connection,) = [
+        pid for pid, line in nodes[0].processes().items() if "ssh -F" in line and "node3" in line
+    ]
+    os.kill(connection, signal.SIGKILL)
+    job.first.wait_until(lambda: "host node3 was lost" in job.first.err)
+    nodes[0].cut()
+    nodes[0].signal_all(signal.SIGKILL)
+    job.run = "run-standby"
+    assert wait_until(lambda: job.steps(nodes[1], 3) > 2 or not nodes[1].matching("lockstep agent"), 600.0)
+    for host in nodes[:3]:
+        (host.work / "fast").touch()
+    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
+    job.agents = []
+    job.finish()
+    for node in nodes[:3]:
+        for pid in node.matching("sshd: "):
+            os.kill(pid, signal.SIGKILL)
+        node.remove_abandoned()
+
+
+@pytest.mark.slow
 def test_a_broken_connection_of_ssh_to_the_standby(begin: Begin, nodes: Sequence[Host]) -> None:
     """The first command continues without its host, and starts an agent there again."""
     job = begin("--hosts")

@@ -296,10 +296,11 @@ def _run_folder_with_output(spec: JobSpec) -> Path:
         folder = _claimed(folder)
     except (ConfigError, OSError):
         folder = _run_folder(replace(spec, run_dir=folder), note)
-    output = open_own(RunPaths(folder).output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for standard in (1, 2):
-        os.dup2(output, standard)
-    os.close(output)
+    with contextlib.suppress(OSError):
+        output = open_own(RunPaths(folder).output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for standard in (1, 2):
+            os.dup2(output, standard)
+        os.close(output)
     return folder
 
 
