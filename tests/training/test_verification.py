@@ -897,6 +897,16 @@ def test_another_worker_decides_in_a_validation(
 
 
 @pytest.mark.ci
+def test_a_worker_that_joins_in_the_last_validation_writes_the_last_checkpoint(
+    launch: Launch, tmp_path: Path
+) -> None:
+    saved = tmp_path / "saved"
+    options = f"-n 2 --replicas 2 --verify-every 1 --verify-replicas all --checkpoint {saved}"
+    run = launch(options, "verified.py", "evaluations", "0", "3", "validation", "last")
+    assert (run.status, Store(saved).finished()) == (0, 12), run.stderr
+
+
+@pytest.mark.ci
 def test_another_worker_decides_where_workers_divide_the_reading(
     launch: Launch, undisturbed_run: Launch, thorough_backend: str
 ) -> None:

@@ -336,8 +336,11 @@ class Snapshots:
             return resumption.entries["logs"], state
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._join(self._parts(model, program), resumption, where)
-        if self._job.checkpoints.scheduler is not None and not resumption.joined:
-            self._job.checkpoints.scheduler.resumed(self._calls.taken)
+        if self._calls.resumable is not call:
+            # The other workers hold the state at the end of the epoch, and one of them may be lost.
+            self._calls.resumable.skipped = self._calls.resumable.steps - 1
+        if (scheduler := self._job.checkpoints.scheduler) is not None:
+            (scheduler.follow if resumption.joined else scheduler.resumed)(self._calls.taken)
         return resumption.entries["logs"], state
 
     def load_models(self) -> None:
