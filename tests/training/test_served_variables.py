@@ -1,7 +1,7 @@
 """What a parameter server has of a model and its optimizer, and what it refuses, in this process."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ from lockstep.keras.fit.served import refuse_callbacks
 from lockstep.keras.parameter_server.process import UsedIterators
 from lockstep.keras.parameter_server.served_optimizers import built_copy, refuse_unserved, shapes_of
 from lockstep.keras.parameter_server.server_shards import ServedVariables
+from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
 from lockstep.keras.patches import adapter
 from lockstep.keras.state.checkpoint_callback import Checkpoint
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, Shard, place_variables
@@ -146,3 +147,49 @@ def test_saving_within_an_epoch_is_refused() -> None:
 def test_checkpoints_of_lockstep_are_refused() -> None:
     with pytest.raises(ModelError, match="Checkpoint is not supported with parameter servers: use"):
         refuse_callbacks([keras.callbacks.ModelCheckpoint("x.keras"), Checkpoint("saved")])
+
+
+class Written:
+    """Takes the place of the servers, and notes what is written."""
+
+    def __init__(self) -> None:
+        self.variables: dict[int, Any] = {}
+        self.slots: dict[tuple[int, int], Any] = {}
+
+    def write(self, step: int, variables: Any, slots: Any) -> None:
+        self.variables, self.slots = variables, slots
+
+
+def test_only_what_has_changed_is_written_and_copied() -> None:
+    """The present values are the memory of variables, which change in place later."""
+    state, servers = ServedState(), Written()
+    state.slots = [(0, 0), (1, 0)]
+    state.weights = [np.zeros(3), np.ones(3), np.full(3, 2.0)]
+    state.values = [np.zeros(3), np.ones(3)]
+    same, *_ = before = list(state.weights)
+    # The third variable is in the memory of the array that was read.
+    now = [np.zeros(3), np.array([1.0, 1.0, np.nan]), before[2]]
+    written = state.write_changes(cast(Servers, servers), 1, now, [np.full(3, 9.0), np.ones(3)])
+    assert written == ([1], [(0, 0)])
+    assert state.weights[0] is same
+    assert servers.variables.keys() == {1}
+    assert servers.slots[0, 0].tolist() == [9.0] * 3
+    for array in now:
+        array[0] = -0.0 if array is now[0] else 7
+    assert state.write_changes(cast(Servers, servers), 2, now, state.values) == ([0, 1, 2], [])
+    assert servers.variables[2].tolist() == [7, 2, 2]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 2**20, 2**20 + 8, 3 * 2**20 + 5])
+def test_arrays_are_compared_bit_by_bit(size: int) -> None:
+    one = np.arange(size, dtype=np.uint8)
+    assert same_bits(one, one.copy())
+    assert not same_bits(one, one.copy().reshape(1, size))
+    for position in {0, 7, 8, 2**20 - 1, 2**20, size - 1} & {*range(size)}:
+        other = one.copy()
+        other[position] ^= 128
+        assert not same_bits(one, other)
+        assert not same_bits(other[::-1], one[::-1])
+    zeros = np.zeros(size, np.float32)
+    assert same_bits(-zeros, zeros) == (size == 0)
+    assert same_bits(zeros * np.nan, zeros * np.nan)

@@ -77,7 +77,9 @@ class ChiefProcess(FitProcess):
         self._chief.begin(self.served.shards)
         self._servers = self._chief.servers
         self._served_state.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
-        self._served_state.weights, self._served_state.values = self._values(None)
+        weights, values = self._values(None)
+        self._served_state.weights = [np.array(value) for value in weights]
+        self._served_state.values = [np.array(value) for value in values]
         self._learned_others = self._others(None)
         self._first_others, self._random = self._learned_others, random_states(self.call.held_by_inputs)
         self.reading = ReadingStates(self.call.held.values())
@@ -279,13 +281,13 @@ class ChiefProcess(FitProcess):
             )
 
     def _values(self, state: Any) -> tuple[list[Array], list[Array]]:
-        """Return the weights and the optimizer's variables."""
+        """Return the weights and the optimizer's variables; the arrays may be their memory."""
         groups: Sequence[Any] = self.model.trainable_variables, self.model.optimizer.variables
         if state is None:
             groups = tuple([variable.value for variable in group] for group in groups)
         else:
             groups = state[0], state[2]
-        weights, slots = ([np.array(self.backend.to_numpy(value)) for value in group] for group in groups)
+        weights, slots = ([self.backend.to_numpy(value) for value in group] for group in groups)
         return weights, slots
 
     def _others(self, state: Any) -> list[Array]:

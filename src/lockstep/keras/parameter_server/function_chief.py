@@ -263,7 +263,7 @@ class ChiefCalls(FunctionCalls):
     def _write_changes(self, number: int) -> None:
         """Give servers and workers the variables that the program has changed since it last learned them."""
         chief = self._begun
-        now = list(map(self._array, self._runner.served))
+        now = [self._eager.to_numpy(variable.value) for variable in self._runner.served]
         weights = len(chief.served_state.weights)
         chief.served_state.write_changes(chief.servers, number, now[:weights], now[weights:])
         arrays = {position: self._array(variable) for position, variable in self._runner.others().items()}

@@ -19,6 +19,9 @@ from lockstep.transport.array_channel import AskingChannel
 
 Array = npt.NDArray[Any]
 
+_COMPARED = 1 << 20
+"""Bytes that are compared at once, so that the results stay in the cache."""
+
 
 class AsksServer(Protocol):
     """Asks one server."""
@@ -358,9 +361,17 @@ class ServedState:
     def write_changes(
         self, servers: Servers, step: int, weights: list[Array], values: list[Array]
     ) -> tuple[list[int], list[Slot]]:
-        """Write the values that have changed, after a number of steps, and return which have changed."""
-        changed = _changed(self.weights, weights)
-        slots = {self.slots[i]: values[i] for i in _changed(self.values, values)}
+        """Write the values that have changed, after a number of steps, and return which have changed.
+
+        Args:
+            servers: the servers.
+            step: the number of steps.
+            weights: the present values of the variables, which may be their memory: what changed is copied.
+            values: the same of the slots.
+        """
+        weights, changed = _updated(self.weights, weights)
+        values, numbers = _updated(self.values, values)
+        slots = {self.slots[i]: values[i] for i in numbers}
         if changed or slots:
             servers.write(step, {i: weights[i] for i in changed}, slots)
         self.weights, self.values = weights, values
@@ -372,11 +383,27 @@ def same_bits(left: Array, right: Array) -> bool:
     if left is right:
         return True
     first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (left, right))
-    return left.shape == right.shape and np.array_equal(first, second)
+    if left.shape != right.shape or first.size != second.size:
+        return False
+    words = first.size // 8 * 8
+    parts = [slice(start, min(start + _COMPARED, words)) for start in range(0, words, _COMPARED)]
+    return np.array_equal(first[words:], second[words:]) and all(
+        np.array_equal(first[part].view(np.uint64), second[part].view(np.uint64)) for part in parts
+    )
 
 
-def _changed(before: Sequence[Array], now: Sequence[Array]) -> list[int]:
-    return [i for i, pair in enumerate(zip(before, now, strict=True)) if not same_bits(*pair)]
+def _updated(before: Sequence[Array], now: Sequence[Array]) -> tuple[list[Array], list[int]]:
+    """Return arrays with the present values, and the positions of those that have changed.
+
+    What has not changed is not copied, unless it is the memory of a variable: JAX may use an array in place.
+    """
+    arrays, changed = list[Array](), list[int]()
+    for position, (old, new) in enumerate(zip(before, now, strict=True)):
+        same = same_bits(old, new)
+        arrays.append(old if same and not np.may_share_memory(old, new) else np.array(new))
+        if not same:
+            changed.append(position)
+    return arrays, changed
 
 
 def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], last: Array | None) -> Array:
