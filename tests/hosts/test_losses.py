@@ -37,6 +37,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow("a worker of another host, then the chief")
 @pytest.mark.parametrize("losses", LOSSES)
 def test_lost_workers(hosts: Sequence[Host], losses: str) -> None:
     """Lost workers are replaced on their hosts; the bits stay."""

@@ -92,6 +92,7 @@ def test_a_joiner_whose_state_is_cut_off_is_replaced(hosts: Sequence[Host]) -> N
     )
 
 
+@pytest.mark.slow
 def test_a_job_continues_without_a_host_that_receives_the_state(hosts: Sequence[Host]) -> None:
     job = in_mid_stream(hosts)
     os.kill(agent(hosts[2]), signal.SIGKILL)

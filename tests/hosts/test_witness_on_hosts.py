@@ -21,7 +21,7 @@ main.main()
     ("what", "notes", "verdict"),
     [
         ("equal", [], "compared with one process: equal"),
-        pytest.param("dies", [f"lockstep: {KILLED}"], KILLED, marks=pytest.mark.ci),
+        pytest.param("dies", [f"lockstep: {KILLED}"], KILLED, marks=pytest.mark.slow),
     ],
 )
 def test_a_job_over_hosts_is_compared_once(

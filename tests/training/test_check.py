@@ -79,7 +79,10 @@ def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)],
+)
 def test_the_job_ends_with_the_command(
     environment: dict[str, str], tmp_path: Path, number: int, status: int
 ) -> None:

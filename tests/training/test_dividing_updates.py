@@ -52,7 +52,8 @@ def whole(launch: Launch, backend: str, tmp_path_factory: pytest.TempPathFactory
     return results(launch, backend, tmp_path_factory.mktemp("whole"), "-n 1 --replicas 4")
 
 
-@pytest.mark.ci
+@pytest.mark.slow("jax")
+@pytest.mark.ci("torch")
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_three_of_four_workers_are_lost_within_updates(
     launch: Launch, backend: str, whole: set[str], tmp_path: Path

@@ -201,7 +201,8 @@ def test_processes_start_once_after_a_loss_between_batches_and_their_reading(
     assert len(first_steps) == 1
 
 
-@pytest.mark.ci("all_draws", "float")
+@pytest.mark.slow("float")
+@pytest.mark.ci("all_draws")
 @FORKS
 @pytest.mark.parametrize("processes", [0, 2])
 @pytest.mark.parametrize("draw", [float, all_draws])

@@ -18,27 +18,22 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = (
-    *("parts", "eager_parts", "triplet", "texts"),
-    *("cleared", "given_step", "phased", "remembering", "loss_figures", "unreduced"),
-)
-"""Trainings on TensorFlow only, but for the last six."""
-ON_TORCH = (
-    *("cleared", "given_step", "cleared_tensors", "phased", "remembering", "fading"),
-    *("loss_figures", "unreduced"),
-)
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "unreduced")
+"""Trainings on TensorFlow only, but for the last three."""
+EAGER = ("phased", "remembering", "loss_figures")
+"""Trainings on TensorFlow and PyTorch that other tests resemble."""
+ON_TORCH = (*EAGER, "cleared", "given_step", "cleared_tensors", "fading", "unreduced")
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
 @pytest.mark.slow("torch")
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    # Each training on one backend or more in quick tests; on all in slow ones, too.
     ("backend", "names"),
     [
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
-        pytest.param("tensorflow", TRAININGS, marks=pytest.mark.slow, id="tensorflow-rest"),
+        pytest.param("tensorflow", (*TRAININGS, *EAGER), marks=pytest.mark.slow, id="tensorflow-rest"),
         pytest.param("torch", (*TRAININGS, *ON_TORCH), id="torch"),
     ],
     indirect=["backend"],

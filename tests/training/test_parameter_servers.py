@@ -231,8 +231,8 @@ def test_one_process_with_the_strategy_trains_several_outputs(
     assert found["scoped"]["norms"] == pytest.approx(found["plain"]["norms"], rel=1e-5)
 
 
-@pytest.mark.slow("raising")
-@pytest.mark.ci("lost-server", "again", "unscoped", "mirrored", "faster")
+@pytest.mark.slow("raising", "lost-server", "mirrored")
+@pytest.mark.ci("again", "unscoped", "faster")
 @pytest.mark.parametrize(
     ("kind", "status", "shown"),
     [

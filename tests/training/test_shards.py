@@ -53,7 +53,8 @@ def passes(dataset: Any) -> list[Any]:
     return [[batch.tolist() for batch in dataset.as_numpy_iterator()] for _ in range(2)]
 
 
-@pytest.mark.ci("small", "cached", "random", "interleaved", "shuffled batches", "unknown size")
+@pytest.mark.slow("small", "shuffled batches", "unknown size")
+@pytest.mark.ci("cached", "random", "interleaved")
 @pytest.mark.parametrize(
     ("policy", "make"),
     [

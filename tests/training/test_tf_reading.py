@@ -231,7 +231,8 @@ RANDOM: dict[str, Callable[[], Any]] = {
 OF_IMAGES = {"flipped": flipped, "layered": layered}
 
 
-@pytest.mark.ci("more layers", "layered", "looped", "maps", "repeated", "layers")
+@pytest.mark.slow("more layers")
+@pytest.mark.ci("layered", "looped", "maps", "repeated", "layers")
 @pytest.mark.parametrize("name", [*RANDOM, *OF_IMAGES])
 def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name: str) -> None:
     dataset = source().map(OF_IMAGES[name]).batch(8) if name in OF_IMAGES else RANDOM[name]()

@@ -691,7 +691,7 @@ def figures(run: Any, worker: int) -> list[str]:
     ("how", "what"),
     [
         ("once", "replica "),
-        ("sum", "the sum over all replicas"),
+        pytest.param("sum", "the sum over all replicas", marks=pytest.mark.slow),
         pytest.param("update", "the state after the update", marks=pytest.mark.slow),
     ],
 )
@@ -732,11 +732,11 @@ def test_a_worker_with_a_wrong_bit_in_an_example_is_named(
         pytest.param("flip", "replica ", 0, 4, "", marks=pytest.mark.slow),
         pytest.param("updates", "the state after the update", 1, 4, "", marks=pytest.mark.ci),
         pytest.param("updates", "the state after the update", 0, 2, "", marks=pytest.mark.slow),
-        pytest.param("adding", "the sum over all replicas", 1, 4, "", marks=pytest.mark.ci),
+        pytest.param("adding", "the sum over all replicas", 1, 4, "", marks=pytest.mark.slow),
         pytest.param("adding", "the sum over all replicas", 0, 2, "", marks=pytest.mark.slow),
         pytest.param("flip", "replica ", 1, 2, "--local-steps 2", marks=pytest.mark.slow),
         pytest.param("rounding", "replica ", 0, 4, "--local-steps 2,int8", marks=pytest.mark.slow),
-        pytest.param("rounding", "replica ", 1, 2, "--local-steps 2,int8,reset", marks=pytest.mark.ci),
+        pytest.param("rounding", "replica ", 1, 2, "--local-steps 2,int8,reset", marks=pytest.mark.slow),
         pytest.param(
             "updates", "the state after the update", 1, 2, "--local-steps 1", marks=pytest.mark.slow
         ),
@@ -824,7 +824,7 @@ def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
     assert figures(run, 0)[-1] == figures(right, 0)[0]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_wrong_state_that_another_comparison_finds_is_not_kept_either(
     launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path
 ) -> None:
@@ -840,7 +840,7 @@ def test_a_wrong_state_that_another_comparison_finds_is_not_kept_either(
     assert figures(run, 0)[-1] == figures(right, 0)[0]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_wrong_bit_of_an_evaluation_is_found(launch: Launch, undisturbed_run: Launch) -> None:
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", "evaluated")
     options = "-n 2 --replicas 4 --verify-every 2 --verify-replicas all"

@@ -401,6 +401,11 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
 }
 
 QUICK = {"a loss and a metric"}
+SLOW = {
+    *("a loss", "a loss of Keras", "a metric", "a metric of Keras"),
+    *("a discounted mean", "a product"),
+}
+"""Their parts are those of others."""
 
 
 def results(
@@ -428,7 +433,8 @@ def assert_plain(build: Callable[[], Built], weights: Any = None, **options: Any
     np.testing.assert_allclose(found, plain, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.ci(*PROGRAMS.keys() - QUICK)
+@pytest.mark.slow(*SLOW)
+@pytest.mark.ci(*PROGRAMS.keys() - QUICK - SLOW)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_compares_examples_has_the_numbers_of_plain_keras(
     name: str, capfd: pytest.CaptureFixture[str]
