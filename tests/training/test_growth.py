@@ -330,6 +330,59 @@ def test_figures_that_may_follow_the_denominator_of_a_loss_are_named(
     assert ("the figure mean of" in note) == (kind is Transposed)
 
 
+def mean_without_padding(y: Any, p: Any) -> Any:
+    """Return a mean over the elements that a mask of the program keeps; the first batch has no padding."""
+    mask = ops.cast(ops.not_equal(y, 0), p.dtype)
+    return ops.sum(ops.square(y - p) * mask) / ops.sum(mask)
+
+
+class AddingWithoutPadding(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(mean_without_padding(x, ops.tanh(x)))
+        return x
+
+
+class LossWithoutPadding(keras.Sequential):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        return mean_without_padding(y, y_pred)
+
+
+class FigureWithoutPadding(OwnLossFigures):
+    def logs_of(self, loss: Any, p: Any, metrics: Any) -> tuple[Any, Any]:
+        return {"loss": loss, "masked": mean_without_padding(self.labels, p)}, metrics
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        self.labels = y
+        return super().compute_loss(x, y, y_pred)
+
+
+class StepWithoutPadding(OwnLossFigures):
+    def logs_of(self, loss: Any, p: Any, metrics: Any) -> tuple[Any, Any]:
+        return {}, metrics
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        return mean_without_padding(y, y_pred)
+
+
+def padded_later(loss: Any = "mse", metrics: Any = (), kind: Any = keras.Sequential) -> Callable[[], Built]:
+    def build() -> Built:
+        inputs = keras.Input((4,))
+        layer = AddingWithoutPadding() if loss is None else keras.layers.Dense(4)
+        outputs = keras.layers.Dense(4)(layer(inputs))
+        if kind is keras.Sequential:
+            model = keras.Model(inputs, outputs)
+        elif issubclass(kind, keras.Sequential):
+            model = kind([inputs, layer, keras.layers.Dense(4)])
+        else:
+            model = kind(inputs=inputs, outputs=outputs)
+        model.compile(keras.optimizers.SGD(0.1), loss or "mse", metrics=metrics)
+        y = 1 + np.abs(X @ np.ones((4, 4), "float32"))
+        y[8:][np.arange(21)[:, None] % 4 < np.arange(4)] = 0
+        return model, y
+
+    return build
+
+
 PROGRAMS: dict[str, Callable[[], Built]] = {
     "a sum": one_output(sum_of_squares),
     "a sum divided by a constant": one_output(part_of_a_sum),
@@ -355,6 +408,9 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
     "own figures of a loss in half precision": with_own_figures_of_classes(
         Padded, kernel="glorot_uniform", dtype="mixed_bfloat16"
     ),
+    "a loss with its own mask": padded_later(mean_without_padding),
+    "a metric with its own mask": padded_later(metrics=[mean_without_padding]),
+    "a compute_loss with its own mask": padded_later(kind=LossWithoutPadding),
 }
 
 
@@ -545,8 +601,26 @@ def with_own_maximum() -> Built:
         (one_output("mse", activity_regularizer=Sparse()), "the activity_regularizer of dense"),
         (with_own_maximum, "the figure largest of compute_metrics"),
         (clipped, "train_step of ClippedStep, the figure most of train_step"),
+        (
+            padded_later(kind=FigureWithoutPadding),
+            "the figure masked of train_step, the figure masked of test_step",
+        ),
+        (padded_later(kind=StepWithoutPadding), "train_step of StepWithoutPadding"),
+        (padded_later(None), "add_loss of AddingWithoutPadding"),
     ],
-    ids=["f1 loss", "f1", "nearly equal", "cosine", "correlation", "sparse", "maximum", "clipped"],
+    ids=[
+        "f1 loss",
+        "f1",
+        "nearly equal",
+        "cosine",
+        "correlation",
+        "sparse",
+        "maximum",
+        "clipped",
+        "figure with its own mask",
+        "step with its own mask",
+        "add_loss with its own mask",
+    ],
 )
 def test_what_is_neither_is_named(
     build: Callable[[], Built],
@@ -559,6 +633,28 @@ def test_what_is_neither_is_named(
         model, y = build()
     model.fit(X, y, batch_size=8, verbose=0)
     assert f"computed per replica: {names}\n" in nothing_exchanged(capfd.readouterr().err)
+
+
+class RowsThatCompare(OwnLossFigures):
+    """Tracks distances of each row from the others, which grow with the number of rows."""
+
+    def logs_of(self, loss: Any, p: Any, metrics: Any) -> tuple[Any, Any]:
+        metrics = self.track.stateless_update_state(metrics, distances(p))
+        return {"track": self.track.stateless_result(metrics)}, metrics
+
+
+def distances(p: Any) -> Any:
+    return ops.sum(ops.abs(p[:, None] - p[None]), axis=(1, 2))
+
+
+@pytest.mark.usefixtures("nothing_exchanged")
+def test_a_metric_of_rows_that_compare_is_the_mean_of_those_of_the_replicas(job_of_one_worker: Job) -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, y = padded_later(kind=RowsThatCompare)()
+    shares = np.array_split(ops.convert_to_numpy(model(X)), job_of_one_worker.view.replicas)
+    wanted = np.concatenate([distances(share) for share in shares]).mean()
+    history = model.fit(X, y, batch_size=29, shuffle=False, verbose=0).history
+    assert history["track"][0] == pytest.approx(wanted, 1e-5)
 
 
 def test_weights_of_examples_take_part_in_the_trial(

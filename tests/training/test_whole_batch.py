@@ -1127,9 +1127,17 @@ class Never(keras.Sequential):
         return never(y, y_pred)
 
 
+class Slightly(keras.Sequential):
+    """Compares examples by a few percent of the loss."""
+
+    def compute_loss(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None, **_: Any) -> Any:
+        return ops.mean(ops.square(y_pred - y)) + 0.03 * ops.mean(ops.square(ops.mean(y_pred, axis=0)))
+
+
 @pytest.mark.parametrize(
     ("model", "dtype", "options", "name"),
     [
+        (Slightly, "mixed_bfloat16", {}, "compute_loss of Slightly"),
         (keras.Sequential, "float32", {"loss": never}, "the loss never"),
         (Never, "float32", {}, "compute_loss of Never"),
         (Queues, "float32", {}, "compute_loss of Queues"),

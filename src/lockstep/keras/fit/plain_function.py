@@ -13,10 +13,11 @@ import keras
 import numpy as np
 
 from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
-from lockstep.keras.fit.trials import HALF_TYPES
 from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.patch_registry import replaced
+
+HALF_TYPES = ("float16", "bfloat16")
 
 GRADIENT = "lockstep gradient"
 """The beginning of the names of gradients in the logs, before the numbers of update and variable."""

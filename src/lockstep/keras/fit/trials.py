@@ -22,10 +22,11 @@ compiled model. A trial measures
   step's own function. The whole is computed as one replica, and the script sees `num_replicas_in_sync` = 1.
 
 Workers compare the growths with each reduce. A part that has no effect in a trial may compare examples. So
-labels that are all equal are varied (`lockstep.keras.fit.tried_rows`), numbers that the program may change
-later get other values (`lockstep.keras.fit.other_values`), a loss that is zero counts as not tried, and a
-program's own parts are tried again when a later call has sample weights for the first time, or when the
-program has changed a boolean or a similar value (`lockstep.keras.fit.introductions`).
+labels that are all equal are varied, and rows are also tried with padding (`lockstep.keras.fit.tried_rows`).
+Numbers that the program may change later get other values (`lockstep.keras.fit.other_values`), a loss that is
+zero counts as not tried, and a program's own parts are tried again when a later call has sample weights for
+the first time, or when the program has changed a boolean or a similar value
+(`lockstep.keras.fit.introductions`).
 
 A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which
@@ -80,6 +81,7 @@ from lockstep.keras.fit.metric_states import (
     why_not_summed,
 )
 from lockstep.keras.fit.other_values import Change, bounded, changed, other_values
+from lockstep.keras.fit.plain_function import HALF_TYPES, single_precision
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import (
@@ -159,7 +161,7 @@ class Trial:
         self._failed = False
         self._gathers = False
         self._has_denominators = False
-        self._changes_numbers = False
+        self._changes_values = False
         self._assigning: set[int] = set()
         self._job = job
         self._context = context
@@ -169,6 +171,8 @@ class Trial:
         self.names: list[str] = []
         self.exact: list[str] = []
         self._row_bytes = 0.0
+        # Rounding to half precision would hide how values grow.
+        self._precision: Callable[[], AbstractContextManager[object]] = partial(single_precision, model)
         self._refused: dict[str, str] = {}
         # In a compiled step, Python runs once.
         self._runs_python = bool(model.run_eagerly) or keras.backend.backend() == "torch"
@@ -198,6 +202,12 @@ class Trial:
             if not exact:
                 continue
             size = trial._row_bytes * self._batch.examples
+            if size > LARGEST_EXCHANGE and _computes_in_half(self._model):
+                # The rows of a training are smaller than those of a trial.
+                sized = Trial(self._job, self._backend, self._model, self._batch, self._context, whole=whole)
+                sized._precision = nullcontext
+                sized._measure(kinds)
+                size = (sized._row_bytes or trial._row_bytes) * self._batch.examples
             if size > LARGEST_EXCHANGE and not self._job.exact_batch:
                 large = f"{_ROWS}{size / (1 << 20):.0f} MiB a step, are exchanged only with --exact-batch"
                 self.names = [f"{name} ({large})" if name in exact else name for name in self.names]
@@ -522,7 +532,7 @@ class Trial:
 
         With other values of numbers, sums may be so large that their rounding differs.
         """
-        if self._changes_numbers:
+        if self._changes_values:
             return
         for metric in metrics_of_program(self._model):
             updates = first.get(id(metric), ()), second.get(id(metric), ())
@@ -604,7 +614,7 @@ class Trial:
                 if group[0] in figures:
                     continue
                 arrays = rounds[0]
-                is_state = group[0].startswith(_STATES)
+                is_state = group[0].startswith(STATES)
                 if is_state and (not (methods or whole) or arrays[0][group[0]].dtype.kind != "f"):
                     continue
                 if (
@@ -624,7 +634,8 @@ class Trial:
                 if value is None:
                     self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step")
                     # A step is rather a sum if it is nearly one.
-                    value = nearest_growth(values[0], values[1:], _HALVES)
+                    counts = self._counts_rows(group[0], owners, rounds[0][0])
+                    value = MEAN if counts else nearest_growth(values[0], values[1:], _HALVES)
                 if value is _EITHER:
                     self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step", tried=False)
                     value = MEAN
@@ -658,7 +669,8 @@ class Trial:
             rounds: the arrays of all rows and of each half, by attempts.
             with_loss: whether an array may be weighted by the denominator of the loss.
         """
-        half = _computes_in_half(self._model)
+        # Gradients have the precision of their weights.
+        half = _stays_half(self._model) or any(rounds[0][0][name].dtype.itemsize < 4 for name in group)
         values_by_growth: dict[Any, list[Array]] = {}
         either: list[tuple[list[Array], list[Array]]] = []
         for arrays in rounds:
@@ -698,6 +710,16 @@ class Trial:
                 others = of_metric - {_NOTHING}
                 growths[name] = others.pop() if len(others) == 1 else _NOTHING
         return {n: g for n, g in growths.items() if g is not _NOTHING and g != MEAN}
+
+    def _counts_rows(self, name: str, owners: Mapping[int, Any], arrays: Mapping[str, Array]) -> bool:
+        """Whether an array belongs to a metric that also counts rows, so that it is a mean over them."""
+        owner = self._owner(name, owners)
+        counts = [
+            array
+            for other, array in arrays.items()
+            if other != name and array.size == 1 and owner is not None and self._owner(other, owners) is owner
+        ]
+        return any(np.all(count >= self._batch.halves[0].count) for count in counts)
 
     def _whole_figures(self) -> frozenset[str]:
         """Return the names in a partial of the figures that `compute_metrics` returns for the whole batch."""
@@ -812,7 +834,7 @@ class Trial:
                 read: dict[int, Any] = {}
                 with self._undisturbed(), reads_observed_by(lambda v: read.setdefault(id(v), v)):
                     results = attempt()
-                return [*results, *self._repeated(attempt, list(read.values()))]
+                return [*results, *self._padded(attempt), *self._repeated(attempt, list(read.values()))]
         except (DataError, PeerError):  # Workers may read the batch together.
             raise
         except Exception:  # The program may call its parts in another way than the trial does.
@@ -820,6 +842,22 @@ class Trial:
         self._failed = True
         for name in names:
             self._name(name, tried=False)
+        return []
+
+    def _padded(self, attempt: Callable[[], list[Any]]) -> list[Any]:
+        """Return the results of a trial with rows of which some have padding.
+
+        Rows without padding do not show a mean over the elements that a mask of the program's own keeps.
+        """
+        batch, padded = self._batch, self._batch.padded()
+        if padded is not None:
+            self._changes_values, self._batch = True, padded
+            try:
+                # The program may not be made for padding.
+                with suppress(Exception, SystemExit), self._undisturbed(), bounded():
+                    return attempt()
+            finally:
+                self._changes_values, self._batch = False, batch
         return []
 
     def _repeated(self, attempt: Callable[[], list[Any]], read: Sequence[Any]) -> list[Any]:
@@ -838,19 +876,19 @@ class Trial:
                 return True
             return False
 
-        self._changes_numbers = True
+        self._changes_values = True
         try:
             for changes in other_values(self._model, read, runs_python=self._runs_python):
                 if not succeeds(changes) and 1 < len(changes) <= _FEW:
                     for change in changes:
                         succeeds([change])
         finally:
-            self._changes_numbers = False
+            self._changes_values = False
         return results
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
-        with random_numbers(0), neutral(self._model, self._name_draws):
+        with random_numbers(0), neutral(self._model, self._name_draws), self._precision():
             yield
 
     def _each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:
@@ -1056,7 +1094,7 @@ class _UnlikeStepsError(Exception):
     """A step has made another update, or other figures, of a half of the rows than of all."""
 
 
-_STATES = ("state/", "layer/")
+STATES = ("state/", "layer/")
 """The beginnings of the names of changes of layers' states in a partial, by the backends."""
 
 
@@ -1077,7 +1115,7 @@ class _Assignments(keras.StatelessScope):  # type: ignore[misc]
 def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
     """Return the names of arrays that have one growth: the gradients together, other values one by one."""
     gradients = [name for name in arrays if name.startswith("gradient/")]
-    others = [[name] for name in arrays if name.startswith(("metric/", "log/", *_STATES))]
+    others = [[name] for name in arrays if name.startswith(("metric/", "log/", *STATES))]
     return [gradients, *others] if gradients else others
 
 
@@ -1204,11 +1242,14 @@ def _near_outputs(model: Any) -> Iterator[None]:
         yield
 
 
-HALF_TYPES = ("float16", "bfloat16")
-
-
 def _computes_in_half(model: Any) -> bool:
     return any(layer.compute_dtype in HALF_TYPES for layer in layers_of(model))
+
+
+def _stays_half(model: Any) -> bool:
+    """Whether layers compute in half precision also where they should compute in single precision."""
+    with single_precision(model):
+        return _computes_in_half(model)
 
 
 @contextmanager
@@ -1221,8 +1262,7 @@ def _unscaled(model: Any) -> Iterator[None]:
 
 
 def _tolerance(array: Array) -> float:
-    half = array.dtype.itemsize < 4 or keras.config.dtype_policy().compute_dtype in HALF_TYPES
-    return HALF_TOLERANCE if half else TOLERANCE
+    return HALF_TOLERANCE if array.dtype.itemsize < 4 else TOLERANCE
 
 
 def _largest(array: Array) -> float:

@@ -113,6 +113,15 @@ class TriedBatch:
             return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
         return rows
 
+    def padded(self) -> "TriedBatch | None":
+        """Return the same rows, of which some have padding: elements that are 0. None if nothing changes.
+
+        Neither of the `parts`, and neither of the `halves`, has as much padding as the other one.
+        """
+        padded = keras.tree.map_structure(_padded, self._rows)
+        pairs = zip(keras.tree.flatten(self._rows), keras.tree.flatten(padded), strict=True)
+        return None if all(before is after for before, after in pairs) else TriedBatch(lambda: padded)
+
     def _part(self, start: int, stop: int) -> TriedRows:
         rows = slice(start, stop)
         return TriedRows(_cut(self._rows, rows), (stop - start) / self.count, rows)
@@ -128,6 +137,18 @@ def _cut(nest: Nest, rows: slice) -> Nest:
 
 def _twice(leaf: Any) -> Any:
     return np.repeat(leaf, 2, axis=0) if isinstance(leaf, np.ndarray) else leaf
+
+
+def _padded(leaf: Any) -> Any:
+    """Return an array with zeros in its first rows: at the end of each of them, or in every second one."""
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biuf" or not leaf.ndim:
+        return leaf
+    padded, first = leaf.copy(), max(1, len(leaf) // 3)
+    if leaf.ndim > 1 and leaf.shape[1] > 1:
+        padded[:first, (leaf.shape[1] + 1) // 2 :] = 0
+    else:
+        padded[:first:2] = 0
+    return leaf if np.array_equal(leaf, padded) else padded
 
 
 def _varied(leaf: Any) -> Any:
