@@ -258,6 +258,21 @@ def test_a_sum_in_the_loss_does_not_hide_a_state(
     assert "squares" in part.part
 
 
+class WithSum(keras.Sequential):
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "sum": ops.sum(data[1])}, state
+
+
+def test_a_sum_among_the_figures_does_not_hide_a_gradient(
+    compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS["a gradient is doubled"].plant(monkeypatch)
+    fit(eager(hidden(), Centered(name="centered"), cls=WithSum))
+    (step,) = compared()
+    assert {part.part.partition(" ")[0] for part in step.differences if not part.named} == {"gradient"}
+
+
 def test_a_name_does_not_explain_a_sum(
     compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -412,6 +427,30 @@ def test_a_name_explains_the_parts_that_it_changes(part: str, explanations: set[
     names += ["random numbers of Model.call", f"random numbers of Model.call ({EXCHANGED})"]
     updated, outputs = {"embedding/embeddings"}, ["out"]
     assert set(explaining(part, names, updated, outputs)) == explanations
+
+
+@pytest.mark.parametrize(
+    "part", ["gradient dense/kernel (update 2)", "loss", "state of mae", "state dense/mean"]
+)
+def test_an_optimizer_explains_what_follows_from_its_update_in_a_step(part: str) -> None:
+    assert explaining(part, [OCCURRENCES], (), (), 2) == [OCCURRENCES]
+    assert explaining("gradient dense/kernel", [OCCURRENCES], (), (), 2) == []
+
+
+class TwoUpdates(keras.Sequential):
+    def train_step(self, state: Any, data: Any) -> Any:
+        _, state = super().train_step(state, data)
+        return super().train_step(state, data)
+
+
+def test_what_follows_from_two_updates_does_not_follow_from_the_rows_of_a_replica(
+    compared: Callable[[], list[StepCompared]],
+) -> None:
+    fit(eager(hidden(), Mean(), Centered(name="centered"), cls=TwoUpdates, metrics=["mae"], optimizer="sgd"))
+    (step,) = compared()
+    assert all(part.named for part in step.differences)
+    assert any(part.part.endswith("(update 2)") for part in step.differences)
+    assert "mae" in {part.part for part in step.differences}
 
 
 # Planted faults.

@@ -57,7 +57,7 @@ import numpy.typing as npt
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import has_own
 from lockstep.keras.backends.contract import Backend, StepKind, Total
-from lockstep.keras.backends.growth import MEAN, SUM, growths_of, runs_python
+from lockstep.keras.backends.growth import MEAN, SUM, Growths, growths_of, runs_python
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import is_gather
 from lockstep.keras.fit.deviations import Deviation, deviation
@@ -76,6 +76,7 @@ from lockstep.keras.fit.trials import (
     FIGURE,
     LIBRARIES,
     METRIC,
+    STATES,
     UNTRIED,
     LayerCalls,
     neutral,
@@ -102,6 +103,8 @@ _OF_OUTPUTS = 1 / 8
 """The weight of a change due to rounded outputs of layers, compared with one due to rounded inputs."""
 _SCALE = 256.0
 """The largest loss scale in a comparison."""
+LATER = " (update "
+"""The beginning of what the name of a gradient of a later update has in brackets."""
 _ROWS = 4
 """Rows of the inputs and outputs of layers that are compared between backends."""
 
@@ -235,7 +238,7 @@ class Witness:
         updated, outputs = comparison.updated(), outputs_with_metrics(comparison.model)
 
         def names_of(part: str) -> list[str]:
-            return explaining(part, names, updated, outputs)
+            return explaining(part, names, updated, outputs, comparison.updates)
 
         deviations = comparison.deviations(names_of)
         equal = [part for part, difference in deviations.items() if difference is None]
@@ -258,24 +261,30 @@ def _reason(error: Exception) -> str:
 
 
 def explaining(
-    part: str, names: Sequence[str], updated: Container[str] = (), outputs: Sequence[str] = ()
+    part: str,
+    names: Sequence[str],
+    updated: Container[str] = (),
+    outputs: Sequence[str] = (),
+    updates: int = 1,
 ) -> list[str]:
     """Return those of the named parts of a program that may make a part of a step differ.
 
-    A metric, a figure or the state of a layer explains only itself, and an optimizer what it updates. Random
-    numbers that are equal for all rows explain nothing. Anything else changes the gradients, and with them
-    everything but an update from given gradients, which only the program's own step may change.
+    A metric, a figure or the state of a layer explains only itself. An optimizer explains what it updates,
+    and what follows from that in the same step. Random numbers that are equal for all rows explain nothing.
+    Anything else changes the gradients, and with them everything but an update from given gradients, which
+    only the program's own step may change.
 
     Args:
         part: the part of a step.
         names: the named parts of the program.
         updated: the paths of the variables that optimizers change.
         outputs: the names of outputs, with which Keras begins the figures of their metrics.
+        updates: the number of updates in the step.
     """
-    return [name for name in names if _explains(without_remarks(name), part, updated, outputs)]
+    return [name for name in names if _explains(without_remarks(name), part, updated, outputs, updates)]
 
 
-def _explains(name: str, part: str, updated: Container[str], outputs: Sequence[str]) -> bool:
+def _explains(name: str, part: str, updated: Container[str], outputs: Sequence[str], updates: int) -> bool:
     if name.startswith(METRIC):
         metric = name.removeprefix(METRIC)
         starts = ["", *(f"{output}_" for output in outputs)]
@@ -288,6 +297,9 @@ def _explains(name: str, part: str, updated: Container[str], outputs: Sequence[s
         return part == f"state {name.removeprefix(VARIABLES)}"
     kind, _, path = part.partition(" ")
     if name.endswith(OCCURRENCES):
+        if updates > 1:
+            # All but the gradients of the first update may follow from an update.
+            return kind != "gradient" or LATER in path
         return kind == "update" or (kind == "state" and path in updated)
     if kind == "update":
         return name.startswith("train_step of ")
@@ -350,6 +362,11 @@ class _Comparison:
         if self._kind != "predict" and runs_python(self.model):
             self._witness.step(self.model, self._kind).follow(self._global)
 
+    @property
+    def updates(self) -> int:
+        """The number of updates that plain Keras makes in the step."""
+        return len(self._function.updated)
+
     def updated(self) -> set[str]:
         """Return the paths of the variables that optimizers change."""
         optimizers = optimizers_of(self.model)
@@ -407,13 +424,10 @@ class _Comparison:
             _NotAloneError: the rows of a replica cannot be computed alone, so names explain everything.
         """
         growths = growths_of(self.model)
-        combined = growths.steps.get(self._kind, {}).values()
-        if self._exchanges or growths.whole or any(growth != MEAN for growth in combined):
+        # A second update follows from the first one, and so from the rows of all replicas.
+        if self._exchanges or growths.whole or self.updates > 1:
             return {}
-        of_losses = (*growths.losses.values(), *growths.layers.values())
-        if growths.divisor != 1 or any(growth != MEAN for growth in of_losses):
-            # States of layers and of metrics do not depend on what becomes of the losses.
-            parts = {part for part in parts if not part.startswith("gradient ") and "loss" not in part}
+        parts = {part for part in parts if not self._is_no_mean(part, growths)}
         if not parts:
             return {}
 
@@ -431,6 +445,22 @@ class _Comparison:
             )
             suspects &= self._uncombined(expected, summed, replicas, others, None)
         return dict.fromkeys(suspects, "and from the values for the rows of each replica")
+
+    def _is_no_mean(self, part: str, growths: Growths) -> bool:
+        """Whether replicas do not combine a part of the step as a mean over the examples."""
+        combined = [name for (_, name), growth in growths.steps.get(self._kind, {}).items() if growth != MEAN]
+        if part.startswith("gradient ") or "loss" in part:
+            # States of layers and of metrics do not depend on what becomes of the losses.
+            of_losses = (*growths.losses.values(), *growths.layers.values())
+            summed = growths.divisor != 1 or any(growth != MEAN for growth in of_losses)
+            return summed or any(name.startswith("gradient/") for name in combined)
+        if part.startswith("state ") and not part.startswith("state of "):
+            return any(name.startswith(STATES) for name in combined)
+        states = self.model.metrics_variables
+        counted = {id(states[int(name.partition("/")[2])]) for name in combined if name.startswith("metric/")}
+        variables = self._variables()
+        owners = {owner for name, owner in self._metrics().items() if id(variables[name]) in counted}
+        return part.removeprefix("state of ") in owners
 
     def _uncombined(
         self,
@@ -514,11 +544,8 @@ class _Comparison:
                     figures[name] = np.concatenate(values)
             elif name == "loss" and not has_own(self.model, f"{self._kind}_step"):
                 figures[name] = combined(values, MEAN)
-        # A second update follows from the first one, and so from the rows of all replicas.
         gradients = {
-            key: combined([outcome.gradients[key] for outcome in outcomes], growth)
-            for key in first.gradients
-            if all(update == 0 for update, _ in first.gradients)
+            key: combined([outcome.gradients[key] for outcome in outcomes], growth) for key in first.gradients
         }
         owners = self._metrics()
         of_layers = {id(variable) for variable in self.model.non_trainable_variables}
@@ -879,7 +906,7 @@ class _Comparison:
         largest = [float(np.max(np.abs(array), initial=0)) for array in reference.gradients.values()]
         for (number, position), value in reference.gradients.items():
             path = self._function.updated[number].variables[position].path
-            name = f"gradient {path}" + (f" (update {number + 1})" if number else "")
+            name = f"gradient {path}" + (f"{LATER}{number + 1})" if number else "")
             of_replicas = replicas.gradients.get((number, position))
             key = number, position
             alike = [outcome.gradients[key] for outcome in rounded if key in outcome.gradients]
