@@ -124,6 +124,20 @@ def test_a_job_with_the_callback_resumes_with_several_workers(
         assert results(done, worker) == undisturbed(backend, 4)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_models_that_single_batches_have_built_by_turns_resume(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path, replicas: int
+) -> None:
+    backend, options = thorough_backend, f"-n 1 --replicas {replicas}"
+    right = undisturbed_run(options, "by_turns.py", backend=backend)
+    options += f" --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
+    assert launch(options, "by_turns.py", "0", backend=backend).status == STATUS["killed"]
+    run = launch(options, "by_turns.py", "0", backend=backend)
+    assert "resuming from" in run.stderr
+    assert results(run) == results(right)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "place"), [("killed", "fit 1 epoch 1"), ("stopped", "fit 2 step 4")])
 def test_a_program_without_the_command_resumes_from_the_callback(

@@ -773,14 +773,19 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
 
 
 @pytest.mark.parametrize(
-    ("how", "guilty", "step", "what"),
+    ("how", "guilty", "step", "modes", "what"),
     [
-        pytest.param("flip", 1, 5, "train_on_batch 5: replica ", marks=pytest.mark.ci),
-        pytest.param("flip", 0, 1, "train_on_batch 1: replica ", marks=pytest.mark.slow),
-        pytest.param("adding", 1, 5, "train_on_batch 5: the sum over all ", marks=pytest.mark.slow),
-        pytest.param("updates", 0, 7, "train_on_batch 7: the state after ", marks=pytest.mark.slow),
-        pytest.param("flip", 1, 10, "train_on_batch 10: replica ", marks=pytest.mark.slow),
-        pytest.param("evaluations", 1, 2, "test_on_batch 2: replica ", marks=pytest.mark.ci),
+        pytest.param("flip", 1, 5, "batches", "train_on_batch 5: replica ", marks=pytest.mark.ci),
+        pytest.param("flip", 0, 1, "batches", "train_on_batch 1: replica ", marks=pytest.mark.slow),
+        pytest.param("adding", 1, 5, "batches", "train_on_batch 5: the sum over ", marks=pytest.mark.slow),
+        pytest.param("updates", 0, 7, "batches", "train_on_batch 7: the state af", marks=pytest.mark.slow),
+        # The script has just evaluated, and reads weights.
+        pytest.param("flip", 1, 10, "batches", "train_on_batch 10: replica ", marks=pytest.mark.slow),
+        # The other model was trained last, and this one is not built.
+        pytest.param("flip", 1, 5, "batches pair", "train_on_batch 5: replica ", marks=pytest.mark.slow),
+        # `fit` was the last call, and the script reads weights.
+        pytest.param("flip", 1, 11, "batches fit", "train_on_batch 6: replica ", marks=pytest.mark.slow),
+        pytest.param("evaluations", 1, 2, "batches", "test_on_batch 2: replica ", marks=pytest.mark.ci),
     ],
 )
 def test_another_worker_decides_in_a_loop_of_single_batches(
@@ -790,12 +795,15 @@ def test_another_worker_decides_in_a_loop_of_single_batches(
     how: str,
     guilty: int,
     step: int,
+    modes: str,
     what: str,
 ) -> None:
     backend = thorough_backend
-    right = undisturbed_run("-n 1 --replicas 2", "verified.py", "", "-1", "0", "batches", backend=backend)
+    right = undisturbed_run(
+        "-n 1 --replicas 2", "verified.py", "", "-1", "0", *modes.split(), backend=backend
+    )
     options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
-    run = launch(options, "verified.py", how, str(guilty), str(step), "batches", backend=backend)
+    run = launch(options, "verified.py", how, str(guilty), str(step), *modes.split(), backend=backend)
     assert f"workers 0 and 1 computed different bits in step {step}, each the same bits every " in run.stderr
     assert f"step 1 of {what}" in run.stderr
     assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
@@ -894,6 +902,18 @@ def test_another_worker_decides_in_a_validation(
     assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
     assert f": workers {1 - guilty} and 2 agree" in run.stderr
     assert figures(run, 2) == figures(right, 0) != []
+
+
+@pytest.mark.ci
+def test_a_validation_that_cannot_be_read_again_stops_the_job(launch: Launch) -> None:
+    options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
+    run = launch(options, "verified.py", "evaluations", "1", "3", "validation", "generator")
+    assert run.status == 1
+    assert "workers 0 and 1 computed different bits in step 3, each the same bits every time" in run.stderr
+    assert (
+        "step 3 of validation 2 within fit 1: replica 0: workers 0, 1 and 2 get different bits in metric "
+        in run.stderr
+    )
 
 
 @pytest.mark.ci

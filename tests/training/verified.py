@@ -1,10 +1,12 @@
 """Trains a model whose state changes in every step, perhaps with a fault of one worker; prints its digest.
 
-    verified.py [FAULT WORKER STEP [batches | validation | last | dataset]...]
+    verified.py [FAULT WORKER STEP [batches | pair | fit | validation | last | dataset | generator]...]
 
-With `batches`, the script has a loop of its own, which calls `train_on_batch` and others.
+With `batches`, the script has a loop of its own, which calls `train_on_batch` and others: with `fit`, `fit`
+once; with `pair`, `train_on_batch` of another model by turns.
 With `validation`, `fit` has validation data, and a fault is in steps of the validation of the second epoch,
-which is not the last one without `last`. With `dataset`, examples are in a `PyDataset`, which workers divide.
+which is not the last one without `last`. With `dataset`, examples are in a `PyDataset`, which workers divide;
+with `generator`, those of the validation are from a generator.
 
 `flip`: WORKER gets a wrong bit in a gradient of every replica that it computes, from STEP on. `host`: all
 workers of the host node2 do, and WORKER is -1. `once`: only the first time that it computes one in STEP or
@@ -22,10 +24,11 @@ Lockstep's own program.
 """
 
 import importlib
+import itertools
 import os
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -274,6 +277,8 @@ model = keras.Sequential(
 model.compile(keras.optimizers.Adam(0.01), Noisy(), metrics=["mae"], run_eagerly=FAULT == "random")
 if BATCHES:
     figures = []
+    other = keras.Sequential([keras.layers.Dense(16), keras.layers.Dropout(0.2), keras.layers.Dense(1)])
+    other.compile("adam", "mse")
     for number in range(12):
         batch = slice(number % 6 * 16, number % 6 * 16 + 16)
         if number == 6:
@@ -282,10 +287,15 @@ if BATCHES:
             model.optimizer.learning_rate = 0.01 / (number + 1)
         shift = sum(float(np.abs(weight).mean()) for weight in model.get_weights())
         figures += model.train_on_batch(rows[batch] + shift, targets[batch])
+        if "pair" in sys.argv:
+            shift += sum(float(np.abs(weight).mean()) for weight in model.get_weights())
+            figures.append(other.train_on_batch(rows[batch] + shift, targets[batch]))
         if number % 4 == 2:
             figures += model.test_on_batch(rows[batch], targets[batch])
         if number == 3:
             figures.append(float(model.predict(rows, batch_size=16, verbose=0).mean()))
+        if number == 4 and "fit" in sys.argv:
+            figures += model.fit(rows, targets, batch_size=20, verbose=0).history["mae"]
         if number == 8:
             figures += model.evaluate(rows, targets, batch_size=16, verbose=0)
     print("digest:", lockstep.digest(model), figures)
@@ -305,9 +315,17 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         return rows[batch], targets[batch]
 
 
+def generated() -> Iterator[Any]:
+    """Yield batches, other ones in each validation of five steps."""
+    for number in itertools.count():
+        yield Batches()[number % 6]
+
+
 data: dict[str, Any] = {"x": Batches()} if DATASET else {"x": rows, "y": targets, "batch_size": 16}
 if VALIDATION:
-    validation_data = Batches() if DATASET else (rows[8:88], targets[8:88])
+    validation_data: Any = Batches() if DATASET else (rows[8:88], targets[8:88])
+    if "generator" in sys.argv:
+        validation_data, data["validation_steps"] = generated(), 5
     data |= {"validation_data": validation_data, "callbacks": [watching, keras.callbacks.SwapEMAWeights()]}
     model.compile(keras.optimizers.Adam(0.01, use_ema=True), Noisy(), metrics=["mae"])
 if FAULT == "memory":

@@ -230,10 +230,14 @@ class Mirrored:
             call.at_end = True
             compared = parts.models.compilation(model).compared
             if finished := self._resumable.resume():
+                if finished.error is None and not self._models.has_built(model, kind):
+                    # The training may resume after a call of another model. No later call builds this one.
+                    self._models.build(model, kind, batch)
+                    finished = self._resumable.replay()
                 compared.add(kind)
                 take = partial(original, model, *args, **kwargs)
                 return self._replay_batch(call, model, kind, finished, batch, take)
-            if kind not in compared or call.forwarding:
+            if kind not in compared:
                 self._begin_batches(call, model, kind, batch)
             elif kind != "predict" and self._is_to_try(model, kind, batch):
                 self._introduce_batch(call, model, kind, batch)
@@ -396,7 +400,6 @@ class Mirrored:
             take: takes the step.
         """
         if self._resumable.at_its_end or self._resumable.before_repeated_batch:
-            self._models.build(model, kind, batch)
             if kind != "predict":
                 self._introduce_batch(call, model, kind, batch)
             if self._job.joins:

@@ -53,6 +53,10 @@ class CompiledModels:
         """Whether `model` has its variables. Unlike Keras's `built`, this includes a model without a call."""
         return model is not None and (model.built or model in self._built)
 
+    def has_built(self, model: Any, kind: StepKind) -> bool:
+        """Whether `build` has created what a step of `model` needs, since the last compilation."""
+        return model in self._built and (kind == "predict" or self._built[model])
+
     @property
     def built(self) -> dict[int, bool]:
         """The models that calls of the script have built, by number: whether their metrics are built, too."""
