@@ -15,6 +15,7 @@ from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.coordinator.host_agent import HostAgent
+from lockstep.errors import UnfitError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
@@ -351,7 +352,7 @@ def test_notes_on_what_takes_long_after_the_first_step(job: Callable[[State], Jo
     made.reacts = react
     assert made.coordinator.run() == 0
     notes = (made.folder / "err").read_text().splitlines()
-    assert [line for line in notes if "worker 0" in line or "checkpoint" in line] == [
+    assert [line for line in notes if "worker 0" in line or "checkpoint kept" in line] == [
         "lockstep: worker 0 is skipping the first steps of fit 1, which were taken before: 1,200 of 5,000",
         "lockstep: checkpoint kept/step-1",
         "lockstep: checkpoint kept/step-2 (12 s)",
@@ -412,6 +413,31 @@ def test_a_second_stop_request_changes_nothing(
         assert not any(isinstance(one, KillWorker) for one in made.instructions)
         sent = [(one.worker, one.signal) for one in made.instructions if isinstance(one, SignalWorker)]
         assert (sent, made.coordinator.state.stage) == (signals, stage)
+
+
+def test_a_stop_of_another_terminal_that_has_waited_has_the_rest_of_the_grace_period(
+    job: Callable[[State], Job],
+) -> None:
+    made = job(replace(STATE, keeps=True, limits=TimeLimits(save=20.0)))
+    made.coordinator._take_requests()
+    made.coordinator.stop_for_terminal(StopRequest(signal.SIGTERM, 19.0))
+    assert "waiting up to 1 s for the step and a checkpoint" in (made.folder / "err").read_text()
+    deadline = made.coordinator.state.shutdown.deadline
+    assert deadline is not None
+    assert deadline <= made.coordinator.clock.now() + 1.0
+
+
+def test_a_job_whose_socket_cannot_be_opened_goes_on(job: Callable[[State], Job]) -> None:
+    made = job(new_state())
+    made.reacts = lambda instruction: (
+        [script_ended(instruction.worker), exited(instruction.worker, 0)]
+        if isinstance(instruction, StartWorker)
+        else ends(instruction)
+    )
+    made.coordinator.requests = UnfitError("cannot open the admin socket of job a: Too many open files")
+    assert made.coordinator.run() == 0
+    notes = (made.folder / "err").read_text()
+    assert notes.count("remote control is unavailable: cannot open the admin socket of job a") == 1
 
 
 def test_the_status_names_the_members(job: Callable[[State], Job]) -> None:

@@ -212,6 +212,7 @@ def test_a_job_that_is_stopped_before_its_next_view_ends(
             job.coordinator.state = replace(
                 state,
                 elastic=True,
+                keeps=True,
                 shutdown=replace(
                     state.shutdown,
                     stage=stage,
@@ -220,6 +221,9 @@ def test_a_job_that_is_stopped_before_its_next_view_ends(
                 ),
             )
             return [exited(2, -9)]
+        if isinstance(instruction, EndHost):
+            # The stop of another terminal, or a repeated one, arrives after the decision on the view.
+            job.coordinator.stop_for_terminal(StopRequest())
         return [] if isinstance(instruction, StartWorker) else well(host, instruction)
 
     def announce(view: StartView, show_life: Callable[[], None], limit: float) -> StopRequest | None:
@@ -231,6 +235,7 @@ def test_a_job_that_is_stopped_before_its_next_view_ends(
     assert job.coordinator.run() == (130 if stage is Stage.RUNNING else 143)
     name = "SIGINT" if stage is Stage.RUNNING else "SIGTERM"
     assert f"stopped by {name}; no checkpoint of the last steps, because the object store" in job.notes()
+    assert "waiting up to" not in job.notes()
     first, second = limits
     assert first == math.inf
     assert second == math.inf if stage is Stage.RUNNING else 0.0 < second <= 20.0

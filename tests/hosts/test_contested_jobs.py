@@ -1,6 +1,7 @@
 """What the processes of a job with a standby do, one at a time: who may lead, who listens, who only lives."""
 
 import dataclasses
+import errno
 import itertools
 import math
 import os
@@ -21,6 +22,7 @@ import pytest
 
 from lockstep.checkpoint.object_store import StoreLease
 from lockstep.cli import task_role
+from lockstep.coordinator import admin_socket
 from lockstep.coordinator.admin_client import call_job
 from lockstep.coordinator.admin_socket import take_name
 from lockstep.coordinator.job_record import JobRecord, encode_record
@@ -76,6 +78,11 @@ def no_library(lease: StoreLease) -> Any:
     raise UnfitError("no obstore")
 
 
+def record_of(spec: JobSpec) -> bytes:
+    """The record of a job before its first step."""
+    return encode_record(JobRecord(spec, State.of(SPEC.view, TimeLimits(), JobSize.of(1, 1, 1)), ()))
+
+
 @pytest.mark.parametrize(
     ("term", "opens", "leaves"),
     [(0, no_library, False), (1, no_library, True), (1, lambda lease: OtherJob(), False)],
@@ -89,8 +96,7 @@ def test_a_coordinator_that_cannot_lead_leaves_a_job_that_another_one_may_contin
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
     channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
-    record = JobRecord(SPEC, State.of(SPEC.view, TimeLimits(), JobSize.of(1, 1, 1)), ())
-    content = Attachment.holding(encode_record(record))
+    content = Attachment.holding(record_of(SPEC))
     kept = KeepRecord(term, 1, b"")
     keeper.send(Coordinate(kept, content, term + 1, 0, "run", False, "here:1", None, None, None, None))
     with EventLoop() as loop, closing(keeper), closing(channel):
@@ -209,8 +215,7 @@ def test_other_terminals_are_answered_before_it_is_known_who_leads_the_job(
     keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
     channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
     spec = dataclasses.replace(SPEC, limits=JobLimits(grace=0.5))
-    record = JobRecord(spec, State.of(SPEC.view, TimeLimits(), JobSize.of(1, 1, 1)), ())
-    content = Attachment.holding(encode_record(record))
+    content = Attachment.holding(record_of(spec))
     kept = KeepRecord(1, 1, b"")
     name = f"waits-{os.getpid()}"
     with EventLoop() as loop, closing(keeper), closing(channel), take_name(name) as listener:
@@ -242,6 +247,25 @@ def test_other_terminals_are_answered_before_it_is_known_who_leads_the_job(
     assert isinstance(stopped, Status)
 
 
+def test_a_coordinator_without_descriptors_for_terminals_goes_on(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It only loses `lockstep stop` and the like."""
+    full = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    monkeypatch.setattr(admin_socket, "select", Mock(epoll=Mock(side_effect=full)))
+    monkeypatch.setattr(CoordinatorProcess, "_coordinate", lambda process, *_: 7)
+    process, keeper = waiting
+    spec = JobSpec(target="a.py", threads=1, run_dir=Path("run"))
+    content, kept = Attachment.holding(record_of(spec)), KeepRecord(0, 1, b"")
+    with take_name(f"full-{os.getpid()}") as listener:
+        terminals = Attachment.copy_of(listener.fileno())
+        keeper.send(Coordinate(kept, content, 1, 0, "run", False, "here:1", terminals, None, None, None))
+        assert process.run() == 7
+    assert process._requests is None
+    assert "Too many open files" in str(process._unanswered)
+
+
 def test_a_stop_that_has_waited_for_the_store_has_the_rest_of_the_grace_period(
     waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
 ) -> None:
@@ -257,6 +281,22 @@ def test_a_stop_that_has_waited_for_the_store_has_the_rest_of_the_grace_period(
     assert second == StopRequest(signal.SIGTERM)
     for end in commands:
         end.close()
+
+
+def test_a_stop_of_another_terminal_that_has_waited_for_the_store_has_the_rest_of_the_grace_period(
+    waiting: tuple[CoordinatorProcess, Channel[CoordinatorCommand, CoordinatorReport]],
+) -> None:
+    process, _ = waiting
+    process._turned, process._requested = (
+        True,
+        (StopRequest(signal.SIGTERM, 2.0), process._clock.now() - 17.0),
+    )
+    coordinator = Mock()
+    process._tend(coordinator, Mock())
+    (stop,) = coordinator.stop_for_terminal.call_args.args
+    assert stop.signal == signal.SIGTERM
+    assert stop.waited >= 19.0
+    assert process._requested is None
 
 
 def test_each_error_of_the_store_is_told_once(

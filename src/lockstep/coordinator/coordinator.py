@@ -22,7 +22,7 @@ from lockstep.coordinator.job_record import HostRecord, JobRecord, encode_record
 from lockstep.coordinator.narrator import Narrator
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.requests import Requests
-from lockstep.errors import CheckpointError, LockstepError, SupersededError
+from lockstep.errors import CheckpointError, LockstepError, SupersededError, UnfitError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
@@ -128,15 +128,16 @@ class Coordinator:
         before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get the instructions that follow from it.
-        announce: called with each view before agents hear of it, with a function to call every second, which
-            returns a stop that another terminal has requested,
-            meanwhile, and with the seconds left to a job that the user has stopped, otherwise infinity. If it
-            raises CheckpointError, this coordinator may not lead the job any more. If it returns the request
-            of the user to stop the job, that cannot wait for the view.
+        announce: called with each view before agents hear of it, with a function to call every second
+            meanwhile, which returns a stop that another terminal has requested, and with the seconds left to
+            a job that the user has stopped, otherwise infinity. If it raises CheckpointError, this
+            coordinator may not lead the job any more. If it returns the request of the user to stop the job,
+            that cannot wait for the view.
         notifies: whether the agents of other hosts show the notes of this process.
         term: the term of this coordinator; each one that takes over a job has a higher one.
         record: the record of the job that this coordinator takes over; None for a new job.
-        requests: where other terminals connect; None for a socket with the name of the run folder.
+        requests: where other terminals connect, or why none can; None for a socket with the name of the run
+            folder.
     """
 
     spec: JobSpec
@@ -156,7 +157,7 @@ class Coordinator:
     notifies: bool = False
     term: int = 1
     record: JobRecord | None = None
-    requests: AdminSocket | None = None
+    requests: AdminSocket | UnfitError | None = None
     _serial: int = 0
     _changed: bool = True
     _owing: list[HostAgent] = field(default_factory=list)
@@ -359,6 +360,9 @@ class Coordinator:
     # Decisions.
 
     def _decide(self, event: job_events.Event) -> None:
+        if self._outcome is not None and isinstance(event, run_events.StopRequested):
+            # It ends already, perhaps because of this stop, which did not wait for a view.
+            return
         now, was_elastic = self.clock.now(), self.state.elastic
         decision = decide(self.state, event, now)
         if decision.actions:
@@ -579,6 +583,8 @@ class Coordinator:
             # Without requests: commands without a name are for the only job that runs.
             return
         try:
+            if isinstance(self.requests, UnfitError):
+                raise self.requests
             name = self.paths.root.name
             self._requests.open(self.requests or AdminSocket.over(take_name(name), self._requests.answer))
         except LockstepError as error:

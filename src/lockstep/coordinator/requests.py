@@ -94,8 +94,8 @@ class Requests:
                 if reason := refusal(state, workers):
                     return Refused(reason)
                 self.decide(request)
-            case StopRequest(number) if state.active:
-                self.decide(StopRequested(number))
+            case StopRequest(number, waited) if state.active:
+                self.decide(StopRequested(number, round(waited, 3)))
             case StopRequest() | StatusRequest():
                 # A repeated request must not shorten the end of the job.
                 pass

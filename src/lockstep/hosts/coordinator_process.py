@@ -200,6 +200,7 @@ class CoordinatorProcess:
     _clock: SystemClock = field(default_factory=SystemClock)
     _postponed: deque[tuple[CoordinatorCommand | Unreadable, float]] = field(default_factory=deque)
     _requests: AdminSocket | None = None
+    _unanswered: UnfitError | None = None
     _requested: tuple[StopRequest, float] | None = None
 
     def run(self) -> int:
@@ -219,7 +220,11 @@ class CoordinatorProcess:
         self._contested = bool(spec.standby) and first.kept.term > 0
         self._leader = leader = self._leader_of(spec, first.address)
         if (listener := _listener(first.requests)) is not None:
-            self._requests = AdminSocket.over(listener, partial(self._answer, first, _decoded(first_kept)))
+            answer = partial(self._answer, first, _decoded(first_kept))
+            try:
+                self._requests = AdminSocket.over(listener, answer)
+            except UnfitError as error:
+                self._unanswered = error
 
         def show_life() -> StopRequest | None:
             self.keeper.send(KeepAlive())
@@ -335,7 +340,7 @@ class CoordinatorProcess:
                 notifies=first.notifies,
                 term=first.term,
                 record=record if has_begun else None,
-                requests=self._requests,
+                requests=self._requests or self._unanswered,
             )
             self.loop.before_each_wait(lambda: self._tend(coordinator, user))
             self.loop.watch(self.keeper.fileno(), lambda: self._hear(coordinator, user))
@@ -497,8 +502,8 @@ class CoordinatorProcess:
         if self._postponed:
             self._hear(coordinator, user)
         if self._requested is not None:
-            (stop, _), self._requested = self._requested, None
-            coordinator.stop_for_terminal(stop)
+            (stop, since), self._requested = self._requested, None
+            coordinator.stop_for_terminal(stop.after(self._clock.now() - since))
             return 0.0
         while self._late:
             host, agent = self._late.popleft()
