@@ -27,7 +27,7 @@ from lockstep.coordinator.admin_client import call_job
 from lockstep.coordinator.admin_socket import take_name
 from lockstep.coordinator.job_record import JobRecord, encode_record
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NetworkError, UnfitError
-from lockstep.hosts import agent_command, coordinator_process, gate, standby
+from lockstep.hosts import agent_command, agent_server, coordinator_process, gate, standby
 from lockstep.hosts.agent_command import AgentOptions
 from lockstep.hosts.agent_process import LeftOut
 from lockstep.hosts.agent_server import AgentServer
@@ -338,16 +338,20 @@ def test_what_the_keeper_says_during_a_wait_for_the_store_is_not_lost(
     assert [message for message, _ in process._postponed] == said
 
 
-@pytest.mark.parametrize("coordinates", [True, False])
-def test_the_agent_of_a_host_does_not_pass_for_a_coordinator(
-    monkeypatch: pytest.MonkeyPatch, coordinates: bool
+@pytest.mark.parametrize("role", ["agent", "gathers", "waits for its store", "leads"])
+def test_only_a_coordinator_that_leads_the_job_passes_for_one(
+    monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """It may listen at the address of the standby; then no job is led there."""
+    """An agent may listen at the address of the standby, and a standby that is cut off tries to lead."""
     monkeypatch.delenv(KEY_FILE, raising=False)
-    clock, answers = SystemClock(), list[bool]()
+    monkeypatch.setattr(agent_server, "ALIVE_EVERY", 0.01)
+    clock, answers, leads = SystemClock(), list[bool](), role == "leads"
+    monkeypatch.setattr(standby, "_ANSWER", 60.0 if leads else 0.5)
     with EventLoop() as loop:
         server = AgentServer(WITHOUT_KEY, lambda agent, offer: "", print, loop=loop, clock=clock)
-        agents = server if coordinates else None
+        if role in ("waits for its store", "leads"):
+            server.pass_on(lambda agent, offer: "", lambda agent: None, lambda: leads)
+        agents = server if role != "agent" else None
         opened = HostListener.open("127.0.0.1:0", WITHOUT_KEY, print, loop=loop, clock=clock, agents=agents)
         with closing(opened) as listener, closing(server):
             address = listener.listener.address
@@ -355,7 +359,7 @@ def test_the_agent_of_a_host_does_not_pass_for_a_coordinator(
             asks.start()
             while asks.is_alive():
                 loop.turn(0.01)
-    assert answers == [coordinates]
+    assert answers == [leads]
 
 
 def test_an_agent_waits_for_the_upload_of_its_coordinator(

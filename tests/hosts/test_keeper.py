@@ -1,9 +1,10 @@
 """What keeps the connections of a job leaves no agent without a word, unless the job is to be taken over."""
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,14 @@ import pytest
 from lockstep.hosts.keeper import ConnectedHost, Keeper
 from lockstep.observability.console import Console
 from lockstep.protocol.admin import StopChannel, StopRequest
-from lockstep.protocol.channel import Channel, PeerGone
-from lockstep.protocol.coordinator import CoordinatorCommand
+from lockstep.protocol.channel import Attachment, Channel, PeerGone
+from lockstep.protocol.coordinator import CoordinatorCommand, CoordinatorReport, RecordMade
 from lockstep.protocol.host import EndHost, HostReport, Instruction, KeepAlive, KeepRecord, ShowNote
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
 
 
 @contextmanager
@@ -109,3 +111,21 @@ def test_a_keeper_shows_that_it_lives_while_its_coordinator_does_not() -> None:
             keeper._tend()
             heard[shows] = agent.receive()
     assert heard == {True: KeepAlive(), False: None}
+
+
+def test_a_coordinator_leads_its_job_once_it_has_made_a_record() -> None:
+    """Until then, it may find that another one leads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    coordinator: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(
+        theirs, CoordinatorCommand
+    )
+    with kept() as (keeper, _, _), closing(coordinator):
+        keeper._coordinator = PacketChannel(ours, CoordinatorReport)
+        coordinator.send(KeepAlive())
+        keeper._hear_coordinator()
+        assert not keeper.leads
+        coordinator.send(RecordMade(KeepRecord(2, 1, b""), Attachment.holding(b"the record")))
+        keeper._hear_coordinator()
+        assert keeper.leads
+        assert keeper.kept.record == b"the record"
+        keeper._coordinator.close()

@@ -83,6 +83,7 @@ class AgentServer:
         self._rejected: dict[int, tuple[JoiningAgent, float]] = {}
         self._due = clock.now()
         self._take: Callable[[JoiningAgent], None] | None = None
+        self._leads: Callable[[], bool] = lambda: False
         loop.before_each_wait(self._tend)
 
     def admit(self, greeting: Greeting, connection: socket.socket, peer: str) -> None:
@@ -108,9 +109,21 @@ class AgentServer:
             self._loop.unwatch(agent.channel.fileno())
         return agents
 
-    def pass_on(self, judge: Judge, take: Callable[[JoiningAgent], None]) -> None:
-        """From now on, give agents that pass another `judge` to `take`, which serves their channels."""
-        self._judge, self._take = judge, take
+    def pass_on(
+        self,
+        judge: Judge,
+        take: Callable[[JoiningAgent], None],
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """From now on, give agents that pass another `judge` to `take`, which serves their channels.
+
+        Args:
+            judge: judges agents from now on.
+            take: takes an agent that has passed.
+            leads: returns whether the coordinator of this process leads the job. Only then, a connection that
+                offers nothing hears that this process lives (`standby.is_led_at`).
+        """
+        self._judge, self._take, self._leads = judge, take, leads
         for agent in list(self.agents):
             assert agent.offer is not None
             self._accept(agent, agent.offer)
@@ -194,7 +207,8 @@ class AgentServer:
                 self._hear(agent)
                 if agent not in self.agents and agent not in self._silent:
                     continue
-                agent.channel.send(KeepAlive())
+                if agent in self.agents or self._leads():
+                    agent.channel.send(KeepAlive())
                 if agent.channel.received != agent.received:
                     agent.received, agent.heard = agent.channel.received, now
                 if now - agent.heard > SILENCE:

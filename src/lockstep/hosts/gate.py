@@ -190,7 +190,7 @@ class Gate:
 
         for agent in agents:
             take(agent)
-        self.server.pass_on(judge, take)
+        self.server.pass_on(judge, take, lambda: newcomers.job_is_led)
 
     def _host_of(self, agent: JoiningAgent, name: str) -> AwaitedHost:
         """Return the host of an agent. Later agents must not contradict its offer."""

@@ -105,6 +105,7 @@ class Keeper:
         shows_life: whether the agents of other hosts hear that this process lives. Those of a job with a
             standby leave a silent host, but not one whose coordinator is replaced.
         is_over: whether the end of the job is decided, so that no host can join.
+        leads: whether a coordinator of this process has led the job.
     """
 
     kept: KeepRecord
@@ -121,6 +122,7 @@ class Keeper:
     address: str = ""
     shows_life: bool = False
     is_over: bool = field(default=False, init=False)
+    leads: bool = field(default=False, init=False)
     _process: "subprocess.Popen[bytes] | None" = None
     _coordinator: PacketChannel[CoordinatorCommand, CoordinatorReport] | None = None
     _requests: socket.socket | None = None
@@ -279,6 +281,7 @@ class Keeper:
                     return
                 case RecordMade(kept, record) if not record.is_missing:
                     self.kept = msgspec.structs.replace(kept, record=record.content())
+                    self.leads = True
                 case HostDropped(host):
                     self._drop(host)
                 case JobEnds():

@@ -85,6 +85,7 @@ class Newcomers:
     start: Callable[[str], AwaitedHost] | None = None
     _admit: Callable[[ConnectedHost], None] | None = None
     _is_over: Callable[[], bool] = lambda: True
+    _leads: Callable[[], bool] = lambda: False
     _hosts: dict[int, tuple[str, range]] = field(default_factory=dict)
     _candidates: list[_Candidate] = field(default_factory=list)
     _absent: dict[str, _Absent] = field(default_factory=dict)
@@ -97,14 +98,20 @@ class Newcomers:
             first += workers
         self._count = len(self._hosts)
 
-    def serve(self, admit: Callable[[ConnectedHost], None], is_over: Callable[[], bool]) -> None:
+    def serve(
+        self,
+        admit: Callable[[ConnectedHost], None],
+        is_over: Callable[[], bool],
+        leads: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Begin to admit hosts.
 
         Args:
             admit: lets a host take part in the job.
             is_over: returns whether the end of the job is decided.
+            leads: returns whether the coordinator of this process leads the job.
         """
-        self._admit, self._is_over = admit, is_over
+        self._admit, self._is_over, self._leads = admit, is_over, leads
         self.loop.before_each_wait(self._tend)
 
     def close(self) -> None:
@@ -117,6 +124,11 @@ class Newcomers:
         """The names of the hosts that take part, or are about to."""
         there = [name for name, _ in self._hosts.values()]
         return there + [candidate.host.name for candidate in self._candidates]
+
+    @property
+    def job_is_led(self) -> bool:
+        """Whether the coordinator of this process leads the job; another one may, until it knows."""
+        return self._leads()
 
     def free_name(self, name: str) -> str:
         """Return a name that no host has: several hosts may be on the loopback device."""

@@ -38,10 +38,12 @@ from lockstep.protocol.admin import StopChannel, StopRequest
 from lockstep.protocol.channel import PeerGone, Unreadable
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.host import (
+    ALIVE_EVERY,
     LEFT_OUT,
     MOST_QUEUED,
     SILENCE,
     BeginJob,
+    KeepAlive,
     Prepare,
     RemoteInstruction,
     RemoteReport,
@@ -63,7 +65,7 @@ from lockstep.transport.stream_channel import StreamChannel
 _CONNECT = 5.0
 """Seconds to connect to the standby."""
 _ANSWER = 10.0
-"""Seconds for a coordinator to answer: it shows every second that it lives."""
+"""Seconds for a coordinator to answer: once it leads the job, it shows every second that it lives."""
 _AGAIN = 30.0
 """Seconds from the start of a coordinator that could not lead the job to the next try."""
 _GATHERED = 60.0
@@ -198,7 +200,10 @@ class Standby:
 
 
 def is_led_at(address: str, *, encrypted: bool) -> bool:
-    """Return whether a coordinator answers at an address.
+    """Return whether a coordinator at an address leads the job, or does so within `_ANSWER`.
+
+    A standby that is cut off listens there, too, while it tries to take the job over. It shows no life to a
+    connection that offers nothing.
 
     Raises:
         ConfigError: there is no key, or it cannot be used.
@@ -225,7 +230,9 @@ def is_led_at(address: str, *, encrypted: bool) -> bool:
                     return True
             if (left := until - time.monotonic()) <= 0:
                 return False
-            wait_for([channel.fileno()], left)
+            # Silent connections are closed there.
+            channel.send(KeepAlive())
+            wait_for([channel.fileno()], min(left, ALIVE_EVERY))
 
 
 def lead(prepare: Prepare, begin: BeginJob, command: StopChannel) -> int:

@@ -231,7 +231,7 @@ class TakenOverJob:
                 shows_life=bool(spec.standby),
             )
             accept(newcomers)
-            newcomers.serve(keeper.add_host, lambda: keeper.is_over)
+            newcomers.serve(keeper.add_host, lambda: keeper.is_over, lambda: keeper.leads)
             return keeper.run()
 
     def _checkpoints(self, runs: JobSpec, job: bytes) -> Checkpoints | None:
