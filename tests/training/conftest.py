@@ -125,6 +125,31 @@ def launch(
     return run
 
 
+@pytest.fixture(scope="session")
+def run_tests(
+    commands: CommandServers, environment: dict[str, str], lean: Callable[..., dict[str, str]]
+) -> Callable[[str, str], None]:
+    """Run a test file, and tests of private parts, in a process that has imported another backend."""
+
+    def run(file: str, backend: str) -> None:
+        private = HERE / "test_private_parts.py"
+        names = (
+            "test_private_modules_have_the_parts_in_use",
+            "test_a_private_part_exists",
+            "test_a_moved_module_is_described_with_the_file_to_change",
+        )
+        arguments = ["-q", "-p", "no:cacheprovider", file, *(f"{private}::{name}" for name in names)]
+        program = f"import pytest, sys; sys.exit(pytest.main({arguments}))"
+        # The process is a fork of a server of jobs.
+        variables = environment | {"KERAS_BACKEND": backend} | lean(HERE / "together.py", backend)
+        importing = job_environment(0, 1, variables, backend=backend)
+        imports = (*IMPORTS_OF_JOBS, *imports_for_training(backend))
+        result = commands.run(["-c", program], variables, PATIENCE, imports, importing)
+        assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+
+    return run
+
+
 @pytest.fixture
 def repeat(
     request: pytest.FixtureRequest,

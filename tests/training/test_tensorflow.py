@@ -5,7 +5,6 @@ Keras has one backend a process: under another one, this file runs itself again.
 
 import inspect
 import json
-import os
 import random
 import runpy
 import subprocess
@@ -72,18 +71,8 @@ Array = npt.NDArray[Any]
 
 
 @pytest.mark.skipif(HERE, reason="this is that process")
-def test_in_a_process_with_the_tensorflow_backend(lean: Callable[..., dict[str, str]]) -> None:
-    private = Path(__file__).with_name("test_private_parts.py")
-    names = (
-        "test_private_modules_have_the_parts_in_use",
-        "test_a_private_part_exists",
-        "test_a_moved_module_is_described_with_the_file_to_change",
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += [f"{private}::{name}" for name in names]
-    environment = os.environ | {"KERAS_BACKEND": "tensorflow"} | lean(Path(__file__), "tensorflow")
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stdout[-5000:]
+def test_in_a_process_with_the_tensorflow_backend(run_tests: Callable[[str, str], None]) -> None:
+    run_tests(__file__, "tensorflow")
 
 
 def share(replica: int = 0, weight: float = 0.5) -> Share:

@@ -3,14 +3,10 @@
 Keras has one backend a process: under another one, this file runs itself again.
 """
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, ClassVar
 
 import keras
@@ -45,18 +41,8 @@ Y = X[:, :1]
 
 
 @pytest.mark.skipif(HERE or not find_spec("torch"), reason="this is that process, or there is no PyTorch")
-def test_in_a_process_with_the_pytorch_backend(lean: Callable[..., dict[str, str]]) -> None:
-    private = Path(__file__).with_name("test_private_parts.py")
-    names = (
-        "test_private_modules_have_the_parts_in_use",
-        "test_a_private_part_exists",
-        "test_a_moved_module_is_described_with_the_file_to_change",
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    command += [f"{private}::{name}" for name in names]
-    environment = os.environ | {"KERAS_BACKEND": "torch"} | lean(Path(__file__), "torch")
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
-    assert result.returncode == 0, result.stdout[-5000:]
+def test_in_a_process_with_the_pytorch_backend(run_tests: Callable[[str, str], None]) -> None:
+    run_tests(__file__, "torch")
 
 
 @pytest.fixture(autouse=True)
