@@ -2,12 +2,15 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+LEAN = ROOT / "tests" / "lean" / "sitecustomize.py"
+Lean = Callable[..., dict[str, str]]
 DRIVER = f"""
 import os, sys
 from pathlib import Path
@@ -49,23 +52,30 @@ model.fit(numpy.ones((400, 4)), numpy.ones(400), batch_size=8, epochs=1, verbose
 FAULT = "GPU 1: it has fallen off the bus"
 
 
-def lose(lockstep: Any, gpus: int, how: str, until: str) -> Any:
+def lose(lockstep: Any, lean: Lean, gpus: int, how: str, until: str) -> Any:
     (lockstep.folder / "driver").mkdir()
-    (lockstep.folder / "driver" / "sitecustomize.py").write_text(DRIVER)
-    (lockstep.folder / "script.py").write_text(SCRIPT)
+    (lockstep.folder / "driver" / "sitecustomize.py").write_text(f"{LEAN.read_text()}{DRIVER}")
+    script = lockstep.folder / "script.py"
+    script.write_text(SCRIPT)
     path = f"{lockstep.folder / 'driver'}:{os.environ.get('PYTHONPATH', '')}"
-    variables = {"GPUS": str(gpus), "HOW": how, "UNTIL": until, "LOST": str(lockstep.folder / "lost")}
+    variables = lean(script, "jax") | {
+        "PYTHONPATH": path,
+        "GPUS": str(gpus),
+        "HOW": how,
+        "UNTIL": until,
+        "LOST": str(lockstep.folder / "lost"),
+    }
     options = ("-n", "2", "--backend", "jax", "script.py")
-    done = lockstep.run(*options, PYTHONPATH=path, **variables)
+    done = lockstep.run(*options, **variables)
     assert done.status == 0, done.err
     assert [each["fault"] for each in done.events() if each["event"] == "gpu lost"] == [FAULT]
     assert f"lockstep: {FAULT}; no other worker gets it" in done.err
     return done
 
 
-def test_a_gpu_that_is_lost_is_named_and_no_other_worker_gets_it(lockstep: Any) -> None:
+def test_a_gpu_that_is_lost_is_named_and_no_other_worker_gets_it(lockstep: Any, lean: Lean) -> None:
     """Its worker is aborted, as JAX does after an error of CUDA. All other GPUs are in use."""
-    done = lose(lockstep, 2, "abort", "cannot start worker 2")
+    done = lose(lockstep, lean, 2, "abort", "cannot start worker 2")
     assert f"worker 1 was killed by SIGABRT, {FAULT}; worker 0 continues" in done.err
     assert f"cannot start worker 2: {FAULT}; no other GPU is free" in done.err
     assert not (done.folder / "worker-2.log").exists()
@@ -74,8 +84,8 @@ def test_a_gpu_that_is_lost_is_named_and_no_other_worker_gets_it(lockstep: Any) 
 
 
 @pytest.mark.ci
-def test_the_replacement_gets_a_gpu_that_no_worker_uses(lockstep: Any) -> None:
+def test_the_replacement_gets_a_gpu_that_no_worker_uses(lockstep: Any, lean: Lean) -> None:
     """Its worker raises an error of its backend."""
-    done = lose(lockstep, 3, "raise", "started-2")
+    done = lose(lockstep, lean, 3, "raise", "started-2")
     assert re.search(rf"worker 1 .*unspecified launch failure; {FAULT} \(sudo dmesg", done.err), done.err
     assert f"; {FAULT}; digest " in done.err

@@ -47,14 +47,22 @@ def await_stop(process: psutil.Process) -> None:
 
 
 @pytest.mark.ci
-def test_input_that_waits_and_a_stopped_worker(tmp_path: Path, pipe: Callable[[str], int]) -> None:
+def test_input_that_waits_and_a_stopped_worker(
+    tmp_path: Path, pipe: Callable[[str], int], lean: Callable[..., dict[str, str]]
+) -> None:
     shutil.copy(SCRIPT, tmp_path)
     gate, stops = pipe("gate"), pipe("stops")
     with Webhook() as webhook:
         process = subprocess.Popen(
             [sys.executable, "-c", PATCHED, "run", "-n", "2", "--notify", "env:HOOK", "stalling.py"],
             cwd=tmp_path,
-            env={**os.environ, "no_proxy": "*", "HOOK": webhook.url(), "KERAS_BACKEND": "jax"},
+            env={
+                **os.environ,
+                **lean(SCRIPT, "jax"),
+                "no_proxy": "*",
+                "HOOK": webhook.url(),
+                "KERAS_BACKEND": "jax",
+            },
             stderr=subprocess.PIPE,
             text=True,
         )
