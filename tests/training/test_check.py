@@ -84,7 +84,11 @@ def test_a_difference_that_nobody_names_is_a_failure(check: Check) -> None:
     [(signal.SIGTERM, 143), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)],
 )
 def test_the_job_ends_with_the_command(
-    environment: dict[str, str], tmp_path: Path, number: int, status: int
+    environment: dict[str, str],
+    lean: Callable[..., dict[str, str]],
+    tmp_path: Path,
+    number: int,
+    status: int,
 ) -> None:
     # A check may write to the cache.
     pipe, folder = tmp_path / "cache/pipe", tmp_path / "temporary"
@@ -92,7 +96,8 @@ def test_the_job_ends_with_the_command(
     pipe.parent.mkdir()
     os.mkfifo(pipe)
     command = [sys.executable, "-m", "lockstep", "check", "--backend", "jax", str(SCRIPT), "waits", str(pipe)]
-    variables = environment | {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(pipe.parent)}
+    variables = environment | lean(SCRIPT, "jax")
+    variables |= {"TMPDIR": str(folder), "XDG_CACHE_HOME": str(pipe.parent)}
     with subprocess.Popen(command, env=variables, cwd=tmp_path) as process:
         worker = os.pidfd_open(int(pipe.read_text()))
         process.send_signal(number)
