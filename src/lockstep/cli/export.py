@@ -93,7 +93,7 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
     The manifests are a Secret, a Service and an indexed Job, or a Secret and a JobSet, or a Secret, a
     TrainingRuntime and a TrainJob. SCRIPT is a path in the image, or with -m the name of a module there. The
     options below --user are those of lockstep run. The output contains a new key, which is nowhere else and
-    expires after 30 days. A process that has it can join the job.
+    expires as early as one of lockstep key. A process that has it can join the job.
     """
     from lockstep.transport.keys import JobKey
 

@@ -13,7 +13,6 @@ from lockstep.cli.completion import complete_job, complete_run
 from lockstep.cli.help import LazyGroup
 from lockstep.cli.parameter_types import PARTS, FolderOrUrl, Run
 from lockstep.errors import LockstepError, with_code
-from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
 from lockstep.system.prose import count, os_error, printable
 from lockstep.system.standard_streams import (
@@ -32,6 +31,7 @@ _ELSEWHERE = {
     "diff": ("lockstep.cli.diff", "Find the first step at which two runs differ, and why."),
     "explain": ("lockstep.cli.explain", "Explain an error, and say what to do."),
     "export": ("lockstep.cli.export", "Write the files with which another system runs a job."),
+    "key": ("lockstep.cli.key", "Write a new key to FILE, for jobs on several hosts."),
     "logs": ("lockstep.cli.logs", "Show the output of the workers of JOB."),
     "report": ("lockstep.cli.page", "Write the page of RUN to one HTML file."),
     "rerun": ("lockstep.cli.rerun", "Repeat RUN, and say whether the bits are equal."),
@@ -323,31 +323,6 @@ def top(job: str | None, interval: float, once: bool, as_csv: bool, as_json: boo
         else:
             status = show_job(job, interval, form, once=once)
     sys.exit(status)
-
-
-@cli.command()
-@click.argument("file", type=click.Path(path_type=Path))
-@click.option(
-    "--days",
-    type=click.IntRange(1, 3650),
-    default=30,
-    show_default=True,
-    help="Number of days until the key expires.",
-)
-def key(file: Path, days: int) -> None:
-    """Write a new key to FILE, for jobs on several hosts.
-
-    Jobs over hosts need a key, except over ssh. Copy FILE to each host. Only processes that have the key can
-    join a job that uses it.
-    """
-    from lockstep.transport.keys import JobKey
-
-    made = JobKey.generate(days)
-    made.write(file)
-    click.echo(
-        f"{click.format_filename(file)} contains a key that expires on {made.expiry}; copy it to each host, "
-        f"readable for you alone (mode 600), and set {KEY_FILE} to its path there"
-    )
 
 
 @cli.command()

@@ -46,7 +46,7 @@ from lockstep.launcher.backend import BACKENDS, RULE
 from lockstep.launcher.gpu_assignment import describe_sharing
 from lockstep.observability.console import Tee
 from lockstep.observability.exports import Exports
-from lockstep.protocol.job_spec import GRACE, MAX_RESTARTS, TIMEOUT, InputReading, JobSpec
+from lockstep.protocol.job_spec import GRACE, LARGEST_EXCHANGE, MAX_RESTARTS, TIMEOUT, InputReading, JobSpec
 from lockstep.system.environment import (
     WITNESS,
     cache_folder,
@@ -400,7 +400,7 @@ _GROUPS = {
     "--exact-batch",
     is_flag=True,
     help="Compute losses and metrics that compare the examples of a batch as in one process, even if "
-    "replicas have to exchange more than 16 MiB of outputs per step.",
+    f"replicas have to exchange more than {LARGEST_EXCHANGE >> 20} MiB of outputs per step.",
 )
 @click.option(
     "--local-steps",

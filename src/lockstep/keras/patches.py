@@ -29,6 +29,7 @@ from lockstep.observability.events import StrategyInstalled
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import PATCHES, definer
+from lockstep.worker.tf_distribute_shim import is_library
 
 _FUNCTIONS: dict[str, StepKind] = {
     "make_train_function": "train",
@@ -145,9 +146,8 @@ def _strategy_for_scripts(methods: ModelMethods, original: property) -> property
     """Let scripts read the strategy of a model. Keras, which would distribute by it, reads TensorFlow's."""
 
     def strategy(model: Any) -> Any:
-        caller = str(sys._getframe(1).f_globals.get("__name__"))
         strategy_of_model = None
-        if caller.partition(".")[0] not in ("keras", "lockstep", "tensorflow") and not _in_child():
+        if not is_library(sys._getframe(1).f_globals) and not _in_child():
             strategy_of_model = methods.strategy_of(model)
         return original.__get__(model) if strategy_of_model is None else strategy_of_model
 

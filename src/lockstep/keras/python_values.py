@@ -195,6 +195,11 @@ def is_of_program(cls: Any) -> bool:
     return is_in_program(cls.__module__)
 
 
+def is_of_keras(module: str) -> bool:
+    """Whether a module, given by its name, is one of Keras or of Lockstep."""
+    return module.startswith(("keras.", "lockstep."))
+
+
 @cache
 def is_in_program(name: str | None) -> bool:
     """Whether a module is the program's own, and not of a library."""

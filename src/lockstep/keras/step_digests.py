@@ -26,7 +26,7 @@ from msgspec import structs
 
 from lockstep.data.digest import digest_array, digest_arrays, digest_rows
 from lockstep.errors import LockstepError
-from lockstep.keras.backends.contract import Total, TrainingState
+from lockstep.keras.backends.contract import GRADIENTS, METRICS, Total, TrainingState
 from lockstep.keras.host_report import libraries
 from lockstep.keras.rounds import Round
 from lockstep.observability.events import (
@@ -546,6 +546,8 @@ def recorder_of(job: Job, to_numpy: Callable[[Any], npt.NDArray[Any]]) -> Digest
 
 def variable_names(model: Any) -> Describe:
     """Return a function that names the gradients and metrics of a model in partials by its variables."""
-    names = {f"gradient/{i}": variable.path for i, variable in enumerate(model.trainable_variables)}
-    names |= {f"metric/{i}": f"metric {variable.path}" for i, variable in enumerate(model.metrics_variables)}
+    names = {f"{GRADIENTS}{i}": variable.path for i, variable in enumerate(model.trainable_variables)}
+    names |= {
+        f"{METRICS}{i}": f"metric {variable.path}" for i, variable in enumerate(model.metrics_variables)
+    }
     return lambda name: names.get(name, name)

@@ -80,7 +80,7 @@ def launch(
         input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the
             result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
-            even if replicas have to exchange more than 16 MiB of outputs per step.
+            however many outputs replicas have to exchange for them.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
             default, all replicas take each step together.
         tensorboard: folder in which to write metrics and times for TensorBoard.

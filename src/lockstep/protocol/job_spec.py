@@ -26,6 +26,10 @@ AFTER_GRACE = 10.0
 MAX_RESTARTS = 10
 """How many lost workers a command replaces by default."""
 
+LARGEST_EXCHANGE = 16 << 20
+"""The most bytes of rows that replicas exchange in a step for losses and metrics of the whole batch, without
+`--exact-batch`."""
+
 InputReading = Literal["divided", "joint"]
 """Whether the workers divide the reading of datasets, or each reads everything."""
 

@@ -128,7 +128,7 @@ def fit(
             from those of the checkpoint.
         input: "divided", the default, or "joint": each worker reads the whole dataset.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
-            even if replicas have to exchange more than 16 MiB of outputs per step.
+            however many outputs replicas have to exchange for them.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
             default, all replicas take each step together.
         tf_distribute: whether to replace the strategies in `tf.distribute` with Lockstep's, on every backend.

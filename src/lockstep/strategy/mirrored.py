@@ -24,7 +24,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: the value of the property of this name. It does not select the workers.
         communication_options: how workers exchange data. It does not affect the result.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
-            even if replicas have to exchange more than 16 MiB of outputs per step.
+            however many outputs replicas have to exchange for them.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
             default, all replicas take each step together.
 
@@ -89,7 +89,7 @@ class MirroredStrategy(Strategy):
         devices: names such as "GPU:0" or "CPU:1"; None for all visible GPUs.
         cross_device_ops: ignored, because sums use a fixed tree; accepted as in `tf.distribute`.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
-            even if replicas have to exchange more than 16 MiB of outputs per step.
+            however many outputs replicas have to exchange for them.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
             default, all replicas take each step together.
 

@@ -23,6 +23,8 @@ from lockstep.system.files import open_regular
 
 MODE = 0o600
 """The mode of a key file."""
+DEFAULT_DAYS = 30
+"""How many days a key is valid by default."""
 
 _BYTES = 32
 _DAY = 24 * 3600
@@ -55,7 +57,7 @@ class JobKey:
     expires: int
 
     @classmethod
-    def generate(cls, days: float = 30.0, now: Callable[[], float] = time.time) -> "JobKey":
+    def generate(cls, days: float = DEFAULT_DAYS, now: Callable[[], float] = time.time) -> "JobKey":
         """Return a new key that is valid for `days`."""
         return cls(secrets.token_bytes(_BYTES), int(now() + days * _DAY))
 

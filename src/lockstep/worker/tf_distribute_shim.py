@@ -1,7 +1,7 @@
 """The names that scripts find in `tf.distribute`, with and without `--tf-distribute`."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from operator import attrgetter
 from pkgutil import resolve_name
@@ -73,7 +73,10 @@ All other names under `tf.distribute` stay TensorFlow's.
 _STRATEGIES = tuple(name for name in REPLACED | REFUSED if name.endswith("Strategy") and name != "Strategy")
 """The names that create one of TensorFlow's strategies."""
 
-_LIBRARIES = ("keras", "lockstep", "tensorflow")
+
+def is_library(code_globals: Mapping[str, Any]) -> bool:
+    """Whether code, given by its global variables, is of a library that reads what Lockstep replaces."""
+    return str(code_globals.get("__name__")).partition(".")[0] in ("keras", "lockstep", "tensorflow")
 
 
 def replace_names() -> None:
@@ -152,8 +155,7 @@ class DistributeModule(ModuleType):
         if isinstance(theirs, ModuleType) and any(ours.startswith(f"{full}.") for ours in REPLACED | REFUSED):
             module = vars(self)[name] = DistributeModule(theirs, f"{full}.")
             return module
-        asks = str(sys._getframe(1).f_globals.get("__name__"))
-        if asks.partition(".")[0] in _LIBRARIES:
+        if is_library(sys._getframe(1).f_globals):
             return theirs
         if full in REFUSED:
             return _refused(theirs, full)

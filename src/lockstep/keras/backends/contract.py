@@ -27,6 +27,9 @@ Total = Mapping[str, npt.NDArray[Any]]
 Trace = Callable[[Callable[[], bool]], AbstractContextManager[None]]
 """Returns the context of a trace; see `lockstep.keras.backends.traces.Traces.trace`."""
 
+GRADIENTS, METRICS, STATES, LOGS = "gradient/", "metric/", "state/", "log/"
+"""The prefixes of names of arrays that are summed: gradients, metric variables and changes of other state,
+whose positions follow, and logs, whose paths follow."""
 
 EQUAL = "equal/"
 """The prefix of names of arrays that are equal on all replicas and not summed. A number and a path follow."""

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.contract import StepKind, WholePart
+from lockstep.keras.backends.contract import GRADIENTS, StepKind, WholePart
 from lockstep.keras.choices import Choices
 from lockstep.keras.private.common import (
     CHOICES,
@@ -292,7 +292,7 @@ def combinable(
     measured = growths_of(model)
     growths = measured.steps.get(kind, {})
     if kind == "train" and measured.divisor > 1:
-        gradients = {(number, name): SUM for name in partial if name.startswith("gradient/")}
+        gradients = {(number, name): SUM for name in partial if name.startswith(GRADIENTS)}
         growths = {**growths, **gradients}
     return {
         name: scaled(array, growths[number, name], weight)

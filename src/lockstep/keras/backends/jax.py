@@ -27,6 +27,10 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import (
     EQUAL,
+    GRADIENTS,
+    LOGS,
+    METRICS,
+    STATES,
     BlockUpdate,
     Partial,
     StepKind,
@@ -388,7 +392,7 @@ class JaxProgram(JaxState):
             return "it does not have one gradient for each weight"
         if any(gradient.dtype != weight.dtype for gradient, weight in zip(gradients, state[0], strict=True)):
             return "a gradient has another dtype than its weight"
-        rest = {name: array for name, array in total.items() if not name.startswith("gradient/")}
+        rest = {name: array for name, array in total.items() if not name.startswith(GRADIENTS)}
         return JaxBlockUpdate(
             blocks,
             state,
@@ -421,11 +425,11 @@ class JaxProgram(JaxState):
 
     def layers(self, state: Any) -> Mapping[str, Any]:
         """Return the values, in the state, of the layers' state that the step changes."""
-        return {name: state[1][int(name.removeprefix("state/"))] for name in self._changing}
+        return {name: state[1][int(name.removeprefix(STATES))] for name in self._changing}
 
     def layer_of(self, position: int) -> str | None:
         """Return the name of a variable that the step changes, or None."""
-        name = f"state/{position}"
+        name = f"{STATES}{position}"
         return name if name in self._changing else None
 
     def put(
@@ -454,7 +458,7 @@ class JaxProgram(JaxState):
         """
         variables = self._model.metrics_variables
         positions = {id(variable): i for i, variable in enumerate(variables)}
-        after = {each: metrics[i] + total[f"metric/{i}"] for each, i in positions.items()}
+        after = {each: metrics[i] + total[f"{METRICS}{i}"] for each, i in positions.items()}
         return [after[id(variable)] for variable in variables]
 
     def _packed_compute(
@@ -495,14 +499,14 @@ class JaxProgram(JaxState):
                 result = self._test((trainable, mixed, _zeros(rest[0])), data, len(earlier))
         if gathers.ended:
             return gathers.arrays, None
-        partial = {f"gradient/{i}": g for i, g in enumerate(gradients)}
+        partial = {f"{GRADIENTS}{i}": g for i, g in enumerate(gradients)}
         number = len(updating(earlier))
         if result is None:
             return combinable(self._model, self._kind, number, partial, weight), None
         logs, (after, metrics) = result
         self._metric_arguments = gathers.metrics
         partial |= gathers.arrays
-        partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
+        partial |= {f"{METRICS}{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._logged_values(logs, results, weight)
         if not earlier:
@@ -577,7 +581,8 @@ class JaxProgram(JaxState):
 
     def _layers_after(self, before: list[Any], last: Mapping[str, Any]) -> list[Any]:
         after = [
-            value + last[f"state/{i}"] if f"state/{i}" in last else value for i, value in enumerate(before)
+            value + last[f"{STATES}{i}"] if f"{STATES}{i}" in last else value
+            for i, value in enumerate(before)
         ]
         for name in last:
             if name.startswith(EQUAL):
@@ -620,9 +625,9 @@ class JaxProgram(JaxState):
                 # Every replica advances its key by the same amount: the change of replica 0 counts, or that
                 # of the only replica.
                 counts = (replica == 0) | (weight == 1)
-                changes[f"state/{i}"] = jnp.where(counts, new - old, jnp.zeros_like(old))
+                changes[f"{STATES}{i}"] = jnp.where(counts, new - old, jnp.zeros_like(old))
             elif jnp.issubdtype(old.dtype, jnp.floating):
-                changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
+                changes[f"{STATES}{i}"] = (new - old) * weight.astype(old.dtype)
             else:
                 # `new` may be the memory of another array.
                 path = self._model.non_trainable_variables[i].path
@@ -641,7 +646,7 @@ class JaxProgram(JaxState):
         if self._log_template is None:
             return {}
         # Copies, because an output that is an input would share the total's memory.
-        logged = {name: jnp.copy(value) for name, value in total.items() if name.startswith("log/")}
+        logged = {name: jnp.copy(value) for name, value in total.items() if name.startswith(LOGS)}
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
             return self._log_template.assembled(logged)
@@ -743,8 +748,8 @@ def _zeros(variables: list[Any]) -> list[Any]:
 
 
 def _gradients(total: Mapping[str, Any]) -> list[Any]:
-    count = sum(name.startswith("gradient/") for name in total)
-    return [total[f"gradient/{i}"] for i in range(count)]
+    count = sum(name.startswith(GRADIENTS) for name in total)
+    return [total[f"{GRADIENTS}{i}"] for i in range(count)]
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 
+from lockstep.keras.backends.contract import LOGS
 from lockstep.worker.patch_registry import replaced
 
 _Path = tuple[str, ...]
@@ -144,4 +145,4 @@ def _within(result: Any, path: _Path) -> Any:
 
 def _name(path: _Path) -> str:
     # Doubled slashes keep the names of different paths different.
-    return "log/" + "/".join(name.replace("/", "//") for name in path)
+    return LOGS + "/".join(name.replace("/", "//") for name in path)

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.backends.contract import GRADIENTS, METRICS, StepKind
 from lockstep.keras.backends.growth import LIKE_LOSS, growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
@@ -224,19 +224,19 @@ def names_like_loss(model: Any, kind: StepKind, arrays: Mapping[str, Any]) -> li
     """Return the names of the arrays that are proportional to the loss, or to weights that it has scaled."""
     metrics = flat_metrics(weighted_metrics(model)) if _SCALED in arrays else []
     scaled = {id(variable) for metric in metrics for variable in metric.variables}
-    states = {f"metric/{i}" for i, v in enumerate(model.metrics_variables) if id(v) in scaled}
+    states = {f"{METRICS}{i}" for i, v in enumerate(model.metrics_variables) if id(v) in scaled}
     return [name for name in arrays if name in states or is_proportional_to_loss(model, kind, name)]
 
 
 def is_proportional_to_loss(model: Any, kind: StepKind, name: str) -> bool:
     """Whether the array with a name in a partial of a step is proportional to the loss."""
-    if name.startswith("gradient/"):
+    if name.startswith(GRADIENTS):
         return True
     if growths_of(model).steps.get(kind, {}).get((0, name)) == LIKE_LOSS:
         return True
-    if not name.startswith("metric/") or (total := loss_total(model)) is None:
+    if not name.startswith(METRICS) or (total := loss_total(model)) is None:
         return False
-    return model.metrics_variables[int(name.removeprefix("metric/"))] is total
+    return model.metrics_variables[int(name.removeprefix(METRICS))] is total
 
 
 def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, SlotValue
 from lockstep.keras.private.common import has_weight_decay, rate_object
+from lockstep.keras.python_values import is_of_keras
 from lockstep.keras.variables import named_arrays
 
 BLOCK = 1 << (18 if keras.backend.backend() == "torch" else 16)
@@ -43,7 +44,6 @@ _ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion", "Ftrl", "Nadam"]
 )
 """Keras's optimizers whose blocks have the bits of the whole update."""
-_OF_LOCKSTEP_AND_KERAS = ("keras.", "lockstep.")
 
 Array = npt.NDArray[Any]
 
@@ -191,7 +191,7 @@ def _replaced_methods(optimizer: Any) -> list[str]:
     of_class = [
         name
         for name, method in inspect.getmembers(type(optimizer), inspect.isfunction)
-        if not method.__module__.startswith(_OF_LOCKSTEP_AND_KERAS)
+        if not is_of_keras(method.__module__)
     ]
     return [*own_methods(optimizer), *of_class]
 

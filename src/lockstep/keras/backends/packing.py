@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from lockstep.collectives.layout import ALIGNMENT
-from lockstep.keras.backends.contract import EQUAL, GATHERED
+from lockstep.keras.backends.contract import EQUAL, GATHERED, LOGS
 
 SMALL = 1 << 16
 """The size in bytes of the largest array that is packed."""
@@ -131,4 +131,4 @@ def is_packable(name: str, array: Any) -> bool:
 
     The shapes of figures that a step logs can vary.
     """
-    return not name.startswith((EQUAL, GATHERED)) and (not name.startswith("log/") or not array.shape)
+    return not name.startswith((EQUAL, GATHERED)) and (not name.startswith(LOGS) or not array.shape)

@@ -53,6 +53,9 @@ from lockstep.keras.backends.common import (
 from lockstep.keras.backends.contract import (
     EQUAL,
     GATHERED,
+    GRADIENTS,
+    LOGS,
+    METRICS,
     VARIABLE,
     BlockUpdate,
     Partial,
@@ -303,7 +306,7 @@ class GlobalUpdate:
 
     def apply_separately(self, scale: Any, total: Mapping[str, Any], *, xla: bool) -> None:
         """Make the same update in a separate graph, which XLA compiles if `xla`."""
-        used = {name: t for name, t in total.items() if name.startswith("gradient/") or name == "density"}
+        used = {name: t for name, t in total.items() if name.startswith(GRADIENTS) or name == "density"}
         if self._function is not None:
             self._function(scale, used)
             return
@@ -320,7 +323,7 @@ class GlobalUpdate:
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
     """Return the gradients of an update from its total, with None where no replica has a gradient."""
-    return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
+    return [total.get(f"{GRADIENTS}{i}") for i in range(len(update.variables))]
 
 
 # Making a tensor takes about 20 us. Nothing writes to a tensor that has another reference.
@@ -469,7 +472,7 @@ class TensorFlowProgram(VariableState):
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
         """Add the metrics of a total."""
-        (tensors,) = self._tensors([{n: a for n, a in total.items() if n.startswith(("metric/", "log/"))}])
+        (tensors,) = self._tensors([{n: a for n, a in total.items() if n.startswith((METRICS, LOGS))}])
         if self._finish is None:
             self._finish = self._metrics_added
             if not self._eager:
@@ -478,15 +481,15 @@ class TensorFlowProgram(VariableState):
 
     def _metrics_added(self, total: Mapping[str, Any]) -> dict[str, Any]:
         for name, variable in self._assigned.named.items():
-            if name.startswith("metric/"):
+            if name.startswith(METRICS):
                 variable.assign_add(total[name])
         if self._log_template is None:
             return {}
-        logged = {name: value for name, value in total.items() if name.startswith("log/")}
+        logged = {name: value for name, value in total.items() if name.startswith(LOGS)}
         return self._log_template.assembled(logged)
 
     def _layers(self) -> dict[str, tf.Variable]:
-        return {n: v for n, v in self._assigned.named.items() if not n.startswith("metric/")}
+        return {n: v for n, v in self._assigned.named.items() if not n.startswith(METRICS)}
 
     def _apply_function(self, unit: Any, totals: Sequence[Total]) -> Callable[..., Any]:
         """Return the function that applies totals like these: one graph, or several if XLA compiles some.
@@ -513,7 +516,7 @@ class TensorFlowProgram(VariableState):
                 self._updates(len(totals)), updating(tensors), xla, strict=False
             ):
                 update.apply_separately(scale, total, xla=uses_xla)
-            rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
+            rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith(GRADIENTS)}
             if not finish:
                 finish.append(executable(self._finished, self._jit, unit, _specs(rest)))
             logs: dict[str, Any] | None = finish[0](unit, rest)
@@ -703,7 +706,7 @@ class TensorFlowProgram(VariableState):
             self._form.show(number, ended=False)
             self._trace = RoundTrace(ended=False)
             return gathers.arrays, {}, None
-        dense = {f"gradient/{i}": tf.convert_to_tensor(g) for i, g in enumerate(gradients) if g is not None}
+        dense = {f"{GRADIENTS}{i}": tf.convert_to_tensor(g) for i, g in enumerate(gradients) if g is not None}
         if not weighed:
             dense = {name: g * tf.cast(weight, g.dtype) for name, g in dense.items()}
         if logs is None:
@@ -805,7 +808,7 @@ class TensorFlowProgram(VariableState):
             {
                 name: copied(value, scale if is_proportional_to_loss(self._model, self._kind, name) else unit)
                 for name, value in total.items()
-                if name.startswith("log/")
+                if name.startswith(LOGS)
             }
         )
         return with_figures(logs, figures)

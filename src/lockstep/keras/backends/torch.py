@@ -48,6 +48,9 @@ from lockstep.keras.backends.common import (
 )
 from lockstep.keras.backends.contract import (
     EQUAL,
+    GRADIENTS,
+    METRICS,
+    STATES,
     VARIABLE,
     BlockUpdate,
     Partial,
@@ -232,7 +235,7 @@ class StateTensor:
     def name(self, position: int) -> str:
         """Return the name of its change, or of its new value, in a partial."""
         sums = self.changes_equally or self.tensor.is_floating_point()
-        return f"state/{position}" if sums else f"{EQUAL}{position}/{self.path}"
+        return f"{STATES}{position}" if sums else f"{EQUAL}{position}/{self.path}"
 
 
 @dataclass(frozen=True)
@@ -476,11 +479,11 @@ class TorchProgram(TorchState):
                 tensor.copy_(change) if name.startswith(EQUAL) else tensor.add_(change)
             if self._kind == "predict":
                 for i in self._metrics_of_layers:
-                    self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
+                    self._metrics[i].add_(borrowed(last[f"{METRICS}{i}"], self._metrics[i].device))
             if self._log_template is None:
                 return None
             for i in self._distinct_metrics:
-                self._metrics[i].add_(borrowed(last[f"metric/{i}"], self._metrics[i].device))
+                self._metrics[i].add_(borrowed(last[f"{METRICS}{i}"], self._metrics[i].device))
             figures: Mapping[str, Any] = {}
             if self._metric_arguments is not None:
                 device = keras.ops.convert_to_tensor(0).device
@@ -508,7 +511,7 @@ class TorchProgram(TorchState):
         total = divided(self._model, self._kind, totals[0])
         positions = {id(variable): i for i, variable in enumerate(blocks.trained)}
         gradients = {
-            positions[id(variable)]: total[f"gradient/{i}"]
+            positions[id(variable)]: total[f"{GRADIENTS}{i}"]
             for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
             if present
         }
@@ -535,12 +538,12 @@ class TorchProgram(TorchState):
 
     def layers(self, state: Any) -> Mapping[str, Any]:
         """Return the values of the layers' state that the step changes."""
-        return {f"state/{i}": self._tensors[i] for i in self._changing}
+        return {f"{STATES}{i}": self._tensors[i] for i in self._changing}
 
     def layer_of(self, position: int) -> str | None:
         """Return the name of a variable that the step changes, or None."""
         wanted = self._model.non_trainable_variables[position].value
-        return next((f"state/{i}" for i in self._changing if self._tensors[i] is wanted), None)
+        return next((f"{STATES}{i}" for i in self._changing if self._tensors[i] is wanted), None)
 
     def put(
         self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
@@ -564,7 +567,7 @@ class TorchProgram(TorchState):
             if self._log_template is None:
                 return {}, None
             for i in self._distinct_metrics:
-                self._metrics[i].add_(borrowed(total[f"metric/{i}"], self._metrics[i].device))
+                self._metrics[i].add_(borrowed(total[f"{METRICS}{i}"], self._metrics[i].device))
             return mapped(log_value, self._log_template.assembled(total)), None
 
     def _run(
@@ -582,7 +585,7 @@ class TorchProgram(TorchState):
         if self._kind == "predict":
             with torch.no_grad(), weighted_means(weight), refusing_to_gather():
                 self._outputs.append((share.replica, model.predict_step(data)))
-                return {f"metric/{i}": self._metrics[i].detach().clone() for i in self._metrics_of_layers}
+                return {f"{METRICS}{i}": self._metrics[i].detach().clone() for i in self._metrics_of_layers}
         gathers = StepGathers(earlier, share.start, weight, share.examples)
         with (
             replica_step(model, self._kind, weight, gathers) as (densities, results),
@@ -603,7 +606,7 @@ class TorchProgram(TorchState):
             return partial
         self._metric_arguments = gathers.metrics
         partial |= gathers.arrays
-        partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
+        partial |= {f"{METRICS}{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
         with torch.no_grad():
             if earlier:
                 return partial
@@ -707,7 +710,7 @@ class TorchProgram(TorchState):
             return {}
         present = [float(gradient is not None) for gradient in recorder.gradients]
         gradients = weighted(recorder.gradients, [v.value for v in recorder.update.variables], weight)
-        return {"present": torch.tensor(present)} | {f"gradient/{i}": g for i, g in enumerate(gradients)}
+        return {"present": torch.tensor(present)} | {f"{GRADIENTS}{i}": g for i, g in enumerate(gradients)}
 
     def _repeat(self, update: Update, total: Total, before: VariablesBefore) -> None:
         """Make the update of an earlier round, which lasts until the end of the step."""
@@ -724,7 +727,7 @@ class TorchProgram(TorchState):
 
     def _update(self, update: Update, total: Total) -> None:
         gradients = [
-            borrowed(total[f"gradient/{i}"], variable.value.device) if present else None
+            borrowed(total[f"{GRADIENTS}{i}"], variable.value.device) if present else None
             for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
         ]
         if not only_reads_gradients(update.optimizer):

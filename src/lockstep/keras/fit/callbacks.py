@@ -27,6 +27,7 @@ from lockstep.keras.private.common import (
     OrbaxWriter,
     ProgressBar,
 )
+from lockstep.keras.python_values import is_of_keras
 from lockstep.keras.state.callback_states import listed
 from lockstep.keras.worker_exchange import agree
 from lockstep.system.mounts import is_shared
@@ -330,10 +331,7 @@ def without_writers(callbacks: Any) -> list[Any]:
 def has_batch_methods(callbacks: Any) -> bool:
     """Whether one of the program's own callbacks has a method for training batches."""
     methods = [getattr(callback, name, None) for callback in listed(callbacks) for name in _ON_BATCH]
-    libraries = ("keras.", "lockstep.")
-    return any(
-        method and not (getattr(method, "__module__", "") or "").startswith(libraries) for method in methods
-    )
+    return any(method and not is_of_keras(getattr(method, "__module__", "") or "") for method in methods)
 
 
 def _writing_once(callback: Any, resumes: bool) -> Any:

@@ -38,6 +38,9 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import (
     EQUAL,
     GATHERED,
+    GRADIENTS,
+    LOGS,
+    METRICS,
     RARE,
     SCALED,
     Backend,
@@ -57,7 +60,7 @@ Array = npt.NDArray[Any]
 
 _CHANGE = "change/"
 """The prefix of names of weighted changes in a partial. The name of a variable follows."""
-_FIGURES = ("metric/", "log/")
+_FIGURES = (METRICS, LOGS)
 _LARGE = 1 << 14
 """Bytes of an array that are worth another exchange, to find out whether it changes at all."""
 _ROUNDING = 32
@@ -160,7 +163,7 @@ class LocalProgram:
                     inner, step_figures = self._inner_step(inner, batch, batch.examples / size)
                     part = share.weight * batch.examples / examples
                     for name, value in step_figures.items():
-                        summand = value * value.dtype.type(part) if name.startswith("log/") else value
+                        summand = value * value.dtype.type(part) if name.startswith(LOGS) else value
                         figures[name] = figures[name] + summand if name in figures else summand
             after = self._values(inner)
         finally:
@@ -337,7 +340,7 @@ def _refuse_sums(model: Any) -> None:
     """Raise ModelError for losses that are not means over examples: a replica's own would be smaller."""
     growths = growths_of(model)
     gradients = [
-        growth for (_, name), growth in growths.steps.get("train", {}).items() if name.startswith("gradient/")
+        growth for (_, name), growth in growths.steps.get("train", {}).items() if name.startswith(GRADIENTS)
     ]
     if growths.divisor > 1 or any(
         growth != MEAN for growth in (*growths.losses.values(), *growths.layers.values(), *gradients)

@@ -50,7 +50,16 @@ from lockstep.data.batch import Share
 from lockstep.errors import DataError, ModelError, PeerError
 from lockstep.keras.assignments import reads_observed_by
 from lockstep.keras.backends.common import has_own, without_summaries
-from lockstep.keras.backends.contract import GATHERED, Backend, StepKind, WholePart
+from lockstep.keras.backends.contract import (
+    GATHERED,
+    GRADIENTS,
+    LOGS,
+    METRICS,
+    STATES,
+    Backend,
+    StepKind,
+    WholePart,
+)
 from lockstep.keras.backends.growth import (
     HALF_TOLERANCE,
     LIKE_LOSS,
@@ -94,14 +103,13 @@ from lockstep.keras.private.common import (
     run_eagerly,
     wrapped_function,
 )
+from lockstep.keras.python_values import is_of_keras
 from lockstep.keras.randomness import current_states, random_numbers
 from lockstep.keras.reached_objects import unchanged
 from lockstep.keras.variables import flat_metrics, optimizers_of
+from lockstep.protocol.job_spec import LARGEST_EXCHANGE
 from lockstep.worker.job import Job
 from lockstep.worker.patch_registry import replaced
-
-LARGEST_EXCHANGE = 16 << 20
-"""The most bytes of rows that replicas exchange in a step for losses and metrics of the whole batch."""
 
 _OF_LOSSES = ("the loss ", "the sum of losses ", "compute_loss of ", "train_step of ", "test_step of ")
 METRIC, FIGURE = "the metric ", "the figure "
@@ -567,7 +575,7 @@ class Trial:
             logs = model.compute_metrics(x, y, _cut(outputs, part), _cut(weights, part))
             figures = LogTemplate(model, logs, results).values
         arrays = {
-            f"metric/{i}": _numpy(scope.get_current_value(variable)) / part.weight
+            f"{METRICS}{i}": _numpy(scope.get_current_value(variable)) / part.weight
             for i, variable in enumerate(variables)
         }
         return arrays | {name: _numpy(value) for name, value in figures.items()}
@@ -614,7 +622,7 @@ class Trial:
                 if group[0] in figures:
                     continue
                 arrays = rounds[0]
-                is_state = group[0].startswith(STATES)
+                is_state = group[0].startswith(STATE_CHANGES)
                 if is_state and (not (methods or whole) or arrays[0][group[0]].dtype.kind != "f"):
                     continue
                 if (
@@ -626,7 +634,7 @@ class Trial:
                 value, values = self._growth_of_group(
                     kind, group, rounds, with_loss=number == 0 and "loss" not in whole
                 )
-                if summed and group[0].startswith("gradient/"):
+                if summed and group[0].startswith(GRADIENTS):
                     # The rule has made them what means are.
                     if value not in (MEAN, _NOTHING):
                         self._name(f"{names[0]}, whose gradients are added up as by tf.distribute")
@@ -689,7 +697,7 @@ class Trial:
                         growth = LIKE_LOSS
                 values_by_growth.setdefault(growth, values)
         if either and values_by_growth.keys() <= {_NOTHING}:
-            is_mean = not self._has_denominators or _is_independent(either, group[0].startswith("log/"))
+            is_mean = not self._has_denominators or _is_independent(either, group[0].startswith(LOGS))
             values_by_growth[MEAN if is_mean else _EITHER] = either[0][0]
         if len(values_by_growth) > 1:
             values_by_growth.pop(_NOTHING, None)
@@ -726,7 +734,7 @@ class Trial:
         if "metrics" not in self.growths.whole:
             return frozenset()
         attempts = self._tried(["compute_metrics"], self._metric_states)
-        return frozenset(name for attempt in attempts for name in attempt if name.startswith("log/"))
+        return frozenset(name for attempt in attempts for name in attempt if name.startswith(LOGS))
 
     def _attempts(self, kind: StepKind, summed: bool) -> list[list[list[dict[str, Array]]]]:
         """Return the `_rounds` of a step; also with thinned denominators, if its losses have their own.
@@ -813,9 +821,7 @@ class Trial:
         It divides the mean of a replica by their number, which is right for replicas with equal numbers of
         examples only.
         """
-        if not all(
-            np.allclose(of_two[name], of_one[name]) for name in of_two if name.startswith("gradient/")
-        ):
+        if not all(np.allclose(of_two[name], of_one[name]) for name in of_two if name.startswith(GRADIENTS)):
             self._name(f"{kind}_step of {type(self._model).__name__} where replicas have unequal shares")
 
     # What all trials share.
@@ -948,7 +954,7 @@ class Trial:
 
     def _shows_loss(self, name: str, owners: Mapping[int, Any]) -> bool:
         """Whether an array of a partial is zero for each batch only if the loss of the program is zero."""
-        if name.startswith("gradient/"):
+        if name.startswith(GRADIENTS):
             return True
         # A step of the program's own may not track it.
         tracked = not any(has_own(self._model, step) for step in ("train_step", "test_step"))
@@ -1094,7 +1100,7 @@ class _UnlikeStepsError(Exception):
     """A step has made another update, or other figures, of a half of the rows than of all."""
 
 
-STATES = ("state/", "layer/")
+STATE_CHANGES = (STATES, "layer/")
 """The beginnings of the names of changes of layers' states in a partial, by the backends."""
 
 
@@ -1114,8 +1120,8 @@ class _Assignments(keras.StatelessScope):  # type: ignore[misc]
 
 def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
     """Return the names of arrays that have one growth: the gradients together, other values one by one."""
-    gradients = [name for name in arrays if name.startswith("gradient/")]
-    others = [[name] for name in arrays if name.startswith(("metric/", "log/", *STATES))]
+    gradients = [name for name in arrays if name.startswith(GRADIENTS)]
+    others = [[name] for name in arrays if name.startswith((METRICS, LOGS, *STATE_CHANGES))]
     return [gradients, *others] if gradients else others
 
 
@@ -1272,7 +1278,7 @@ def _largest(array: Array) -> float:
 def _is_own(layer: Any) -> bool:
     """Whether a method of a layer is not one of Keras's, or it wraps a module of PyTorch."""
     module = getattr(type(layer).call, "__module__", "")
-    return not module.startswith(("keras.", "lockstep.")) or _may_add_losses(layer) or bool(modules_of(layer))
+    return not is_of_keras(module) or _may_add_losses(layer) or bool(modules_of(layer))
 
 
 def _may_compare_rows(layer: Any) -> bool:

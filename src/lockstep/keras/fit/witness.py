@@ -56,7 +56,7 @@ import numpy.typing as npt
 
 from lockstep.errors import LockstepError
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.backends.contract import Backend, StepKind, Total
+from lockstep.keras.backends.contract import GRADIENTS, METRICS, Backend, StepKind, Total
 from lockstep.keras.backends.growth import MEAN, SUM, Growths, growths_of, runs_python
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import is_gather
@@ -76,7 +76,7 @@ from lockstep.keras.fit.trials import (
     FIGURE,
     LIBRARIES,
     METRIC,
-    STATES,
+    STATE_CHANGES,
     UNTRIED,
     LayerCalls,
     neutral,
@@ -453,11 +453,11 @@ class _Comparison:
             # States of layers and of metrics do not depend on what becomes of the losses.
             of_losses = (*growths.losses.values(), *growths.layers.values())
             summed = growths.divisor != 1 or any(growth != MEAN for growth in of_losses)
-            return summed or any(name.startswith("gradient/") for name in combined)
+            return summed or any(name.startswith(GRADIENTS) for name in combined)
         if part.startswith("state ") and not part.startswith("state of "):
-            return any(name.startswith(STATES) for name in combined)
+            return any(name.startswith(STATE_CHANGES) for name in combined)
         states = self.model.metrics_variables
-        counted = {id(states[int(name.partition("/")[2])]) for name in combined if name.startswith("metric/")}
+        counted = {id(states[int(name.partition("/")[2])]) for name in combined if name.startswith(METRICS)}
         variables = self._variables()
         owners = {owner for name, owner in self._metrics().items() if id(variables[name]) in counted}
         return part.removeprefix("state of ") in owners
@@ -838,7 +838,7 @@ class _Comparison:
                 outcome.gradients |= {
                     (update, int(name.partition("/")[2])): np.array(array)
                     for name, array in named.items()
-                    if name.startswith("gradient/")
+                    if name.startswith(GRADIENTS)
                 }
             return outcome
 

@@ -7,7 +7,7 @@ import keras
 import numpy.typing as npt
 
 from lockstep.data.batch import Batch
-from lockstep.keras.backends.contract import ServedProgram
+from lockstep.keras.backends.contract import GRADIENTS, ServedProgram
 from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess
@@ -95,9 +95,9 @@ class WorkerStep:
         results.pop("density", None)
         present = results.pop("present", None)
         gradients = {
-            i: results.pop(f"gradient/{i}")
+            i: results.pop(f"{GRADIENTS}{i}")
             for i in range(len(self._process.model.trainable_variables))
-            if f"gradient/{i}" in results
+            if f"{GRADIENTS}{i}" in results
         }
         if present is not None:
             gradients = {i: gradient for i, gradient in gradients.items() if present[i]}

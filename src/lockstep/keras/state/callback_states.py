@@ -15,6 +15,7 @@ from lockstep.checkpoint.values import pack
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import CheckpointError
 from lockstep.keras.private.common import CHANGED_BY_TRAINING, SET_BY_PROCESS
+from lockstep.keras.python_values import is_of_keras
 from lockstep.keras.state.report_callback import ReportCallback
 from lockstep.system.notes import note
 
@@ -97,7 +98,7 @@ def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]
 
 def _is_users(callback: Any) -> bool:
     """Whether the class of a callback is the program's own."""
-    of_library = type(callback).__module__.startswith(("keras.", "lockstep."))
+    of_library = is_of_keras(type(callback).__module__)
     return not of_library or type(callback) is keras.callbacks.LambdaCallback
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from lockstep.data.digest import digest_arrays
 from lockstep.keras.private.common import layers_of, tensorflow_not_imported
+from lockstep.keras.python_values import is_of_keras
 from lockstep.worker.program_sources import is_own
 
 Settings = Mapping[str, str]
@@ -176,7 +177,7 @@ def _parameters(callback: Any) -> dict[str, Any]:
 
     Text of the program's own callbacks is omitted, as it may be a path.
     """
-    of_keras = type(callback).__module__.startswith(("keras.", "lockstep."))
+    of_keras = is_of_keras(type(callback).__module__)
     recorded_types = type(None) | bool | int | float | (str if of_keras else bool)
     parameters: dict[str, Any] = {}
     for base in type(callback).__mro__:
