@@ -38,10 +38,10 @@ from lockstep.keras.host_report import HostReport, host_report, refuse_unlike
 from lockstep.keras.rounds import ExchangeCall, Round
 from lockstep.keras.verdicts import (
     Answer,
-    Answers,
     Hashes,
     Roles,
     Verdict,
+    are_equal,
     differing_names,
     judge_again,
     judge_sum,
@@ -80,7 +80,7 @@ class _Attempts:
     newest: dict[int, Any] = field(default_factory=dict)
 
     def made(self, replica: int, number: int) -> list[Hashes]:
-        """Compute a replica until there are `number` attempts; return their hashes.
+        """Compute a replica until there are `number` attempts; return the hashes of these.
 
         If the computation is interrupted by an exception, a second call continues it.
         """
@@ -91,7 +91,7 @@ class _Attempts:
             self.round_.begin([replica])
             hashes.append(_hashes_of(self.round_, replica))
             self.newest[replica] = started.get(replica)
-        return hashes
+        return hashes[:number]
 
 
 class _SumAnswer(NamedTuple):
@@ -281,38 +281,40 @@ class Verifier:
             return ()
         if self._attempts is None or self._attempts.round_ is not round_:
             self._attempts = _Attempts(round_)
+        made = self._attempts.made
         if compares_hosts:
-            self._exchange(partial(self._compare_hosts, round_), round_.catching_up)
-        if drawn:
-            self._verify(round_, drawn)
+            self._exchange(partial(self._compare_hosts, round_, made), round_.catching_up)
+        while drawn and (fault := self._partial_fault(round_, drawn, made, "gradient")):
+            # The others follow if they still differ without the worker at fault.
+            self._follow(fault)
         round_.verified, self._attempts = True, None
         return drawn
 
-    def _compare_hosts(self, round_: Round, view: View, communicator: Communicator) -> None:
+    def _compare_hosts(
+        self,
+        round_: Round,
+        made: Callable[[int, int], list[Hashes]],
+        view: View,
+        communicator: Communicator,
+    ) -> None:
         """Let the first worker of each host compute replica 0, with all operations of the program."""
         round_.entered()
         worker = self._job.worker
         round_.begin(view.replicas_of(worker))
         leads = any(host[0] == worker for host in view.hosts)
-        from_here = (self._made(0, 1), host_report(self._job)) if leads else None
+        from_here = (made(0, 1), host_report(self._job)) if leads else None
         round_.settle()
         label = f"the comparison of hosts in {round_.label}"
         blobs = communicator.gather(msgspec.msgpack.encode(from_here), what=label)
         of_workers = [msgspec.msgpack.decode(blob, type=_FromHost | None) for blob in blobs]
         (hashes, first), *others = filter(None, of_workers)
-        unlike = [(made, report) for made, report in others if made != hashes]
+        unlike = [(made_there, report) for made_there, report in others if made_there != hashes]
         if unlike:
-            made, other = unlike[0]
-            answers = (Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made)))
+            made_there, other = unlike[0]
+            answers = (Answer(first.worker, tuple(hashes)), Answer(other.worker, tuple(made_there)))
             shown = listed(self._differing(round_, answers))
             reports = (first, *(report for _, report in unlike))
             refuse_unlike(self._job, round_.label, shown, reports, texts_of_all(communicator, label))
-
-    def _verify(self, round_: Round, drawn: Sequence[int]) -> None:
-        """Return once all answers for the replicas of a round are equal."""
-        while fault := self._partial_fault(round_, drawn, self._made, "gradient"):
-            # The others follow if they still differ without the worker at fault.
-            self._follow(fault)
 
     def _follow(self, fault: _Fault) -> None:
         """See `Verifications.follow`."""
@@ -338,14 +340,14 @@ class Verifier:
         act = partial(self._answers, round_, replicas, 1, made)
         answers_of = self._exchange(act, round_.catching_up)
         doubted = [replica for replica in replicas if verifications.answers_before(part, replica, number)]
-        differing = [replica for replica, answers in answers_of.items() if not answers.are_equal]
+        differing = [replica for replica, answers in answers_of.items() if not are_equal(answers)]
         if not (doubted or differing):
             if part == "gradient":
-                self._verified = {r: answers.owner.attempts[0] for r, answers in answers_of.items()}
+                self._verified = {r: answers[0].attempts[0] for r, answers in answers_of.items()}
             return None
         replica = [*doubted, *differing][0]
         act = partial(self._answers, round_, [replica], 2, made)
-        answers = self._exchange(act, round_.catching_up)[replica].present
+        answers = self._exchange(act, round_.catching_up)[replica]
         earlier = verifications.answers_before(part, replica, number)
         present = with_earlier(answers, earlier)
         verdict, names = judge_again(answers, earlier), self._differing(round_, present)
@@ -363,8 +365,8 @@ class Verifier:
         made: Callable[[int, int], list[Hashes]],
         view: View,
         communicator: Communicator,
-    ) -> dict[int, Answers]:
-        """Compute what this worker has to, and return the answers of all workers, by replica.
+    ) -> dict[int, list[Answer]]:
+        """Compute what this worker has to; return the answers of all workers, by replica, the owner's first.
 
         Args:
             round_: the round.
@@ -398,11 +400,10 @@ class Verifier:
             )
             for replica, role, hashes in made_there:
                 answers_of[replica][role] = Answer(sender, tuple(hashes), places)
-        return {replica: Answers(**answers) for replica, answers in answers_of.items()}
-
-    def _made(self, replica: int, number: int) -> list[Hashes]:
-        assert self._attempts is not None
-        return self._attempts.made(replica, number)[:number]
+        return {
+            replica: [answers[role] for role in ("owner", "checker", "third") if role in answers]
+            for replica, answers in answers_of.items()
+        }
 
     def _rounded(self, round_: Round, replica: int, number: int) -> list[Hashes]:
         """Round a partial to small integers a number of times; return the hashes."""

@@ -67,22 +67,6 @@ class StateBefore(NamedTuple):
         return program.load(state, self.arrays)
 
 
-class _StateAnswer(NamedTuple):
-    """The hashes that a worker has of its state.
-
-    Attributes:
-        worker: its id.
-        compared: the last step after which it has known that all states are equal.
-        attempts: the hashes, of one attempt or of two.
-        places: see `Answer`.
-    """
-
-    worker: int
-    compared: int
-    attempts: tuple[Hashes, ...]
-    places: tuple[str, ...]
-
-
 class StateVerifier:
     """Verifies the state of a training in its verified steps.
 
@@ -120,12 +104,12 @@ class StateVerifier:
             # Keras itself cannot read them either.
             return None
         before = self._copied(values, owners)
-        answers = self._answers(before, (before.hashes,), label, lambda: program.published(state))
+        answers, _ = self._answers(before, (before.hashes,), label, lambda: program.published(state))
         first, differing = _judged(answers, list(values))
         if first.kind != "equal":
             before = self._copied(values, owners)
-            answers = self._answers(before, (before.hashes,), label, lambda: program.published(state))
-            self._compare(answers, list(values), f"{label}: the state before the step", "memory")
+            answers, known = self._answers(before, (before.hashes,), label, lambda: program.published(state))
+            self._compare(answers, known, list(values), f"{label}: the state before the step", "memory")
             self._verifications.publish(Verdict("repeated", first.workers), differing, "memory")
         return before
 
@@ -162,27 +146,29 @@ class StateVerifier:
             StepWithdrawn: another worker decides which state is right.
         """
         hashes, names = self._hashes(program, result)
-        answers = self._answers(before, (hashes,), label, lambda: program.published(result[1]))
+        answers, known = self._answers(before, (hashes,), label, lambda: program.published(result[1]))
         earlier = self._verifications.answers_before("update")
         if again is None:
-            self._compare(answers, names, f"{label}: the state after the step", "update")
+            self._compare(answers, known, names, f"{label}: the state after the step", "update")
         elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1 or earlier:
             result = again(before.restored(program, result[1]))
             second, names = self._hashes(program, result)
-            answers = self._answers(before, (hashes, second), label, lambda: program.published(result[1]))
+            answers, _ = self._answers(before, (hashes, second), label, lambda: program.published(result[1]))
             verdict, differing = _judged(answers, names, earlier)
-            self._verifications.withdraw_step(verdict, differing, "update", _hashes_of(answers))
+            self._verifications.withdraw_step(verdict, differing, "update", answers)
             self._verifications.follow(verdict, f"{label}: the state after the update", differing, "update")
         self._verifications.note_compared(before.owners, self._verifications.step)
         return result
 
-    def _compare(self, answers: Sequence[_StateAnswer], names: Sequence[str], label: str, part: str) -> None:
-        """Roll back if the states of workers differ.
+    def _compare(
+        self, answers: Sequence[Answer], known: int, names: Sequence[str], label: str, part: str
+    ) -> None:
+        """Roll back if the states of workers differ, to `known`, the last step after which all were equal.
 
         In a step that was not verified, the workers of a host may have had the same wrong total. So they do
         not outvote another host.
         """
-        verdict, differing = _judged(answers, names, _hashes_of(answers))
+        verdict, differing = _judged(answers, names, answers)
         if verdict.kind == "equal":
             return
         self._verifications.publish(verdict, differing, part)
@@ -194,7 +180,7 @@ class StateVerifier:
             f"are right{verdict.why}; the processor, the memory or a library of one of their hosts is at "
             "fault",
             verdict.workers,
-            min(answer.compared for answer in answers),
+            known,
         )
 
     def _hashes(self, program: TrainingState, result: Result) -> tuple[Hashes, list[str]]:
@@ -208,34 +194,25 @@ class StateVerifier:
         attempts: tuple[Hashes, ...],
         label: str,
         catching_up: Callable[[], AbstractContextManager[None]],
-    ) -> list[_StateAnswer]:
-        """Return the answers of all workers."""
-        compared = self._verifications.compared(before.owners)
-        blob = msgspec.msgpack.encode(
-            _StateAnswer(self._job.worker, compared, attempts, self._verifications.places)
-        )
+    ) -> tuple[list[Answer], int]:
+        """Return all answers, and the last step after which all workers knew that their states were equal."""
+        answer = Answer(self._job.worker, attempts, self._verifications.places)
+        blob = msgspec.msgpack.encode((answer, self._verifications.compared(before.owners)))
 
         def gather(_: View, communicator: Communicator) -> list[bytes]:
             return communicator.gather(blob, what=f"the verification of the state in {label}")
 
-        return [
-            msgspec.msgpack.decode(other, type=_StateAnswer)
-            for other in self._job.exchange(gather, catching_up)
-        ]
-
-
-def _hashes_of(answers: Sequence[_StateAnswer]) -> list[Answer]:
-    return [Answer(answer.worker, answer.attempts, answer.places) for answer in answers]
+        blobs = self._job.exchange(gather, catching_up)
+        of_workers = [msgspec.msgpack.decode(other, type=tuple[Answer, int]) for other in blobs]
+        return [answer for answer, _ in of_workers], min(compared for _, compared in of_workers)
 
 
 def _judged(
-    answers: Sequence[_StateAnswer], names: Sequence[str], earlier: Sequence[Answer] = ()
+    answers: Sequence[Answer], names: Sequence[str], earlier: Sequence[Answer] = ()
 ) -> tuple[Verdict, list[str]]:
     """Return who is at fault, and the names of the arrays that differ."""
-    hashed = with_earlier(_hashes_of(answers), earlier)
-    return judge_again(_hashes_of(answers), earlier), differing_names(
-        names, [hashes for answer in hashed for hashes in answer.attempts]
-    )
+    attempts = [hashes for answer in with_earlier(answers, earlier) for hashes in answer.attempts]
+    return judge_again(answers, earlier), differing_names(names, attempts)
 
 
 def _hashed(arrays: Mapping[str, npt.NDArray[Any]]) -> Hashes:

@@ -102,24 +102,6 @@ class Answer(NamedTuple):
         return len(set(self.attempts)) == 1
 
 
-class Answers(NamedTuple):
-    """The answers of all workers for a replica."""
-
-    owner: Answer
-    checker: Answer | None = None
-    third: Answer | None = None
-
-    @property
-    def present(self) -> tuple[Answer, ...]:
-        """The answers that exist, the owner's first."""
-        return tuple(answer for answer in self if answer is not None)
-
-    @property
-    def are_equal(self) -> bool:
-        """Whether all attempts of all workers have the same bits."""
-        return len({hashes for answer in self.present for hashes in answer.attempts}) == 1
-
-
 class Verdict(NamedTuple):
     """The conclusion from the answers for a part of a step.
 
@@ -146,13 +128,18 @@ class Verdict(NamedTuple):
         )
 
 
+def are_equal(answers: Sequence[Answer]) -> bool:
+    """Whether all attempts of all workers have the same bits."""
+    return len({hashes for answer in answers for hashes in answer.attempts}) == 1
+
+
 def judge(answers: Sequence[Answer]) -> Verdict:
     """Decide which workers are at fault. Pure.
 
     Args:
         answers: of different workers: two attempts of each, or one of a worker that decides between others.
     """
-    if len({hashes for answer in answers for hashes in answer.attempts}) == 1:
+    if are_equal(answers):
         return Verdict("equal")
     steady = [answer for answer in answers if answer.is_steady]
     shaky = [answer for answer in answers if not answer.is_steady]
