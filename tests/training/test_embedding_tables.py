@@ -128,8 +128,8 @@ def compiled(make: Callable[[], keras.Model], optimizer: Any = "sgd") -> keras.M
 
 def found(model: keras.Model, x: Any = X) -> tuple[dict[str, list[np.ndarray]], dict[str, str]]:
     tables, reasons = find_tables(model, lambda: x, adapter().steps().to_numpy)
-    lookups = zip(tables.tables, tables.lookups(x), strict=True)
-    return {table.layer.path: calls for table, calls in lookups}, reasons
+    lookups = zip(tables.layers.values(), tables.lookups(x), strict=True)
+    return {layer.path: calls for layer, calls in lookups}, reasons
 
 
 @pytest.mark.parametrize("make", [functional, Recommender])

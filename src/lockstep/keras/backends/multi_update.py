@@ -159,7 +159,7 @@ class RoundCount:
         return number >= self._last
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundForm:
     """The form of a round, which its computation has shown, and which is equal for all replicas of a step.
 

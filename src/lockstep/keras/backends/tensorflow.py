@@ -765,7 +765,7 @@ class TensorFlowProgram(VariableState):
             if not same_bits(variable, value):
                 refuse_own_update(variable.name)
         self._form.show(number, recorder.update, ended=logs is not None)
-        self._trace = RoundTrace(operations, recorder.update, ended=logs is not None)
+        self._trace = RoundTrace(recorder.update, logs is not None, operations)
         return recorder.gradients, logs
 
     def _computed(

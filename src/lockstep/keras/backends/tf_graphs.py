@@ -13,7 +13,7 @@ import tensorflow as tf
 from lockstep.errors import LockstepError, ModelError
 from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import EQUAL, StepKind
-from lockstep.keras.backends.multi_update import Update, refuse_own_update
+from lockstep.keras.backends.multi_update import RoundForm, refuse_own_update
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.nests import declared_writable
 from lockstep.keras.private.common import KERAS_SEED
@@ -96,18 +96,14 @@ class UpdateOperations:
 
 
 @dataclass
-class RoundTrace:
-    """The properties of a step or function that tracing it for one round, or running it eagerly, has shown.
+class RoundTrace(RoundForm):
+    """The form of a round that tracing a step or function for it, or running it eagerly, has shown.
 
     Attributes:
         operations: the operations of the updates in its graph.
-        update: the round's own update, if there is one.
-        ended: whether the step or function has run to its end.
     """
 
     operations: UpdateOperations = field(default_factory=UpdateOperations)
-    update: Update | None = None
-    ended: bool = True
 
     def uses_update(self, graph: Any) -> bool:
         """Whether `graph` uses variables that the round's own update would have changed, after the update."""

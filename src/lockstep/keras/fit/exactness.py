@@ -59,16 +59,6 @@ def kinds_per_replica(model: Any) -> list[str]:
     return [*kinds, "the overflow of float16 gradients"] if scales and is_half else kinds
 
 
-def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
-    """Name the states of layers that a trial shows not to be means over examples.
-
-    Args:
-        model: the model, built.
-        batch: the batch whose rows to try.
-    """
-    return _states_across_examples(model, batch)
-
-
 def summed_occurrences(model: Any) -> list[str]:
     """Name the optimizers that update an Embedding differently from plain Keras where ids repeat.
 
@@ -167,8 +157,13 @@ def _masks(layer: Any) -> bool:
     return bool(getattr(layer, "mask_zero", False) or isinstance(layer, keras.layers.Masking) or has_own_mask)
 
 
-def _states_across_examples(model: Any, batch: TriedBatch) -> list[str]:
-    """Name the variables of the program's own layers whose change in a step is not a mean over examples."""
+def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
+    """Name the states of layers that a trial shows not to be means over examples.
+
+    Args:
+        model: the model, built.
+        batch: the batch whose rows to try.
+    """
     variables = _own_states(model)
     if not variables:
         return []

@@ -261,7 +261,9 @@ class Served(Mirrored):
             self._parts.backend.to_numpy,
         )
         for layer in server_layers(model):
-            if (reason := others.get(layer.path)) or all(layer is not table.layer for table in tables.tables):
+            if (reason := others.get(layer.path)) or all(
+                layer is not other for other in tables.layers.values()
+            ):
                 raise ModelError(
                     f"layer {layer.path!r} is a ServerEmbedding, of which workers read rows only, but "
                     f"{reason or 'it is not trainable, or the model does not call it'}; use "

@@ -47,38 +47,24 @@ _STYLE = re.compile("\x1b\\[[0-9;]*m")
 """The codes with which Keras highlights parts of messages."""
 
 
-@dataclass(frozen=True)
-class EmbeddingTable:
-    """A table whose rows are read as needed.
-
-    Attributes:
-        layer: the layer that looks up rows.
-        variable: the position of the table among the trainable variables.
-    """
-
-    layer: Any
-    variable: int
-
-
 class EmbeddingTables:
-    """The tables of a model, and which rows of them a batch looks up.
+    """The tables of a model whose rows are read as needed, and which rows of them a batch looks up.
 
     Args:
-        tables: the tables, in the order of their layers.
+        layers: the layer that looks up rows of each table, by the table's position among the trainable
+            variables, in the order of the layers.
         model: the model that they belong to; None if there are no tables.
         to_numpy: reads a tensor.
     """
 
-    def __init__(
-        self, tables: Sequence[EmbeddingTable], model: Any, to_numpy: Callable[[Any], Array]
-    ) -> None:
-        self.tables, self._model, self._to_numpy = tuple(tables), model, to_numpy
+    def __init__(self, layers: Mapping[int, Any], model: Any, to_numpy: Callable[[Any], Array]) -> None:
+        self.layers, self._model, self._to_numpy = layers, model, to_numpy
         self._traces: dict[Any, _Trace] = {}
 
     @property
     def variables(self) -> frozenset[int]:
         """The positions of the tables among the trainable variables."""
-        return frozenset(table.variable for table in self.tables)
+        return frozenset(self.layers)
 
     def lookups(self, x: Any) -> list[list[Array]]:
         """Return, for each table, the positions of the rows that each call of its layer looks up.
@@ -92,7 +78,7 @@ class EmbeddingTables:
         x = _arranged(self._model, x)
         shapes = tuple(tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(x))
         if shapes not in self._traces:
-            layers = [table.layer for table in self.tables]
+            layers = [*self.layers.values()]
             try:
                 with graph_kept(self._model):
                     trace = _traced(self._model, layers, x)
@@ -107,11 +93,8 @@ class EmbeddingTables:
             self._traces[shapes] = trace
         ids_by_layer = self._traces[shapes].ids(x, self._to_numpy)
         return [
-            [
-                positions_of(table.layer.path, table.layer.input_dim, ids)
-                for ids in ids_by_layer[table.layer.path]
-            ]
-            for table in self.tables
+            [positions_of(layer.path, layer.input_dim, ids) for ids in ids_by_layer[layer.path]]
+            for layer in self.layers.values()
         ]
 
 
@@ -128,6 +111,7 @@ class LookedUpRows:
 
     def __init__(self, tables: EmbeddingTables, model: Any) -> None:
         self._tables, self._model = tables, model
+        self._layers = tuple(tables.layers.values())
         self._rows: list[Any] = []
         self._ids: list[list[Array]] = []
         self._distinct: list[tuple[Array, Array]] = []
@@ -135,15 +119,15 @@ class LookedUpRows:
         self._stack = ExitStack()
 
     def __enter__(self) -> "LookedUpRows":
-        for number, table in enumerate(self._tables.tables):
-            layer, variable = table.layer, embedding_table(table.layer)
+        for number, layer in enumerate(self._layers):
+            variable = embedding_table(layer)
             self._stack.enter_context(unreadable(layer, partial(_read_in_step, layer.path)))
             self._stack.enter_context(replaced(layer, "call", partial(self._look_up, number)))
             if number == len(self._rows):
                 self._rows.append(_room(layer, 1))
             _put_variable(layer, variable, self._rows[number])
             self._stack.callback(self._put_back, number, variable)
-        if self._tables.tables:
+        if self._layers:
             call = partial(self._call_model, self._model.call)
             self._stack.enter_context(replaced(self._model, "call", call))
         return self
@@ -160,24 +144,24 @@ class LookedUpRows:
         Raises:
             DataError: an id is outside of its table.
         """
-        self._ids = self._tables.lookups(x()) if self._tables.tables else []
+        self._ids = self._tables.lookups(x()) if self._layers else []
         self._distinct = [
             np.unique(np.concatenate([ids.ravel() for ids in calls]), return_inverse=True)
             for calls in self._ids
         ]
         return {
-            table.variable: rows for table, (rows, _) in zip(self._tables.tables, self._distinct, strict=True)
+            position: rows for position, (rows, _) in zip(self._tables.layers, self._distinct, strict=True)
         }
 
     def make_room(self) -> bool:
         """Make room for the rows of the batch, and return whether that has changed variables of the model."""
         changed = False
-        for number, (table, (_, inverse)) in enumerate(zip(self._tables.tables, self._distinct, strict=True)):
+        for number, (layer, (_, inverse)) in enumerate(zip(self._layers, self._distinct, strict=True)):
             old, needed = self._rows[number], len(inverse)
             if needed <= old.shape[0]:
                 continue
             size = needed if old.shape[0] == 1 else 1 << (needed - 1).bit_length()
-            self._replace(number, _room(table.layer, size))
+            self._replace(number, _room(layer, size))
             changed = True
         return changed
 
@@ -185,50 +169,50 @@ class LookedUpRows:
         """Return a state that Keras threads through its steps, with room for the rows of the batch."""
         if state is None:
             return None
-        rows = {table.variable: self._rows[i].value for i, table in enumerate(self._tables.tables)}
+        rows = {position: room.value for position, room in zip(self._tables.layers, self._rows, strict=True)}
         return [rows.get(i, value) for i, value in enumerate(state[0])], *state[1:]
 
     def placed(self, weights: Sequence[Array]) -> list[Array]:
         """Return weights that have distinct rows of the tables, with the rows of all lookups instead."""
         placed = list(weights)
-        for room, table, (_, inverse) in zip(self._rows, self._tables.tables, self._distinct, strict=True):
-            rows = placed[table.variable]
-            placed[table.variable] = np.zeros(room.shape, rows.dtype)
-            np.take(rows, inverse, axis=0, out=placed[table.variable][: len(inverse)])
+        for room, position, (_, inverse) in zip(self._rows, self._tables.layers, self._distinct, strict=True):
+            rows = placed[position]
+            placed[position] = np.zeros(room.shape, rows.dtype)
+            np.take(rows, inverse, axis=0, out=placed[position][: len(inverse)])
         return placed
 
     def collected(self, gradients: Mapping[int, Array]) -> dict[int, Array]:
         """Return gradients with the sums over all lookups of each distinct row."""
         collected = dict(gradients)
-        for table, (rows, inverse) in zip(self._tables.tables, self._distinct, strict=True):
-            gradient = collected.get(table.variable)
+        for position, (rows, inverse) in zip(self._tables.layers, self._distinct, strict=True):
+            gradient = collected.get(position)
             if gradient is not None:
-                collected[table.variable] = summed_by_row(gradient[: len(inverse)], inverse, len(rows))
+                collected[position] = summed_by_row(gradient[: len(inverse)], inverse, len(rows))
         return collected
 
     def _replace(self, number: int, variable: Any) -> None:
         """Put another variable in place of the one that a layer has for its rows."""
-        _put_variable(self._tables.tables[number].layer, self._rows[number], variable)
+        _put_variable(self._layers[number], self._rows[number], variable)
         self._rows[number] = variable
 
     def _put_back(self, number: int, variable: Any) -> None:
         """Put a table in place of the variable that its layer has for rows."""
-        _put_variable(self._tables.tables[number].layer, self._rows[number], variable)
+        _put_variable(self._layers[number], self._rows[number], variable)
 
     def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._calls = [[] for _ in self._rows]
         outputs = call(*args, **kwargs)
-        for table, calls, ids in zip(self._tables.tables, self._calls, self._ids, strict=True):
+        for layer, calls, ids in zip(self._layers, self._calls, self._ids, strict=True):
             if len(calls) != len(ids):
                 raise ModelError(
-                    f"a step calls layer {table.layer.path!r} {len(calls)} times, and not {len(ids)} times "
+                    f"a step calls layer {layer.path!r} {len(calls)} times, and not {len(ids)} times "
                     f"as when the ids were computed; {_ADVICE}"
                 )
         return outputs
 
     def _look_up(self, number: int, ids: Any) -> Any:
         """Look up rows in place of an `Embedding`'s `call`."""
-        table, calls = self._tables.tables[number], self._calls[number]
+        layer, calls = self._layers[number], self._calls[number]
         shape = tuple(keras.ops.shape(ids))
         expected_ids = self._ids[number]
         expected_shape = expected_ids[len(calls)].shape if len(calls) < len(expected_ids) else None
@@ -236,14 +220,14 @@ class LookedUpRows:
             all(isinstance(size, int) for size in shape) and shape != expected_shape
         ):
             raise ModelError(
-                f"a step looks up ids of the shape {shape} in layer {table.layer.path!r}, which do not "
+                f"a step looks up ids of the shape {shape} in layer {layer.path!r}, which do not "
                 f"follow from the model's inputs; {_ADVICE}"
             )
         first = sum(prod(earlier) for earlier in calls)
         calls.append(shape)
         rows = keras.ops.convert_to_tensor(self._rows[number])[first : first + prod(shape)]
-        rows = keras.ops.reshape(rows, (*shape, table.layer.output_dim))
-        return keras.ops.cast(rows, table.layer.compute_dtype)
+        rows = keras.ops.reshape(rows, (*shape, layer.output_dim))
+        return keras.ops.cast(rows, layer.compute_dtype)
 
 
 def _put_variable(layer: Any, old: Any, new: Any) -> None:
@@ -301,13 +285,14 @@ def find_tables(
             cause = f"its ids cannot be computed before the step ({type(error).__name__}: {_line_of(error)})"
             hindrances = {layer.path: cause for layer in layers}
         reasons |= {path: hindrance for path, hindrance in hindrances.items() if hindrance}
-        tables = [
-            EmbeddingTable(layer, positions[id(embedding_table(layer))])
+        # No table is of several layers.
+        read = {
+            positions[id(embedding_table(layer))]: layer
             for layer in layers
             if layer.path not in reasons and trace.calls[layer.path]
-        ]
-        return EmbeddingTables(tables, model, to_numpy), reasons
-    return EmbeddingTables((), model, to_numpy), reasons
+        }
+        return EmbeddingTables(read, model, to_numpy), reasons
+    return EmbeddingTables({}, model, to_numpy), reasons
 
 
 def _line_of(error: BaseException) -> str:
