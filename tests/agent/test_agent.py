@@ -258,7 +258,7 @@ def test_the_end_of_a_job_that_failed_has_the_steps_that_are_known(stage: Stage)
         worker.end(1)
 
     (finished,) = stage.run(fails, fails).events_of("finished")
-    assert (finished["status"], finished["before"], finished["steps"]) == (1, 4, 9)
+    assert (finished["status"], finished["before"], finished["steps"], finished["reached"]) == (1, 4, None, 9)
 
 
 def test_tee_all_prefixes_each_line_with_its_worker(stage: Stage) -> None:

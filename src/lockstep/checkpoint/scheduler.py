@@ -58,8 +58,6 @@ _REST_SECONDS = 60.0
 
 DEFAULT_EVERY = "10m"
 """The interval of checkpoints unless the user sets one; see `parse_every`."""
-DEFAULT_KEEP = 3
-"""How many checkpoints are kept unless the user sets a number."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ _NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
 _LOCK = ".lock"
 _FINISHED = "finished.json"
 
+DEFAULT_KEEP = 3
+"""How many checkpoints are kept unless the user sets a number."""
+
 
 class _FinishedMark(msgspec.Struct):
     """The content of the file that marks the job as finished."""
@@ -69,7 +72,7 @@ class Store:
         lock: the folder's lock, acquired before the first write; None if another object holds it.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, lock: FolderLock | None = None) -> None:
+    def __init__(self, folder: Path, keep: int = DEFAULT_KEEP, lock: FolderLock | None = None) -> None:
         self._folder = folder
         self._keep = keep
         self._lock = lock

@@ -108,8 +108,9 @@ def _size(path: Path) -> int:
 @click.command()
 @click.argument("job", shell_complete=complete_run)
 def attach(job: str) -> None:
-    """Show the output of JOB, which lockstep run --detach has started, until it ends.
+    """Show the output of JOB, which has no terminal here, until it ends.
 
+    This is a job of lockstep run --detach, or one of --hosts that its standby has taken over on this host.
     JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.
     Ctrl-C ends only this command: the job continues. The exit status is that of the job, or 130 after Ctrl-C.
     The command first shows the end of the earlier output. output.log in the run folder has all output.

@@ -17,7 +17,8 @@ import click
 
 from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of, name_for
 from lockstep.checkpoint.run_upload import prepare, uploaded_beside
-from lockstep.checkpoint.scheduler import DEFAULT_EVERY, DEFAULT_KEEP
+from lockstep.checkpoint.scheduler import DEFAULT_EVERY
+from lockstep.checkpoint.store import DEFAULT_KEEP
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand

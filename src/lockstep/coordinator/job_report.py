@@ -21,8 +21,6 @@ _FIRST_SECONDS = 60.0
 def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
     """Return the totals of a job as fields of the event at its end; it took `seconds`."""
     done = msgspec.structs.asdict(totals)
-    if totals.steps is None and totals.reached:
-        done["steps"] = totals.reached
     done["strained"] = {name: strain for name, strain in totals.strained.items() if is_often(strain)}
     return {"seconds": round(seconds, 3), **done}
 

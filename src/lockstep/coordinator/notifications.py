@@ -128,7 +128,7 @@ class Notifications:
             text = "; ".join([text, *troubles(finished)])
         kind: What = "finished" if status == 0 else "stopped" if status in STOPPED else "failed"
         return msgspec.structs.replace(
-            self._notification(kind, text), status=status, steps=finished.steps or self._run.trained
+            self._notification(kind, text), status=status, steps=finished.known_steps or self._run.trained
         )
 
     def _notification(self, kind: What, text: str) -> Notification:

@@ -360,7 +360,7 @@ def _split(text: str, digits: int) -> list[str]:
 
 def _length(recording: Recording) -> int:
     """Return the number of training steps of a run, or as many as are known if it did not finish."""
-    return max(recording.finished.get("steps") or 0, recording.last)
+    return max(*(recording.finished.get(name) or 0 for name in ("steps", "reached")), recording.last)
 
 
 def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDifference | None]:

@@ -121,7 +121,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "wanted": job.get("workers"),
         "replicas": job.get("replicas"),
         "seed": job.get("seed"),
-        "steps": max(steps_trained(run), int(finished.get("steps") or 0)),
+        "steps": max(steps_trained(run), totals.known_steps or 0),
         "epochs": max((int(columns.last().get("epoch", 0)) for columns in run.metrics.values()), default=0),
         "call": _text(_current_call(run)),
         "phase": _phase(run) if end is None else "",

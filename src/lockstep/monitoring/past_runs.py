@@ -189,7 +189,7 @@ def summarize(
         servers=servers,
         replicas=_integer(job.get("replicas")),
         hosts=(len(hosts) or 1) if isinstance(hosts, list) else None,
-        steps=_integer(done.get("steps")) or totals.reached or None,
+        steps=totals.known_steps or None,
         epoch=totals.epoch or None,
         effective=_share(effective_share(totals, seconds or 0.0)),
         lost=totals.lost,

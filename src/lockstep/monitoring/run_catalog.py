@@ -118,14 +118,14 @@ class Catalog:
         except OSError:
             return Glance("", 0.0, 0.0, "", False, None)
         ended = newest.finished or {}
-        status, steps = ended.get("status"), ended.get("steps")
+        status = ended.get("status")
         glance = Glance(
             str(begun.job.get("target", ""))[:1000],
             begun.began,
             file_status.st_mtime,
             state_of(newest.finished, active=False) if isinstance(status, int) else "",
             bool(troubles(newest.totals)),
-            steps if isinstance(steps, int) else None,
+            newest.totals.known_steps if ended else None,
         )
         self._seen[folder] = key, glance
         return glance

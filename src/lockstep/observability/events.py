@@ -325,9 +325,14 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
     digest: str = ""
     reached: int = 0
 
+    @property
+    def known_steps(self) -> int | None:
+        """The training steps; those that are known if the chief has not reported them, or None."""
+        return self.steps if self.steps is not None else self.reached or None
+
 
 class JobFinished(JobTotals, frozen=True, kw_only=True, tag_field="event", tag="finished"):
-    """The run has ended; if the script did not finish, `steps` are the steps that are known to be completed.
+    """The run has ended.
 
     Attributes:
         status: exit status of the command.

@@ -25,14 +25,13 @@ from lockstep.checkpoint.resume import (
 )
 from lockstep.checkpoint.scheduler import (
     DEFAULT_EVERY,
-    DEFAULT_KEEP,
     CheckpointScheduler,
     Every,
     end_at_a_step,
     open_scheduler,
     parse_every,
 )
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import DEFAULT_KEEP, Store
 from lockstep.checkpoint.store_lock import FolderLock, announce
 from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
