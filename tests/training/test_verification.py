@@ -897,6 +897,11 @@ def test_another_worker_decides_in_a_validation(
     )
     options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", how, str(guilty), str(step), *modes.split(), backend=backend)
+    if how == "adding" and backend == "torch":
+        # There, worker 0 also checks a part wrongly of which both have the right total, and is named at once.
+        assert f"step {step} of validation 2 within fit 1: {what}replicas, computed on worker 0" in run.stderr
+        assert figures(run, 1) == figures(right, 0) != []
+        return
     assert f"workers 0 and 1 computed different bits in step {step}, each the same bits every " in run.stderr
     assert f"step {step} of validation 2 within fit 1: {what}" in run.stderr
     assert f", computed on worker {guilty}, has the wrong bits in " in run.stderr
