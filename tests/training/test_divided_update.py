@@ -2,10 +2,11 @@
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -140,20 +141,26 @@ def in_fit() -> NumberedCalls:
 
 
 def together(
-    pool: SharedPool, updates: Sequence[Sums], divided: dict[int, DividedUpdate], *facts: dict[str, str]
+    pool: SharedPool,
+    updates: Sequence[Sums | str],
+    divided: dict[int, DividedUpdate],
+    *facts: dict[str, str],
+    logs: str = "logs",
 ) -> list[Any]:
     """Let members, each in its own thread, make one update; return their errors. `divided` keeps theirs."""
     meeting, view, failed = Meeting(len(updates)), place(REPLICAS, tuple(range(len(updates)))), list[Any]()
 
-    def run(worker: int, update: Sums) -> None:
+    def run(worker: int, update: Sums | str) -> None:
         try:
             job = job_of(view, worker, Member(meeting, worker), pool)
             made = divided.setdefault(worker, DividedUpdate(job, pool))
             made._job = job
             of_worker = facts[worker] if facts else {}
             program: Any = Trained(update)
-            logs, update.shared = made.make(program, None, [], in_fit(), of_worker)
-            assert logs == "logs"
+            of_step, state = made.make(program, None, [], in_fit(), of_worker)
+            assert of_step == logs
+            if isinstance(update, Sums):
+                update.shared = state
         except BaseException as error:
             failed.append(error)
 
@@ -216,6 +223,20 @@ def test_what_cannot_be_divided_is_named_once_and_computed_by_each_worker(
     for _ in range(2):
         assert divided.make(program, None, [], in_fit(), {}) == ("whole", None)  # type: ignore[arg-type]
     assert capfd.readouterr().err.count("computes the whole update: the step is not compiled") == 1
+
+
+def test_no_worker_divides_an_update_that_one_cannot_divide(
+    pool: SharedPool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    divided: dict[int, DividedUpdate] = {}
+    facts = [{"setting optimizer: beta_1": text} for text in ("0.9", "0.8")]
+    for _ in range(2):
+        updates = [sums(1), "pagemap is not readable"]
+        assert together(pool, updates, divided, *facts, logs="whole") == []
+    errors = capfd.readouterr().err
+    assert errors.count("each worker computes the whole update: on worker 1, pagemap is not readable") == 1
+    assert together(pool, first := [sums(1), sums(1)], divided) == []
+    assert [update.filled for update in first] == [[0, 1, 2, 3], [4, 5]]
 
 
 def test_a_fit_within_another_call_and_a_call_for_one_batch_are_not_divided(
@@ -419,11 +440,28 @@ class Training:
         self._pools: dict[int, SharedPool] = {}
         self._divided: dict[int, DividedUpdate] = {}
 
-    def step(self, added: int) -> None:
-        """Take a step on all workers, and check the weights and slots of those that are left."""
+    def step(self, added: int, own: Collection[int] = ()) -> None:
+        """Take a step on all workers, and check the weights and slots of those that are left.
+
+        Args:
+            added: the number that the update adds.
+            own: the workers that have copies of the slots.
+        """
+        assert self.take(added, dict.fromkeys(own, self.slots)) == []
+        self.slots = self.slots + added
+        self.weights = self.weights - self.slots
         for worker in self.hosts.view.workers:
-            shared = self.updates[worker].shared if worker in self.updates else None
-            self.updates[worker] = Sums(self.weights.copy(), self.slots.copy(), shared, added)
+            shared = self.updates[worker].shared
+            assert shared is not None
+            np.testing.assert_array_equal(shared.slots[0][0], self.slots)
+            np.testing.assert_array_equal(shared.weights[0], self.weights)
+
+    def take(self, added: int, own: Mapping[int, Array]) -> list[BaseException]:
+        """Take a step on all workers, some of which have their own slots; return their errors."""
+        for worker in self.hosts.view.workers:
+            shared = self.updates[worker].shared if worker in {*self.updates} - {*own} else None
+            slots = own.get(worker, self.slots)
+            self.updates[worker] = Sums(self.weights.copy(), slots.copy(), shared, added)
             self._pools.setdefault(self.hosts.of(worker), SharedPool.create())
         failed = list[BaseException]()
 
@@ -449,14 +487,7 @@ class Training:
             thread.start()
         for thread in threads:
             thread.join(PATIENCE)
-        assert failed == []
-        self.slots = self.slots + added
-        self.weights = self.weights - self.slots
-        for worker in self.hosts.view.workers:
-            shared = self.updates[worker].shared
-            assert shared is not None
-            np.testing.assert_array_equal(shared.slots[0][0], self.slots)
-            np.testing.assert_array_equal(shared.weights[0], self.weights)
+        return failed
 
     def close(self) -> None:
         for pool in self._pools.values():
@@ -474,7 +505,18 @@ def test_workers_of_hosts_are_lost_and_join_and_the_state_is_that_of_the_undivid
     members = HOSTS[seed % len(HOSTS)]
     hosts = Hosts(chance, 3, *members)
     training, joined = Training(hosts), sum(map(len, members))
+    lose_while_copying(hosts, monkeypatch)
+    for step in range(5):
+        if len(hosts.view.workers) < REPLICAS and chance.random() < 0.7:
+            hosts.add(joined, chance.choice([None, *range(len(hosts.view.hosts))]))
+            joined += 1
+        # As after a fork.
+        own = [worker for worker in hosts.view.workers if chance.random() < 0.2]
+        training.step(step + 2, own)
+    training.close()
 
+
+def lose_while_copying(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     def copy_all(targets: Sequence[Array], sources: Sequence[Array]) -> None:
         worker = int(threading.current_thread().name)
         for target, source in zip(targets, sources, strict=True):
@@ -485,11 +527,54 @@ def test_workers_of_hosts_are_lost_and_join_and_the_state_is_that_of_the_undivid
             target[:] = source
 
     monkeypatch.setattr(divided_state, "copy_all", copy_all)
-    for step in range(5):
-        if len(hosts.view.workers) < REPLICAS and chance.random() < 0.7:
-            hosts.add(joined, chance.choice([None, *range(len(hosts.view.hosts))]))
-            joined += 1
-        training.step(step + 2)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_worker_that_has_set_slots_is_named_unless_it_is_lost(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(seed)
+    hosts = Hosts(chance, 0, *HOSTS[seed % len(HOSTS)])
+    training = Training(hosts)
+    training.step(1)
+    hosts._losses, calls = 3, len(hosts.results)
+    lose_while_copying(hosts, monkeypatch)
+    own = {worker: training.slots.copy() for worker in hosts.view.workers if chance.random() < 0.5}
+    setting = chance.choice(hosts.view.workers)
+    own[setting] = training.slots + np.arange(BLOCKS * ELEMENTS)
+    errors = training.take(2, own)
+    training.close()
+    # All raise an error, or none if this worker or all that share the slots are lost before the comparison.
+    possible = {len(hosts.view.workers)}
+    met, compared = ({msgspec.msgpack.decode(b)[0] for b in blobs} for blobs in hosts.results[calls:][:2])
+    here = {worker for worker in met if hosts.of(worker) == hosts.of(setting)}
+    if setting in hosts.dead or (met - own.keys()).isdisjoint(compared | here):
+        possible.add(0)
+    assert len(errors) in possible
+    assert {type(error) for error in errors} <= {DisagreementError}
+
+
+@pytest.mark.parametrize("members", [[(0, 1)], [(0, 1), (2,)]])
+def test_slots_are_compared_with_those_that_a_lost_worker_has_shared(
+    members: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Worker 0 is lost after it has said that it shares the slots, and before they are compared.
+    hosts = Hosts(random.Random(0), 0, *members)
+    training, compare_slots = Training(hosts), DividedUpdate._compare_slots
+    training.step(1)
+
+    def compared(self: DividedUpdate, *args: Any, **kwargs: Any) -> None:
+        if threading.current_thread().name == "0":
+            with hosts.changed:
+                hosts.lose(0)
+            raise Killed
+        compare_slots(self, *args, **kwargs)
+
+    monkeypatch.setattr(DividedUpdate, "_compare_slots", compared)
+    errors: list[Any] = training.take(2, dict.fromkeys(hosts.view.workers[1:], training.slots + 1))
+    assert [type(error) for error in errors] == [DisagreementError] * (len(hosts.view.workers))
+    assert errors[0].workers == (1,)
+    assert "worker 1 has another value of momentum than the workers that share it" in str(errors[0])
     training.close()
 
 

@@ -519,8 +519,12 @@ class TorchProgram(TorchState):
             return "no weight has a gradient"
         if blocks.needs_all_gradients and len(gradients) < len(positions):
             return "a weight has no gradient"
-        self._note_gradients()
-        return TorchBlockUpdate(blocks, gradients, lambda: self._apply_rest(total))
+
+        def rest() -> Any:
+            self._note_gradients()
+            return self._apply_rest(total)
+
+        return TorchBlockUpdate(blocks, gradients, rest)
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

@@ -1,6 +1,7 @@
 """The update of a step, divided among the workers of each host: each updates the blocks of its shards.
 
-    all       gather    who has the slots in shared memory; after it, nobody reads them for the last step
+    all       gather    who can divide the update, and who has the slots in shared memory; after it, nobody
+                        reads them for the last step
     each      its shards: `lockstep.collectives.shared.divided_state`
     all       gather    who has updated its shards; if all have, the step is committed
     each      copies the new weights
@@ -21,7 +22,8 @@ host that is one call behind gets the answers, and all hosts decide the same.
 A step whose workers have values of their own for the slots, because they were just assigned, restored or
 initialized, begins by writing them to the shared memory: each worker those of its shards. If some workers
 share the slots and others have values of their own, such as one that joins or has copied the slots, these
-must be what is shared. On a host on which none shares them, the workers write them. So two things are
+must be what is shared, also if the workers of their host that shared it are lost now. On a host on which none
+shared them, the workers write them. So two things are
 compared that the update would make equal: the slots here, and every `CHECK_EVERY` steps the facts about the
 state and the settings before the update.
 """
@@ -54,6 +56,8 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         worker: its id.
         host: the first worker of its host.
+        hindrance: why it cannot divide the update; empty if it can.
+        facts: must be equal if all can.
         shares: whether its slots are in the shared memory of its host.
         number: if so, how many updates they have had there.
         layout: describes the division.
@@ -61,6 +65,8 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
 
     worker: int
     host: int
+    hindrance: str
+    facts: Facts
     shares: bool
     number: int
     layout: str
@@ -72,11 +78,13 @@ class _OwnSlots(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         worker: its id.
         facts: about its slots; empty if it does not compare them.
+        differing: a slot of which the lost workers of its host shared another value; empty if there is none.
         failed: why its host has too little memory.
     """
 
     worker: int
     facts: dict[str, str]
+    differing: str
     failed: str
 
 
@@ -110,7 +118,7 @@ class DividedUpdate:
         """Make the update of a step with the other workers, or by itself; return (logs, the new state).
 
         A `fit` within another call, or a call for one batch, makes its updates by itself: the memory belongs
-        to one `fit` from its first step to its last.
+        to one `fit` from its first step to its last. If one worker cannot divide an update, none does.
 
         Args:
             program: the program of the step.
@@ -123,44 +131,61 @@ class DividedUpdate:
             DisagreementError: the workers have other facts, variables or slots.
             SharedMemoryError: there is too little memory for the slots.
         """
-        update: BlockUpdate | str
         method = calls.current.name.partition(" ")[0]
         if calls.current.at_end:
-            update = f"{method} takes one step by itself"
+            hindrance = f"{method} takes one step by itself"
         elif len(calls.stack) > _TOP:
-            update = f"{method} runs within another call"
+            hindrance = f"{method} runs within another call"
         else:
             update = program.block_update(state, totals, self._job.view.replicas)
-        if not isinstance(update, str):
-            return self._together(update, facts, calls.where())
-        if self._job.is_chief and update not in self._noted:
-            self._noted.add(update)
-            note(f"each worker computes the whole update: {update}")
+            standings = self._meet(update, facts, calls.where())
+            hindrance = _hindrance(standings)
+            if not (isinstance(update, str) or hindrance):
+                return self._together(update, standings, calls.where())
+        if self._job.is_chief and hindrance not in self._noted:
+            self._noted.add(hindrance)
+            note(f"each worker computes the whole update: {hindrance}")
         return program.apply(state, totals)
 
-    def _together(self, update: BlockUpdate, facts: Facts, label: str) -> tuple[Any, Any]:
-        layout = DividedLayout(update.groups, update.elements, self._job.view.replicas)
-        shares = self._state is not None and self._state.layout == layout and update.has(self._state)
+    def _meet(self, update: BlockUpdate | str, facts: Facts, label: str) -> list[_Standing]:
+        """Return what all workers have before an update."""
+        if isinstance(update, str):
+            hindrance, shares, layout = update, False, ""
+        else:
+            hindrance, shares, layout = "", self._shares(update), self._layout(update).text
 
         def meet(view: View, communicator: Communicator) -> tuple[View, list[_Standing]]:
             worker, host = self._job.worker, self._host(view)[0]
-            blob = msgspec.msgpack.encode(_Standing(worker, host, shares, self._number, layout.text))
-            blobs = gather(worker, communicator, label, facts, blob)
+            own = _Standing(worker, host, hindrance, facts, shares, self._number, layout)
+            blobs = gather(worker, communicator, label, {}, msgspec.msgpack.encode(own))
             standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
-            _compare_layouts(standings, label)
+            _compare_standings(standings, label)
             return view, standings
 
         self._begun, standings = self._job.exchange(meet)
+        return standings
+
+    def _layout(self, update: BlockUpdate) -> DividedLayout:
+        return DividedLayout(update.groups, update.elements, self._job.view.replicas)
+
+    def _shares(self, update: BlockUpdate) -> bool:
+        """Whether the slots of the update are in the shared memory."""
+        state = self._state
+        return state is not None and state.layout == self._layout(update) and update.has(state)
+
+    def _together(self, update: BlockUpdate, standings: Sequence[_Standing], label: str) -> tuple[Any, Any]:
+        layout = self._layout(update)
         # On hosts that complete the call later, the view may have fewer workers.
         hosts = {each.worker: each.host for each in standings}
         numbers = {each.host: each.number for each in standings if each.shares}
+        sharing = {each.worker for each in standings if each.shares}
         number = numbers.get(hosts[self._job.worker])
         if number is None:
             # Those of another optimizer may still be there.
             self._release()
         if not all(each.shares for each in standings):
-            self._compare_slots(update, layout, {each.worker for each in standings if each.shares}, label)
-        if not shares:
+            self._compare_slots(update, layout, sharing, label, is_filled=number is not None)
+        if self._job.worker not in sharing:
             self._state = self._mapped(layout)
         if numbers.keys() != set(hosts.values()):
             fills = number is None
@@ -201,22 +226,34 @@ class DividedUpdate:
             self._begun, done = self._job.exchange(attempt)
 
     def _compare_slots(
-        self, update: BlockUpdate, layout: DividedLayout, sharing: set[int], label: str
+        self, update: BlockUpdate, layout: DividedLayout, sharing: set[int], label: str, *, is_filled: bool
     ) -> None:
-        """Check that all slots are equal, and make room for them on hosts where no worker shares them."""
+        """Check that all slots are equal, and make room for them on hosts where no worker shared them.
+
+        Args:
+            update: has the slots of this worker.
+            layout: of the division.
+            sharing: the workers that shared the slots before the update; some may be lost.
+            label: names the call.
+            is_filled: whether some did on this host.
+        """
 
         def compare(view: View, communicator: Communicator) -> None:
             worker, host = self._job.worker, self._host(view)
             sharing_here = [each for each in host if each in sharing]
-            failed = ""
-            if not sharing_here and worker == host[0]:
+            failed = differing = ""
+            if not is_filled and worker == host[0]:
                 try:
                     self._pool.grow(layout.size)
                 except SharedMemoryError as error:
                     failed = str(error)
+            if is_filled and not sharing_here:
+                # What the lost workers have left counts.
+                shared = self._mapped(layout)
+                differing = next((slot.name for slot in update.own_slots() if not slot.is_in(shared)), "")
             # On each host, one of those that share them is enough.
             compares = worker not in sharing or worker == sharing_here[0]
-            own = _OwnSlots(worker, slot_facts() if compares else {}, failed)
+            own = _OwnSlots(worker, slot_facts() if compares else {}, differing, failed)
             blobs = gather(worker, communicator, label, {}, msgspec.msgpack.encode(own))
             _compare_slots([msgspec.msgpack.decode(blob, type=_OwnSlots) for blob in blobs], sharing, label)
 
@@ -237,7 +274,24 @@ class DividedUpdate:
         return DividedState(layout, np.frombuffer(self._pool.map(layout.size), np.uint8))
 
 
-def _compare_layouts(standings: Sequence[_Standing], label: str) -> None:
+def _hindrance(standings: Sequence[_Standing]) -> str:
+    """Return why the workers do not divide an update, with the worker if others can; empty if all can."""
+    hindered = [standing for standing in standings if standing.hindrance]
+    if not hindered:
+        return ""
+    first = hindered[0]
+    where = f"on worker {first.worker}, " if len(hindered) < len(standings) else ""
+    return f"{where}{first.hindrance}"
+
+
+def _compare_standings(standings: Sequence[_Standing], label: str) -> None:
+    """Check what must be equal if the workers divide an update."""
+    if _hindrance(standings):
+        return
+    workers, facts = [each.worker for each in standings], [each.facts for each in standings]
+    if difference := describe_difference(workers, facts):
+        others = tuple(each.worker for each in standings if each.facts != facts[0])
+        raise DisagreementError(f"{label}: {difference}", others)
     first = standings[0]
     differing = [standing for standing in standings if standing.layout != first.layout]
     if differing:
@@ -256,13 +310,15 @@ def _compare_slots(slots: Sequence[_OwnSlots], sharing: set[int], label: str) ->
     compared = [each for each in slots if each.facts]
     # What is shared counts.
     compared.sort(key=lambda each: each.worker not in sharing)
-    differing = [each for each in compared if each.facts != compared[0].facts]
+    differing = [each for each in slots if each.differing] or [
+        each for each in compared if each.facts != compared[0].facts
+    ]
     if differing:
         workers = tuple(each.worker for each in differing)
         text = describe_difference([each.worker for each in compared], [each.facts for each in compared])
         if sharing:
-            facts = compared[0].facts
-            name = next(name for name, text in differing[0].facts.items() if text != facts.get(name))
+            facts, shared = differing[0].facts, compared[0].facts
+            name = differing[0].differing or next(n for n in facts if facts[n] != shared.get(n))
             text = (
                 f"worker {workers[0]} has another value of {name.removeprefix('variable ')} than the workers "
                 "that share it: look for code that sets variables of the optimizer on some workers only"
