@@ -1,5 +1,6 @@
 """The faults of `make mutants` still apply to the sources."""
 
+import re
 import runpy
 from collections import Counter
 from pathlib import Path
@@ -23,4 +24,6 @@ def test_there_are_faults_of_all_rooms_with_tests_that_exist() -> None:
     assert {fault.room for fault in faults} >= rooms
     for fault in faults:
         for test in fault.tests:
-            assert (ROOT / test.partition("::")[0]).is_file(), (fault.name, test)
+            file, _, name = test.partition("::")
+            function = f"\\bdef {name.partition('[')[0]}\\(" if name else ""
+            assert re.search(function, (ROOT / file).read_text()), (fault.name, test)
