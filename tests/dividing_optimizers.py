@@ -3,6 +3,7 @@
 dividing_optimizers.py THREADS NAME...
 """
 
+import functools
 import operator
 import os
 import sys
@@ -265,6 +266,12 @@ def check_changes() -> None:
 
     optimizer, weights = built(lambda: optimizers.Adam(0.1, gradient_accumulation_steps=2), "float32")
     update = Update(optimizer, weights)
+    step = optimizers.Adam.update_step
+
+    @functools.wraps(step)
+    def update_step(optimizer: Any, gradient: Any, *args: Any) -> None:
+        step(optimizer, gradient / keras.ops.norm(gradient), *args)
+
     changes: list[tuple[Any, str, Any, str]] = [
         (optimizer, "clipnorm", 1.0, "it clips sums of gradients by their norms"),
         (optimizer, "gradient_accumulation_steps", None, ""),
@@ -272,6 +279,8 @@ def check_changes() -> None:
         (optimizer, "learning_rate", optimizers.schedules.CosineDecay(0.1, 9), ""),
         (weights[0], "constraint", keras.constraints.NonNeg(), "a weight has a constraint"),
         (weights[0], "constraint", None, ""),
+        (optimizers.Adam, "update_step", update_step, "the program replaces Adam.update_step"),
+        (optimizers.Adam, "update_step", step, ""),
         (optimizer, "learning_rate", lambda: 0.1, "its learning rate is a function"),
         (optimizer, "update_step", optimizer.update_step, "the program replaces Adam.update_step"),
     ]

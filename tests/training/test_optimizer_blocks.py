@@ -1,5 +1,6 @@
 """The update by blocks has the bits of the whole one, for each elementwise optimizer, dtype and shape."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,9 @@ def replacing(name: str) -> Any:
     return optimizer
 
 
+BASE = next(kind for kind in keras.optimizers.SGD.__mro__ if kind.__name__ == "BaseOptimizer")
+
+
 class Own(keras.optimizers.Adam):  # type: ignore[misc]
     pass
 
@@ -92,14 +96,33 @@ def test_an_optimizer_whose_other_variables_depend_on_the_first_weight_is_not_cu
     assert JaxBlocks.of(optimizer, REPLICAS) == "its variables are not known"
 
 
-def test_a_method_that_the_program_replaces_in_a_class_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    def update_step(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        optimizer.assign_sub(variable, gradient * keras.ops.sum(gradient))
+def of_the_whole_gradient(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    optimizer.assign_sub(variable, gradient * keras.ops.sum(gradient))
 
+
+@pytest.mark.parametrize(
+    ("kind", "name", "method"),
+    [
+        (keras.optimizers.SGD, "update_step", of_the_whole_gradient),
+        (
+            keras.optimizers.SGD,
+            "update_step",
+            functools.wraps(keras.optimizers.SGD.update_step)(lambda *args: of_the_whole_gradient(*args)),
+        ),
+        (keras.optimizers.SGD, "update_step", functools.partialmethod(of_the_whole_gradient)),
+        (keras.optimizers.SGD, "learning_rate", property(lambda optimizer: 0.1)),
+        # The method of the derived class calls it.
+        (BASE, "build", functools.wraps(BASE.build)(lambda *args: None)),
+    ],
+    ids=["plain", "wrapping", "partial", "property", "of a base"],
+)
+def test_a_method_that_the_program_replaces_in_a_class_is_not_cut(
+    kind: Any, name: str, method: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     optimizer, _ = built(lambda: keras.optimizers.SGD(0.01), "float32")
     assert isinstance(JaxBlocks.of(optimizer, REPLICAS), JaxBlocks)
-    monkeypatch.setattr(type(optimizer), "update_step", update_step)
-    assert JaxBlocks.of(optimizer, REPLICAS) == "the program replaces SGD.update_step"
+    monkeypatch.setattr(kind, name, method)
+    assert JaxBlocks.of(optimizer, REPLICAS) == f"the program replaces SGD.{name}"
 
 
 @pytest.mark.parametrize("backend", ["torch"], indirect=True)

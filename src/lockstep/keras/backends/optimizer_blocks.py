@@ -44,6 +44,8 @@ _ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adamax", "RMSprop", "Adagrad", "Adadelta", "Lion", "Ftrl", "Nadam"]
 )
 """Keras's optimizers whose blocks have the bits of the whole update."""
+_TORCH_DECORATORS = "torch.utils._contextlib"
+"""The module of `torch.no_grad`, with which Keras decorates methods."""
 
 Array = npt.NDArray[Any]
 
@@ -186,14 +188,33 @@ def own_methods(optimizer: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if callable(getattr(kind, name, None))}
 
 
+def class_attributes(optimizer: Any) -> list[tuple[str, Any]]:
+    """Return the names and values of what the optimizer's class and its bases define."""
+    return [item for kind in type(optimizer).__mro__[:-1] for item in vars(kind).items()]
+
+
 def _replaced_methods(optimizer: Any) -> list[str]:
-    """Return the names of methods that the program has replaced, in the optimizer or in its class."""
-    of_class = [
-        name
-        for name, method in inspect.getmembers(type(optimizer), inspect.isfunction)
-        if not is_of_keras(method.__module__)
-    ]
-    return [*own_methods(optimizer), *of_class]
+    """Return the names of methods that the program has replaced, in the optimizer or in its classes."""
+    of_classes = [name for name, value in class_attributes(optimizer) if _is_of_program(value)]
+    return [*own_methods(optimizer), *of_classes]
+
+
+def _is_of_program(value: Any) -> bool:
+    """Whether an attribute of a class is a method that neither Keras nor Lockstep defines.
+
+    `functools.wraps` copies the `__module__` of a method, so that of its variables counts.
+    """
+    if isinstance(value, property):
+        return any(map(_is_of_program, filter(None, (value.fget, value.fset, value.fdel))))
+    if isinstance(value, classmethod | staticmethod):
+        return _is_of_program(value.__func__)
+    is_method = callable(value) or hasattr(type(value), "__get__")
+    if not is_method or inspect.isgetsetdescriptor(value):
+        return False
+    module = getattr(value, "__globals__", {}).get("__name__", "")
+    if module == _TORCH_DECORATORS:
+        return _is_of_program(value.__wrapped__)
+    return not is_of_keras(module)
 
 
 def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> OptimizerBlocks | str:
