@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.hosts import agent_process, shared_checkpoints
 from lockstep.hosts.agent_process import AgentProcess, CoordinatorGone, LeftBehind
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
+from lockstep.hosts.host_listener import WITHOUT_KEY
 from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.local_job.composition import LocalHost
 from lockstep.protocol.admin import StopChannel, StopRequest
@@ -108,6 +109,7 @@ def contact_of(said: list[str], lost: str) -> Any:
         say=said.append,
         address=SimpleNamespace(address="10.0.0.1:7000", dial=lambda: dialer),
         engine=None,
+        joined=True,
         workers=SimpleNamespace(need_coordinator=lambda: True),
     )
     session: Any = SimpleNamespace(lost=lost, rejected="", received=0, keep_alive=lambda: None)
@@ -162,6 +164,28 @@ def test_a_host_without_a_coordinator_says_whether_it_trains(broken: bool) -> No
         ]
 
 
+def test_only_the_standby_takes_over_a_job_of_hosts() -> None:
+    """Its command, run again, does not."""
+    said = list[str]()
+    with contact_of(said, "lost") as contact:
+        contact.agent.spec, contact.agent.lacks_workers = (
+            replace(contact.agent.spec, standby="node2:7001"),
+            True,
+        )
+        contact.standby = SimpleNamespace(replaces_command=True, start=lambda now: None)
+        for replaces_command in (True, False):
+            contact.standby.replaces_command = replaces_command
+            contact.serve()
+            contact.process.clock.advance(61.0)
+            contact.serve()
+    only, or_again = said[0], said[-1]
+    assert "coordinator at 10.0.0.1:7000: node2:7001 takes over within " in only
+    assert (
+        ": node2:7001 takes over, or run the command of its host, or the tasks there, again within"
+        in or_again
+    )
+
+
 class Processes:
     """The processes of a host, none."""
 
@@ -200,6 +224,7 @@ class Listening:
     """Where the host listens."""
 
     host_and_port = ("10.0.0.1", 4000)
+    credentials = WITHOUT_KEY
 
     def network(self, job: bytes) -> None:
         pass
@@ -264,6 +289,26 @@ class Agent:
 
     def end(self) -> BaseException | None:
         return self.outcome.exception(PATIENCE)
+
+
+def test_an_agent_that_is_left_behind_leaves_the_coordinator_of_its_host_running(tmp_path: Path) -> None:
+    """That may be the one which continues the job without this host. The agent joins it as a new host."""
+    calls = list[str]()
+    standby = SimpleNamespace(
+        follow=lambda *_: calls.append("follow"),
+        lacks=lambda: "",
+        close=lambda: calls.append("close"),
+        replaces_command=True,
+        runs=True,
+    )
+    agent = Agent(tmp_path, standby=standby)
+    agent.send(prepare(tmp_path))
+    assert agent.answer() == FACTS
+    spec = JobSpec(target="a.py", run_dir=tmp_path, threads=1, standby="127.0.0.1:7001")
+    agent.send(BeginJob(spec, 1, JobHost("n", 1), 1))
+    agent.send(Rejected("the job has continued without this host", again=True))
+    assert isinstance(agent.end(), LeftBehind)
+    assert calls == ["follow"]
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from lockstep.coordinator.job_record import JobRecord, encode_record
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NetworkError, UnfitError
 from lockstep.hosts import agent_command, agent_server, coordinator_process, gate, standby
 from lockstep.hosts.agent_command import AgentOptions
-from lockstep.hosts.agent_process import LeftOut
+from lockstep.hosts.agent_process import CoordinatorGone, LeftOut
 from lockstep.hosts.agent_server import AgentServer
 from lockstep.hosts.coordinator_process import CoordinatorProcess
 from lockstep.hosts.gate import Gate
@@ -52,7 +52,13 @@ from lockstep.protocol.admin import (
 )
 from lockstep.protocol.channel import Attachment, Channel
 from lockstep.protocol.coordinator import Coordinate, CoordinatorCommand, CoordinatorReport
-from lockstep.protocol.host import BeginJob, KeepRecord, Prepare, ShowNote
+from lockstep.protocol.host import (
+    LEFT_OUT,
+    BeginJob,
+    KeepRecord,
+    Prepare,
+    ShowNote,
+)
 from lockstep.protocol.job_spec import Checkpoints, JobHost, JobLimits, JobSpec
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -370,7 +376,7 @@ def test_an_agent_waits_for_the_upload_of_its_coordinator(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.close()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        made = Standby(PREPARE, None, "", "", set())  # type: ignore[arg-type]
+        made = Standby()
         made._process, made._channel = process, PacketChannel(ours, StopRequest)
         waits = threading.Thread(target=made.see_off)
         waits.start()
@@ -391,8 +397,8 @@ def test_the_name_of_the_standby_may_be_unknown_when_the_job_begins(monkeypatch:
 
     monkeypatch.setattr(standby, "resolve_host", resolve)
     begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
-    made = Standby.of(PREPARE, begin, "", "127.0.0.1", set())
-    assert made is not None
+    made = Standby()
+    made.follow(PREPARE, begin, "127.0.0.1")
     assert not made.is_here()
     known.append("10.0.0.2")
     assert made.is_here()
@@ -404,8 +410,8 @@ def test_a_standby_listens_only_where_other_hosts_connect(monkeypatch: pytest.Mo
     resolved = socket.AF_INET, ("127.0.1.1", 7001)
     monkeypatch.setattr(standby, "resolve_host", lambda host, port: resolved)
     begin = BeginJob(SPEC, 1, JobHost("node2", 1), 1)
-    made = Standby.of(PREPARE, begin, "", "10.0.0.2", set())
-    assert made is not None
+    made = Standby()
+    made.follow(PREPARE, begin, "10.0.0.2")
     assert "at 10.0.0.2:7001, which is 127.0.1.1 here, where no other host can connect" in made.lacks()
     made.start(100.0)
     assert not made.runs
@@ -439,8 +445,8 @@ def test_the_first_host_comes_back_as_the_standby_of_the_standby(monkeypatch: py
     )
     assert (of_task.port, by_command.port) == (7001, 0)
     begin = BeginJob(SPEC, 3, JobHost("node1", 1), 1)
-    made = Standby.of(PREPARE, begin, of_task.leads_at, "10.0.0.1", set())
-    assert made is not None
+    made = Standby(of_task.leads_at)
+    made.follow(PREPARE, begin, "10.0.0.1")
     assert made.address == "node1:7000"
 
 
@@ -454,9 +460,84 @@ def test_a_first_host_that_finds_no_coordinator_may_be_started_again(
     with EventLoop() as loop:
         address = CoordinatorAddress(options.coordinator, WITHOUT_KEY, loop)
         with pytest.raises(error, match="did not answer in 0 s"):
-            agent_command._connect(options, address, commands[0], loop, SystemClock())
+            agent_command._connect(options, address, commands[0], loop, SystemClock(), Standby())
     for end in commands:
         end.close()
+
+
+def test_a_host_that_was_left_behind_starts_the_coordinator_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has left it behind may end before it leads the job. No agent runs the job here then."""
+    started: list[float] = []
+    made = Standby()
+    monkeypatch.setattr(made, "start", started.append)
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    options = AgentOptions("127.0.0.1:2", patience=0.0)
+    for silence in (3600.0, -1.0):
+        monkeypatch.setattr(agent_command, "SILENCE", silence)
+        with EventLoop() as loop:
+            address = CoordinatorAddress(options.coordinator, WITHOUT_KEY, loop)
+            with pytest.raises(UnfitError):
+                agent_command._connect(options, address, commands[0], loop, SystemClock(), made)
+        assert bool(started) == (silence < 0.0)
+    for end in commands:
+        end.close()
+
+
+def test_a_host_that_joins_the_standby_anew_keeps_the_key_and_the_run_folder() -> None:
+    """The coordinator of the standby sends neither, and the hosts of ssh have no key file."""
+    made = Standby()
+    assert not made.replaces_command
+    prepare = msgspec.structs.replace(PREPARE, key="the key", folder="/home")
+    made.follow(prepare, BeginJob(SPEC, 1, JobHost("node2", 1), 1), "127.0.0.1")
+    without_key = msgspec.structs.replace(prepare, key="")
+    theirs = dataclasses.replace(SPEC, run_dir=Path("run-standby"))
+    made.follow(without_key, BeginJob(theirs, 3, JobHost("node2", 1), 1), "127.0.0.1")
+    assert (made.prepare.key, made.begin.spec.run_dir, made.begin.host) == ("the key", Path("run"), 3)
+    assert made.replaces_command
+    other = msgspec.structs.replace(without_key, job=b"other", folder="")
+    made.follow(other, BeginJob(theirs, 3, JobHost("node2", 1), 1), "127.0.0.1")
+    assert (made.prepare.key, made.begin.spec.run_dir) == ("", Path("run-standby"))
+    assert not made.replaces_command
+    made.follow(
+        other, BeginJob(dataclasses.replace(SPEC, standby=""), 1, JobHost("node2", 1), 1), "127.0.0.1"
+    )
+    assert not made.is_here()
+    assert made.lacks() == ""
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_host_that_may_not_join_again_keeps_the_coordinator_of_the_others(ends: bool) -> None:
+    """It waits until that has ended, or until it is stopped itself."""
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs, subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        made = Standby()
+        made._process, made._channel = process, PacketChannel(ours, StopRequest)
+        waits = threading.Thread(target=made.outlast, args=(commands[0],))
+        waits.start()
+        if ends:
+            theirs.close()
+            process.communicate(b"\n")
+        else:
+            commands[1].send(StopRequest(15))
+        waits.join()
+        assert made.runs != ends
+        made.close()
+    for end in commands:
+        end.close()
+
+
+def test_an_agent_that_may_not_join_ends_after_the_coordinator_of_its_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(Standby, "outlast", lambda self, command: calls.append("outlast"))
+    monkeypatch.setattr(Standby, "close", lambda self: calls.append("close"))
+    monkeypatch.setattr(agent_command, "run_in_job_process", lambda serve, grace, lifeline: serve(None))
+    for error, expected in ((LeftOut("full"), ["outlast", "close"]), (CoordinatorGone("lost"), ["close"])):
+        calls.clear()
+        assert agent_command._run(Mock(side_effect=error)) == LEFT_OUT
+        assert calls == expected
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.gathering import Stopped, heed_stop
 from lockstep.hosts.host_listener import HostListener, own_credentials
 from lockstep.hosts.joining import CoordinatorAddress
+from lockstep.hosts.standby import Standby
 from lockstep.hosts.where import GATHERING
 from lockstep.local_job.job_process import run_in_job_process
 from lockstep.protocol.admin import StopChannel
@@ -28,6 +29,7 @@ from lockstep.protocol.engine import StartAgent
 from lockstep.protocol.host import (
     LEFT_OUT,
     MOST_QUEUED,
+    SILENCE,
     BeginJob,
     HostOffer,
     Prepare,
@@ -63,7 +65,7 @@ def run_over_pipes() -> int:
     # The output of a library must not mix with messages.
     os.dup2(2, 1)
 
-    def serve(command: StopChannel, folder: Path) -> int:
+    def serve(command: StopChannel, folder: Path, standby: Standby) -> int:
         clock, begun = SystemClock(), list[BeginJob]()
         with EventLoop() as loop:
             channel: StreamChannel[RemoteReport, RemoteInstruction] = StreamChannel(
@@ -78,17 +80,16 @@ def run_over_pipes() -> int:
                     join_address((address, 0)), credentials, note, loop=loop, clock=clock
                 )
 
-            children = set[int]()
             process = AgentProcess(
                 channel=channel,
                 command=command,
                 loop=loop,
                 clock=clock,
                 listen=listen,
-                workers=StartedWorkers(folder, loop, children=children),
+                workers=StartedWorkers(folder, loop, children=standby.children),
                 folder=folder,
                 begins=begun.append,
-                children=children,
+                standby=standby,
             )
             try:
                 return process.run()
@@ -99,7 +100,7 @@ def run_over_pipes() -> int:
                 note(f"{left}, and this host joins it again")
                 at, credentials = process.address.address, process.address.credentials
         options = AgentOptions(at, begun[-1].here.workers)
-        return _take_part(options, credentials, command, folder, note, again=True)
+        return _take_part(options, credentials, command, folder, note, standby, again=True)
 
     return _run(serve)
 
@@ -172,10 +173,11 @@ def join_and_run(options: AgentOptions) -> int:
         credentials = own_credentials(options.coordinator, encrypted=options.encrypted)
     say: Callable[[str], None] = _say_nothing if options.quiet else note
 
-    def serve(command: StopChannel, folder: Path) -> int:
-        return _take_part(options, credentials, command, folder, say)
+    def serve(command: StopChannel, folder: Path, standby: Standby) -> int:
+        return _take_part(options, credentials, command, folder, say, standby)
 
-    return _run(serve, options.grace or 0.0, None if options.engine is None else options.engine.LIFELINE)
+    lifeline = None if options.engine is None else options.engine.LIFELINE
+    return _run(serve, options.grace or 0.0, lifeline, options.leads_at)
 
 
 def _take_part(
@@ -184,6 +186,7 @@ def _take_part(
     command: StopChannel,
     folder: Path,
     say: Callable[[str], None],
+    standby: Standby,
     *,
     again: bool = False,
 ) -> int:
@@ -192,7 +195,7 @@ def _take_part(
     while True:
         try:
             at = replace(options, coordinator=first)
-            status = _join(at, credentials, command, folder, say, others, again=again)
+            status = _join(at, credentials, command, folder, say, others, standby=standby, again=again)
         except LeftBehind as left:
             note(f"{left}, and this host joins it again")
             # An engine may start another coordinator elsewhere.
@@ -227,6 +230,7 @@ def _join(
     say: Callable[[str], None],
     others: list[str],
     *,
+    standby: Standby,
     again: bool,
 ) -> int:
     """Take part in a job once; return its exit status. `others` has more addresses of its coordinators."""
@@ -237,7 +241,7 @@ def _join(
         address = CoordinatorAddress(first, credentials, loop, others)
         if engine is not None:
             engine.watch(loop)
-        connection = _connect(options, address, command, loop, clock)
+        connection = _connect(options, address, command, loop, clock, standby)
         here = options.listen or join_address((connection.getsockname()[0], options.port))
         channel = address.channel(connection)
         channel.send(HostOffer(options.workers, tasks=options.tasks, task=options.task))
@@ -251,14 +255,13 @@ def _join(
         def listen(prepare: Prepare) -> HostListener:
             return HostListener.open(here, credentials, note, loop=loop, clock=clock)
 
-        children = set[int]()
         process = AgentProcess(
             channel=channel,
             command=command,
             loop=loop,
             clock=clock,
             listen=listen,
-            workers=StartedWorkers(folder, loop, options.shows, options.inherited, children),
+            workers=StartedWorkers(folder, loop, options.shows, options.inherited, standby.children),
             folder=folder,
             joined=True,
             say=say,
@@ -269,8 +272,7 @@ def _join(
             engine=engine,
             patience=options.patience,
             again=again,
-            children=children,
-            leads_at=options.leads_at,
+            standby=standby,
         )
         try:
             return process.run()
@@ -287,6 +289,7 @@ def _connect(
     command: StopChannel,
     loop: EventLoop,
     clock: SystemClock,
+    standby: Standby,
 ) -> socket.socket:
     """Return a connection to the coordinator.
 
@@ -304,6 +307,9 @@ def _connect(
                 address.address = options.engine.coordinator
             heed_stop(command)
             waited = (now := clock.now()) - begun
+            if waited > SILENCE:
+                # If the job has left this host behind, its coordinator may have ended before it led the job.
+                standby.start(now)
             if waited >= options.patience:
                 # A host that can begin to lead does so when its command runs again.
                 raise (LeftOut if options.leads_at else UnfitError)(
@@ -321,27 +327,34 @@ def _connect(
 
 
 def _run(
-    serve: Callable[[StopChannel, Path], int],
+    serve: Callable[[StopChannel, Path, Standby], int],
     grace: float = 0.0,
     lifeline: int | None = None,
+    leads_at: str = "",
 ) -> int:
     """Run an agent in a process of its own, with a folder for its workers; return the exit status.
 
     Args:
-        serve: runs it, given the channel of its command and the folder.
+        serve: runs it, given the channel of its command, the folder, and the standby of a job.
         grace: seconds that the job may take to end after a signal.
         lifeline: see `run_in_job_process`.
+        leads_at: see `AgentOptions`.
     """
 
     def serve_in_folder(command: StopChannel) -> int:
+        standby = Standby(leads_at)
         try:
-            return serve(command, folder)
+            return serve(command, folder, standby)
         except (CoordinatorGone, LeftOut) as why:
             note(with_code(why))
+            if isinstance(why, LeftOut):
+                # The coordinator that has refused this host may be on it, and leads the other hosts.
+                standby.outlast(command)
             return LEFT_OUT
         except Stopped as stopped:
             return 128 + stopped.signal
         finally:
+            standby.close()
             # Even if the process that watches this one was killed.
             shutil.rmtree(folder, ignore_errors=True)
 

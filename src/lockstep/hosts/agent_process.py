@@ -254,8 +254,8 @@ class AgentProcess:
         patience: seconds that this host waits for a silent coordinator before the job begins.
         again: whether this host has joined the coordinator before. If nothing arrives from its address, it is
             stopped: another program does not listen there.
-        children: process ids of the children of this process that are not workers.
-        leads_at: HOST:PORT of this host at which it takes the job over; empty for that of `--standby`.
+        standby: starts another coordinator on this host if the job has a standby; None if it cannot have one.
+            Its owner keeps it after `LeftBehind`: the coordinator may be the one that this host joins again.
         begun: whether the job has begun.
     """
 
@@ -276,8 +276,7 @@ class AgentProcess:
     engine: EngineLink | None = None
     patience: float = GATHERING
     again: bool = False
-    children: set[int] = field(default_factory=set)
-    leads_at: str = ""
+    standby: Standby | None = None
     begun: bool = field(default=False, init=False)
 
     def run(self) -> int:
@@ -373,9 +372,10 @@ class AgentProcess:
             network=listener.network(prepare.job),
         )
         late = begin.host >= len(begin.spec.hosts)
-        standby = Standby.of(prepare, begin, self.leads_at, listener.host_and_port[0], self.children)
-        if standby is not None and (lacks := standby.lacks()):
-            self.say(lacks)
+        if (standby := self.standby) is not None:
+            standby.follow(prepare, begin, listener.host_and_port[0])
+            if lacks := standby.lacks():
+                self.say(lacks)
 
         def say(text: str) -> None:
             if standby is None or not standby.runs:
@@ -389,7 +389,6 @@ class AgentProcess:
         with (
             contextlib.closing(agent),
             self._take_place(prepare.job) as agent_place,
-            contextlib.closing(standby) if standby is not None else contextlib.nullcontext(),
             contextlib.closing(
                 _Contact(self, session, agent, agent_place, patience=patience, offer=running, standby=standby)
             ) as contact,
@@ -544,7 +543,10 @@ class _Contact:
             where = f" at {self.process.address.address}" if self.process.address is not None else ""
             standby = self.agent.spec.standby
             again = "run the command of its host, or the tasks there, again"
-            again = f"{standby} takes over, or {again}" if standby else again
+            if self.standby is not None and self.standby.replaces_command:
+                again = f"{standby} takes over"
+            elif standby:
+                again = f"{standby} takes over, or {again}"
             does = (
                 f"a worker is lost too, so training waits for the coordinator{where}: {again} within "
                 f"{self.patience - seconds:.0f} s, or the job ends on this host"

@@ -7,6 +7,9 @@ restart of the first command (`takeover.py`). The store decides whether it may l
 Agents over ssh do the same, with the key that the first command has sent them. They have no terminal, so what
 the new coordinator shows is in its run folder.
 
+The coordinator may continue the job without its own host, which the record of the job may have as lost. The
+agent then joins again as that of a new host. So the standby outlives each part of the agent in the job.
+
 When the first host comes back, its command joins the job with an agent, which is the standby of the standby:
 if the coordinator is lost, it starts one at the address of the first host.
 """
@@ -76,47 +79,60 @@ _FAREWELL = 30.0
 
 @dataclass
 class Standby:
-    """Starts a coordinator on this host; used by its agent.
+    """Starts a coordinator on this host; used by its agent, also after it has joined the job anew.
 
     Attributes:
-        prepare: the first message to the agent; it has the key if the agent runs over ssh.
-        begin: the job, with the paths of this host.
-        address: HOST:PORT at which it listens, perhaps of another host.
-        reached_at: the IP address at which other hosts reach this one.
+        leads_at: HOST:PORT of this host at which agents look for a coordinator too; empty for none.
         children: process ids of the children of this process that are not workers.
+        address: HOST:PORT at which the coordinator listens, perhaps of another host; empty before the first
+            job, and if the job has no standby.
+        prepare: the first message to the agent; it has the key if the first command runs the agent over ssh.
+        begin: the job, with the paths of this host.
+        reached_at: the IP address at which other hosts reach this one.
         runs: whether a coordinator runs.
     """
 
-    prepare: Prepare
-    begin: BeginJob
-    address: str
-    reached_at: str
-    children: set[int]
+    leads_at: str = ""
+    children: set[int] = field(default_factory=set)
+    address: str = field(default="", init=False)
+    prepare: Prepare = field(init=False)
+    begin: BeginJob = field(init=False)
+    reached_at: str = field(default="", init=False)
     _is_here: bool | None = None
     _hidden_at: str = ""
     _process: "subprocess.Popen[bytes] | None" = None
     _channel: PacketChannel[Prepare | BeginJob | StopRequest, StopRequest] | None = None
     _due: float = field(default=0.0)
 
-    @classmethod
-    def of(
-        cls, prepare: Prepare, begin: BeginJob, own: str, reached_at: str, children: set[int]
-    ) -> "Standby | None":
-        """Return the standby of a job, or None if the job has none.
+    def follow(self, prepare: Prepare, begin: BeginJob, reached_at: str) -> None:
+        """Be the standby of a job in which the agent takes part from now on, perhaps not for the first time.
 
         Args:
             prepare: the first message to the agent.
             begin: the job, with the paths of this host.
-            own: HOST:PORT of this host at which agents look for a coordinator too; empty for none.
             reached_at: the IP address at which other hosts reach this one.
-            children: process ids of the children of this process that are not workers.
         """
-        if not begin.spec.standby:
-            return None
-        return cls(prepare, begin, own or begin.spec.standby, reached_at, children)
+        if self.address and prepare.job != self.prepare.job:
+            self.close()
+        elif self.address and self.prepare.key and not prepare.key:
+            # Only the first command sends the key, and its run folder is the one beside which that of this
+            # host is.
+            prepare = msgspec.structs.replace(prepare, key=self.prepare.key)
+            spec = replace(begin.spec, run_dir=self.begin.spec.run_dir)
+            begin = msgspec.structs.replace(begin, spec=spec)
+        self.prepare, self.begin, self.reached_at = prepare, begin, reached_at
+        self.address = begin.spec.standby and (self.leads_at or begin.spec.standby)
+        self._is_here, self._hidden_at = None, ""
+
+    @property
+    def replaces_command(self) -> bool:
+        """Whether nothing else takes the job over: the command of `--hosts` does not when it is run again."""
+        return bool(self.address and self.prepare.folder)
 
     def is_here(self) -> bool:
         """Return whether other hosts reach it on this host; its name may be unknown until later."""
+        if not self.address:
+            return False
         if self._is_here is None:
             try:
                 family, address = resolve_host(*split_address(self.address))
@@ -152,7 +168,7 @@ class Standby:
 
     def start(self, now: float) -> None:
         """Start a coordinator, unless one runs, or a short time ago one could not lead the job."""
-        if self.runs or now < self._due:
+        if not self.address or self.runs or now < self._due:
             return
         self._due = now + _AGAIN
         if not self.is_here():
@@ -182,6 +198,19 @@ class Standby:
                 self._process.wait()
             else:
                 note(f"the coordinator of this host has not ended within {_FAREWELL:g} s")
+
+    def outlast(self, command: StopChannel) -> None:
+        """Wait until the coordinator has ended, if one runs, or this process is stopped.
+
+        Args:
+            command: the channel to the process that watches this one.
+        """
+        while self.runs:
+            assert self._channel is not None
+            wait_for([self._channel.fileno(), command.fileno()])
+            if command.receive() is not None:
+                return
+            self.see_off()
 
     def close(self) -> None:
         """End the coordinator; safe to call more than once."""
