@@ -65,6 +65,8 @@ from lockstep.system.clock import SystemClock
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
+from lockstep.system.paths import RunPaths
+from lockstep.transport.keys import JobKey
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 
@@ -503,6 +505,33 @@ def test_a_host_that_joins_the_standby_anew_keeps_the_key_and_the_run_folder() -
     )
     assert not made.is_here()
     assert made.lacks() == ""
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_coordinator_over_ssh_that_cannot_lead_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_full: bool
+) -> None:
+    """Its port is in use. Its log says so, and also if its folder is another one than expected."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    folder = tmp_path / "job/run-standby"
+    if is_full:
+        # Also root cannot create a folder in a file.
+        folder.parent.write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        spec = dataclasses.replace(SPEC, run_dir=tmp_path / "job/run", standby=place)
+        prepare = msgspec.structs.replace(PREPARE, key=JobKey.generate().text)
+        made = Standby()
+        made.follow(prepare, BeginJob(spec, 1, JobHost("node2", 1), 1), "127.0.0.1")
+        made.start(100.0)
+        made.see_off()
+        assert not made.runs
+    if is_full:
+        (folder,) = tmp_path.glob("lockstep-run-*")
+    said = RunPaths(folder).output.read_text()
+    assert f"{place} cannot be used" in said or "in use" in said, said
+    assert (f"the run folder of this host is {folder} instead" in said) == is_full
+    assert not RunPaths(folder).lock.exists()
 
 
 @pytest.mark.parametrize("ends", [False, True])

@@ -277,14 +277,17 @@ def lead(prepare: Prepare, begin: BeginJob, command: StopChannel) -> int:
         UnfitError: no agent has connected, or the job cannot be continued.
     """
     spec = begin.spec
-    if prepare.key:
-        spec = replace(spec, run_dir=_run_folder_with_output(spec))
-        credentials = JobKey.parse(prepare.key, "the message of the agent").mint(encrypted=prepare.encrypted)
-    else:
-        credentials = own_credentials(spec.standby, encrypted=not spec.plain)
-    console = terminal_of(spec)
-    with EventLoop() as loop:
-        roster = OpenRoster(spec.workers, waits=True)
+    with contextlib.ExitStack() as ends:
+        if prepare.key:
+            spec = replace(spec, run_dir=_run_folder_with_output(spec))
+            ends.callback(leave_folder, spec.run_dir)
+            key = JobKey.parse(prepare.key, "the message of the agent")
+            credentials = key.mint(encrypted=prepare.encrypted)
+        else:
+            credentials = own_credentials(spec.standby, encrypted=not spec.plain)
+        console = terminal_of(spec)
+        loop = ends.enter_context(EventLoop())
+        roster = OpenRoster(spec.workers, waits=True, limited=False)
         gate = Gate(lambda: roster, credentials, command, console, loop)
         with closing(gate):
             gate.listen(spec.standby)
@@ -300,11 +303,9 @@ def lead(prepare: Prepare, begin: BeginJob, command: StopChannel) -> int:
             gate.gather(wait)
             if not prepare.key:
                 spec = replace(spec, run_dir=_run_folder(spec, console.say))
-            try:
-                with _uploaded(spec, command):
-                    return gate.run(spec, begins=False)
-            finally:
-                leave_folder(spec.run_dir)
+                ends.callback(leave_folder, spec.run_dir)
+            with _uploaded(spec, command):
+                return gate.run(spec, begins=False)
 
 
 @contextlib.contextmanager
@@ -327,16 +328,19 @@ def _run_folder_with_output(spec: JobSpec) -> Path:
 
     Each try to lead the job uses the same folder, which the first host does not use, also on a shared disk.
     """
-    folder = spec.run_dir.with_name(f"{spec.run_dir.name}-standby")
+    folder, notes = spec.run_dir.with_name(f"{spec.run_dir.name}-standby"), list[str]()
     try:
         folder = _claimed(folder)
     except (ConfigError, OSError):
-        folder = _run_folder(replace(spec, run_dir=folder), note)
+        folder = _run_folder(replace(spec, run_dir=folder), notes.append)
     with contextlib.suppress(OSError):
         output = open_own(RunPaths(folder).output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for standard in (1, 2):
             os.dup2(output, standard)
         os.close(output)
+    # Before, nobody would see them: the connection of ssh is lost.
+    for text in notes:
+        note(text)
     return folder
 
 
