@@ -186,6 +186,20 @@ def test_only_the_standby_takes_over_a_job_of_hosts() -> None:
     )
 
 
+def test_an_agent_over_ssh_whose_place_was_wanted_stays_with_a_standby_that_leads() -> None:
+    """Until then, a first command that has started another agent here may lead."""
+    with contact_of([], "") as contact:
+        place = contact.agent_place = SimpleNamespace(is_wanted=True)
+        contact.process.joined = False
+        for contact._moved, contact.session.leads in ((False, True), (True, False)):
+            contact._due = 0.0
+            contact.serve()
+            assert place.is_wanted
+        contact.session.leads, contact._due = True, 0.0
+        contact.serve()
+        assert not place.is_wanted
+
+
 class Processes:
     """The processes of a host, none."""
 

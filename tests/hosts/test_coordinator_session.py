@@ -21,6 +21,7 @@ from lockstep.protocol.host import (
     KeepRecord,
     OutputWritten,
     RepeatReports,
+    StartView,
     StartWorker,
     TakeOver,
     WorkerArrived,
@@ -286,6 +287,25 @@ def test_an_answer_names_what_it_answers() -> None:
             assert session.receive() == KeepAlive(0, sent)
         clock.advance(30.0)
     session.close()
+
+
+def test_a_coordinator_that_only_repeats_does_not_lead() -> None:
+    """It may hear from the store that another one leads the job. A record or a view of its own term tells."""
+    for first in (KeepRecord(3, 1, b""), StartView(2, (), term=3)):
+        session, (own, other) = CoordinatorSession(), LocalChannel.pair()
+        session.attach(other)
+        for message in (TakeOver(3), KeepRecord(2, 9, b""), StartView(1, (), term=2)):
+            own.send(message)
+        while session.receive() is not None:
+            pass
+        assert not session.leads
+        own.send(first)
+        session.receive()
+        assert session.leads
+        own.send(TakeOver(4))
+        session.receive()
+        assert not session.leads
+        session.close()
 
 
 def test_unnumbered_reports_are_not_repeated() -> None:

@@ -464,6 +464,7 @@ class _Contact:
     _repeat: float = 0.0
     _limit: float = _STARTING
     _starts_after: int = 0
+    _moved: bool = False
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
@@ -503,8 +504,10 @@ class _Contact:
             self._limit = SILENCE
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self._noted, self._repeat = False, 0.0
-            if self.agent_place is not None and self.process.joined:
-                # An agent over ssh cannot return to a first command that has started another one here.
+            # An agent over ssh cannot return to a first command that has started another one here, and must
+            # remember that until the standby leads the job.
+            returned = self.process.joined or (self._moved and self.session.leads)
+            if self.agent_place is not None and returned:
                 self.agent_place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)
@@ -582,5 +585,5 @@ class _Contact:
         channel.send(self.offer())
         # From now on, both ends use only these messages.
         session.attach(cast("Channel[HostReport, Instruction]", channel))
-        self._starts_after = session.term
+        self._starts_after, self._moved = session.term, True
         self._silence.use(channel)

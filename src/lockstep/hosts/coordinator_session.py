@@ -40,6 +40,8 @@ class CoordinatorSession:
         lost: why the connection ended; empty while there is one.
         rejected: why a coordinator does not take this agent back; empty if it has not rejected it.
         kept: the newest record of the job that the agent has; None before the first.
+        leads: whether the coordinator of this connection leads the job: a record or a view of its term has
+            arrived. One that takes over repeats older ones before it knows that.
         output: number of bytes of output in the reports that are kept.
         received: number of numbered instructions that have arrived.
     """
@@ -50,6 +52,7 @@ class CoordinatorSession:
         self.lost = "there was no connection yet"
         self.rejected = ""
         self.kept: KeepRecord | None = None
+        self.leads = False
         self.output = 0
         self.received = 0
         self._channel: Channel[HostReport, Instruction | KeepWaiting | Rejected] | None = None
@@ -65,7 +68,7 @@ class CoordinatorSession:
     def attach(self, channel: Channel[HostReport, Instruction | KeepWaiting | Rejected]) -> None:
         """Use another connection instead of the previous one; it now belongs to this session."""
         self._detach("")
-        self._channel = channel
+        self._channel, self.leads = channel, False
         self._events.register(channel.fileno(), select.EPOLLIN)
 
     def leave(self, why: str) -> None:
@@ -116,8 +119,9 @@ class CoordinatorSession:
                     return message
                 case KeepRecord():
                     self.kept = message
+                    self.leads = self.leads or message.term == self.term
                 case TakeOver(term):
-                    self.term, self._waits = term, True
+                    self.term, self._waits, self.leads = term, True, False
                     self._channel.send(AgentStanding(term, self.received, self._acknowledged, self.kept))
                 case RepeatReports(after):
                     self._replay(after)
@@ -131,6 +135,7 @@ class CoordinatorSession:
                 case _:
                     self.received += 1
                     if isinstance(message, StartView):
+                        self.leads = self.leads or message.term == self.term
                         # The record contains the large instructions that agents have not acknowledged.
                         self.keep_alive()
                     return message
