@@ -27,14 +27,15 @@ from lockstep.coordinator.admin_client import call_job
 from lockstep.coordinator.admin_socket import take_name
 from lockstep.coordinator.job_record import JobRecord, encode_record
 from lockstep.errors import CheckpointError, ConfigError, LockstepError, NetworkError, UnfitError
-from lockstep.hosts import agent_command, agent_server, coordinator_process, gate, standby
+from lockstep.hosts import agent_command, agent_server, coordinator_process, gate, job_on_hosts, standby
 from lockstep.hosts.agent_command import AgentOptions
 from lockstep.hosts.agent_process import CoordinatorGone, LeftOut
 from lockstep.hosts.agent_server import AgentServer
 from lockstep.hosts.coordinator_process import CoordinatorProcess
 from lockstep.hosts.gate import Gate
-from lockstep.hosts.gathering import Stopped
+from lockstep.hosts.gathering import AwaitedHost, Stopped
 from lockstep.hosts.host_listener import WITHOUT_KEY, HostListener
+from lockstep.hosts.job_on_hosts import JobOnHosts, ThisHost
 from lockstep.hosts.joining import CoordinatorAddress
 from lockstep.hosts.leadership import Leadership
 from lockstep.hosts.roster import OpenRoster
@@ -55,8 +56,13 @@ from lockstep.protocol.coordinator import Coordinate, CoordinatorCommand, Coordi
 from lockstep.protocol.host import (
     LEFT_OUT,
     BeginJob,
+    EndHost,
+    HostEnded,
+    HostFacts,
     KeepRecord,
     Prepare,
+    RemoteInstruction,
+    RemoteReport,
     ShowNote,
 )
 from lockstep.protocol.job_spec import Checkpoints, JobHost, JobLimits, JobSpec
@@ -567,6 +573,37 @@ def test_an_agent_that_may_not_join_ends_after_the_coordinator_of_its_host(
         calls.clear()
         assert agent_command._run(Mock(side_effect=error)) == LEFT_OUT
         assert calls == expected
+
+
+def test_a_job_that_cannot_begin_on_its_first_host_ends_on_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They have begun it. Their agents would wait for a coordinator that takes over."""
+    facts = HostFacts("n", "3.11.2", "x86_64", {}, 4, "", "10.0.0.1", 4000, 7)
+    monkeypatch.setattr(JobOnHosts, "_compare_hosts", lambda _: {0: facts, 1: facts})
+    monkeypatch.setattr(job_on_hosts, "start_here", Mock(side_effect=UnfitError("no process starts")))
+    agents: tuple[Channel[RemoteInstruction, RemoteReport], Channel[RemoteReport, RemoteInstruction]]
+    agents = LocalChannel.pair()
+    commands: tuple[StopChannel, StopChannel] = LocalChannel.pair()
+    listener: Any = None
+    spec = dataclasses.replace(
+        SPEC, hosts=(JobHost("node1", 1), JobHost("node2", 1)), workers=2, replicas=2, checkpoints=None
+    )
+    assert agents[1].send(HostEnded())
+    with EventLoop() as loop, pytest.raises(UnfitError, match="no process starts"):
+        JobOnHosts(
+            spec,
+            PREPARE,
+            commands[0],
+            console=Console(Sink(1), Sink(2), "chief", 0),
+            loop=loop,
+            here=ThisHost(0, listener, facts),
+            others={1: AwaitedHost("node2", agents[0], str)},
+        ).run()
+    assert isinstance(agents[1].receive(), BeginJob)
+    assert agents[1].receive() == EndHost(0.0, status=LEFT_OUT)
+    for end in (*agents, *commands):
+        end.close()
 
 
 @pytest.fixture

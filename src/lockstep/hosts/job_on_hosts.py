@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Set
 from contextlib import ExitStack, closing
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -30,17 +31,23 @@ from lockstep.local_job.composition import LocalHost, start_agent
 from lockstep.observability.console import Console
 from lockstep.observability.exports import NO_EXPORTS, Exports
 from lockstep.protocol.admin import StopChannel
-from lockstep.protocol.channel import Channel
+from lockstep.protocol.channel import Channel, PeerGone
 from lockstep.protocol.greeting import JOB
 from lockstep.protocol.host import (
+    LEFT_OUT,
     MOST_QUEUED,
+    SILENCE,
     BeginJob,
+    EndHost,
+    HostEnded,
     HostFacts,
     HostReport,
     Instruction,
     KeepRecord,
     PeerAddress,
     Prepare,
+    RemoteInstruction,
+    RemoteReport,
     ShowNote,
 )
 from lockstep.protocol.job_spec import JobSpec
@@ -49,7 +56,7 @@ from lockstep.supervisor.state import State
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
 from lockstep.system.environment import key_file, require_variables, shared_variables, visible_gpus
-from lockstep.system.event_loop import EventLoop
+from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import sign_claim
@@ -180,6 +187,18 @@ class JobOnHosts:
         threads = spec.threads or threads_for_all(spec.hosts, _in_order(spec, facts), spec.replicas)
         spec = replace(spec, threads=threads)
         remote = self._begin_on_others(spec, facts)
+        with ExitStack() as unless_led:
+            unless_led.callback(self._end_others)
+            return self._lead(spec, facts, remote, unless_led)
+
+    def _lead(
+        self,
+        spec: JobSpec,
+        facts: Mapping[int, HostFacts],
+        remote: Mapping[int, ConnectedHost],
+        unless_led: ExitStack,
+    ) -> int:
+        """Run the job that has begun on the other hosts; `unless_led` ends it there if it fails before."""
         for line in self._describe(spec):
             self.console.say(line)
         if spec.standby and not self._has_standby(spec.standby, facts):
@@ -199,10 +218,15 @@ class JobOnHosts:
         self.accept(newcomers)
         state = self._first_state(spec, facts)
         with closing(newcomers):
-            return self._coordinate(spec, state, remote, newcomers)
+            return self._coordinate(spec, state, remote, newcomers, unless_led)
 
     def _coordinate(
-        self, spec: JobSpec, state: State, remote: Mapping[int, ConnectedHost], newcomers: Newcomers
+        self,
+        spec: JobSpec,
+        state: State,
+        remote: Mapping[int, ConnectedHost],
+        newcomers: Newcomers,
+        unless_led: ExitStack,
     ) -> int:
         """Run the coordinator in a process of its own, which can be lost."""
         hosts = dict(remote)
@@ -236,7 +260,20 @@ class JobOnHosts:
                 shows_life=bool(spec.standby),
             )
             newcomers.serve(keeper.add_host, lambda: keeper.is_over)
+            # From now on, the keeper decides when the job ends on other hosts.
+            unless_led.pop_all()
             return keeper.run()
+
+    def _end_others(self) -> None:
+        """End the job on the other hosts, whose agents would otherwise wait for another coordinator."""
+        until, channels = time.monotonic() + SILENCE, [agent.channel for agent in self.others.values()]
+        for channel in channels:
+            channel.send(EndHost(0.0, status=LEFT_OUT))
+        # What has not arrived when this process ends may be lost.
+        while (channels := [channel for channel in channels if not _has_ended(channel)]) and (
+            left := until - time.monotonic()
+        ) > 0:
+            wait_for([channel.fileno() for channel in channels], left)
 
     def _compare_hosts(self) -> dict[int, HostFacts]:
         """Return the facts of all hosts, after checking that they fit together."""
@@ -311,6 +348,14 @@ class JobOnHosts:
         cores = tuple(host_facts.cores for host_facts in _in_order(spec, facts))
         state = State.begin(spec, cores, by_hand=self.by_hand is not None)
         return replace(state, size=replace(state.size, wanted=self.wanted or spec.workers))
+
+
+def _has_ended(agent: Channel[RemoteInstruction, RemoteReport]) -> bool:
+    """Return whether the last message of an agent has arrived, or its channel has ended."""
+    while (message := agent.receive()) is not None:
+        if isinstance(message, HostEnded | PeerGone):
+            return True
+    return False
 
 
 def _in_order(spec: JobSpec, facts: Mapping[int, HostFacts]) -> list[HostFacts]:
