@@ -18,7 +18,7 @@ import pytest
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.keras.backends.adapter import adapter
-from lockstep.keras.backends.growth import growths_of, set_growths
+from lockstep.keras.backends.growth import MEAN, SUM, growths_of, set_growths
 from lockstep.keras.backends.multi_update import EndOfRound
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.choices import Choices
@@ -1155,6 +1155,35 @@ def test_what_a_trial_does_not_show_is_computed_from_the_whole_batch(
     assert (trial.exact, trial.names) == ([name], [])
 
 
+class Constant(keras.layers.Layer):
+    """Adds a constant of the precision in which it was built, and fails in another one as TensorFlow does."""
+
+    def build(self, shape: Any) -> None:
+        self.constant = ops.ones(shape[-1], dtype=self.compute_dtype)
+
+    def call(self, x: Any) -> Any:
+        if x.dtype != self.constant.dtype:
+            raise TypeError
+        return x + self.constant
+
+
+def summed(y: Any, p: Any) -> Any:
+    return ops.sum(ops.square(y - p))
+
+
+@pytest.mark.parametrize(
+    ("loss", "exact", "growths"), [(summed, [], {0: SUM}), (contrast, ["the loss contrast"], {})]
+)
+def test_a_program_that_computes_only_in_half_precision_is_tried_in_it(
+    loss: Any, exact: list[str], growths: dict[int, int]
+) -> None:
+    layers = [Constant(dtype="mixed_bfloat16"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile("sgd", loss)
+    trial = trial_of(model, X[:9], LABELS[:9].astype("float32"))
+    assert (trial.exact, trial.names, trial.growths.losses) == (exact, [], growths)
+
+
 @pytest.mark.parametrize(
     ("labels", "tried"),
     [
@@ -1171,6 +1200,23 @@ def test_the_rows_of_a_trial_have_several_labels(labels: Any, tried: Any) -> Non
     np.testing.assert_array_equal(y["y"], tried)
     assert len(x) == len(tried) == sum(part.count for part in batch.parts)
     assert (batch.examples, batch.weighs) == (len(labels), False)
+
+
+def mean_of_one_hot(y: Any, p: Any) -> Any:
+    return -ops.sum(y * ops.log_softmax(p)) / ops.sum(y)
+
+
+def test_labels_with_a_probability_for_each_class_have_no_padding() -> None:
+    labels = np.eye(3, dtype="float32")[LABELS[:9, 0]]
+    padded = TriedBatch(lambda: (X[:9], labels)).padded()
+    assert padded is not None
+    x, y, _ = padded.whole.data
+    np.testing.assert_array_equal(y, labels)
+    assert not np.any(ops.convert_to_numpy(x)[:3, 2:])
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("sgd", mean_of_one_hot)
+    trial = trial_of(model, X[:9], labels)
+    assert (trial.exact, trial.names, trial.growths.losses) == ([], [], {0: MEAN})
 
 
 class Triplet(NamedTuple):

@@ -416,10 +416,11 @@ class Trial:
     def _growth_of_additions(self, layer: Any, attempts: Sequence[Sequence["LayerCalls"]]) -> int:
         """Return the growth of the values that a layer adds to the loss, which is one for all of them."""
         growths: set[Any] = set()
+        half = self._stays_half()
         for records in attempts:
             values = [record.added for record in records]
             if len({len(added) for added in values}) == 1:
-                growths |= {self._growth(list(added)) for added in zip(*values, strict=True)}
+                growths |= {self._growth(list(added), half=half) for added in zip(*values, strict=True)}
             else:
                 growths.add(None)
         growths.discard(_NOTHING)
@@ -530,7 +531,8 @@ class Trial:
         for outputs, weights in self._outputs():
             updates: list[Updates] = []
             arrays = self._each(partial(self._metric_arrays, outputs, weights, updates))
-            growths.append({name: self._growth([each[name] for each in arrays]) for name in arrays[0]})
+            half = any(_is_half(output) for output in keras.tree.flatten(outputs))
+            growths.append({n: self._growth([each[n] for each in arrays], half=half) for n in arrays[0]})
             if "metrics" not in self.growths.whole:
                 self._name_metrics_that_do_not_add(*updates[1:])
         return growths
@@ -678,7 +680,7 @@ class Trial:
             with_loss: whether an array may be weighted by the denominator of the loss.
         """
         # Gradients have the precision of their weights.
-        half = _stays_half(self._model) or any(rounds[0][0][name].dtype.itemsize < 4 for name in group)
+        half = self._stays_half() or any(rounds[0][0][name].dtype.itemsize < 4 for name in group)
         values_by_growth: dict[Any, list[Array]] = {}
         either: list[tuple[list[Array], list[Array]]] = []
         for arrays in rounds:
@@ -837,10 +839,22 @@ class Trial:
                 # Reading may draw random numbers, which a trial would undo.
                 if self._batch.count < 2:
                     return []
-                read: dict[int, Any] = {}
-                with self._undisturbed(), reads_observed_by(lambda v: read.setdefault(id(v), v)):
-                    results = attempt()
-                return [*results, *self._padded(attempt), *self._repeated(attempt, list(read.values()))]
+                try:
+                    results, read = self._results(attempt)
+                except (DataError, PeerError):
+                    raise
+                except Exception:
+                    with self._precision() as layers:
+                        if not layers:
+                            raise
+                    # A layer may have made constants in half precision, which others cannot be combined with.
+                    precision, self._precision = self._precision, nullcontext
+                    try:
+                        results, read = self._results(attempt)
+                    except BaseException:
+                        self._precision = precision
+                        raise
+                return [*results, *self._padded(attempt), *self._repeated(attempt, read)]
         except (DataError, PeerError):  # Workers may read the batch together.
             raise
         except Exception:  # The program may call its parts in another way than the trial does.
@@ -849,6 +863,12 @@ class Trial:
         for name in names:
             self._name(name, tried=False)
         return []
+
+    def _results(self, attempt: Callable[[], list[Any]]) -> tuple[list[Any], list[Any]]:
+        """Return the results of a trial, and the variables of Keras that it has read."""
+        read: dict[int, Any] = {}
+        with self._undisturbed(), reads_observed_by(lambda v: read.setdefault(id(v), v)):
+            return attempt(), list(read.values())
 
     def _padded(self, attempt: Callable[[], list[Any]]) -> list[Any]:
         """Return the results of a trial with rows of which some have padding.
@@ -891,6 +911,11 @@ class Trial:
         finally:
             self._changes_values = False
         return results
+
+    def _stays_half(self) -> bool:
+        """Whether layers compute in half precision also in a trial."""
+        with self._precision():
+            return _computes_in_half(self._model)
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -1248,14 +1273,12 @@ def _near_outputs(model: Any) -> Iterator[None]:
         yield
 
 
+def _is_half(tensor: Any) -> bool:
+    return tensor is not None and keras.backend.standardize_dtype(tensor.dtype) in HALF_TYPES
+
+
 def _computes_in_half(model: Any) -> bool:
     return any(layer.compute_dtype in HALF_TYPES for layer in layers_of(model))
-
-
-def _stays_half(model: Any) -> bool:
-    """Whether layers compute in half precision also where they should compute in single precision."""
-    with single_precision(model):
-        return _computes_in_half(model)
 
 
 @contextmanager

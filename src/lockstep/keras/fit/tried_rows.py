@@ -140,8 +140,13 @@ def _twice(leaf: Any) -> Any:
 
 
 def _padded(leaf: Any) -> Any:
-    """Return an array with zeros in its first rows: at the end of each of them, or in every second one."""
+    """Return an array with zeros in its first rows: at the end of each of them, or in every second one.
+
+    Rows with a probability for each class, such as one-hot labels, have no padding.
+    """
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biuf" or not leaf.ndim:
+        return leaf
+    if leaf.ndim == 2 and leaf.shape[1] > 1 and np.all(leaf >= 0) and np.allclose(leaf.sum(1), 1, 0, 1e-3):
         return leaf
     padded, first = leaf.copy(), max(1, len(leaf) // 3)
     if leaf.ndim > 1 and leaf.shape[1] > 1:
