@@ -56,6 +56,7 @@ WHILE_UPDATING = (
     "before a block is written",
     "halfway through a block",
     "after a shard",
+    "waiting for the others",
     "before the new weights",
 )
 """Points of members that divide the update of a step."""
@@ -203,6 +204,7 @@ def prepare_update(faults: Faults) -> None:
     import keras
 
     from lockstep.collectives.shared import divided_state
+    from lockstep.keras.fit import divided_update
 
     update: Any
     if keras.backend.backend() == "jax":
@@ -223,7 +225,17 @@ def prepare_update(faults: Faults) -> None:
         faults.passing("halfway through a block" if wrote else "halfway through keeping a block")
         copy_all(targets, sources)
 
+    calls: Any = divided_update
+    gather = calls.gather
+
+    def gathered(*args: Any) -> list[bytes]:
+        # Whether this worker has updated its shards.
+        if args[-1] in (b"\0", b"\1"):
+            faults.passing("waiting for the others")
+        return gather(*args)
+
     divided_state.copy_all = copied
+    calls.gather = gathered
     around(faults, update, "fill", after="filling the state")
     around(faults, update, "compute", before="before a block is written")
     around(faults, update, "finish", before="before the new weights")

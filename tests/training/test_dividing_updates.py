@@ -18,7 +18,7 @@ REST = (
     ("1:3:before a shard", "2:3:halfway through keeping a block"),
     ("3:1:halfway through keeping a block", "0:9:halfway through a block"),
     ("2:2:after a shard", "1:2:before the new weights", "3:14:halfway through a block"),
-    ("0:5:in a gather", "3:5:after a shard"),
+    ("0:5:in a gather", "3:5:waiting for the others"),
     ("0:3:halfway through a block", "1:3:in the next view", "2:3:before a block is written"),
     ("0:0:before the new weights", "1:14:filling the state"),
 )
