@@ -130,8 +130,9 @@ class StandIn:
 class WholeGradients:
     """Computes what an update needs of whole gradients, in a compiled function of its own.
 
-    In another function, XLA may round a norm or a clipped gradient in another way. So the whole update and
-    that of blocks get the results of this one.
+    In another function, XLA may round a norm or a clipped gradient in another way, also if a
+    `jax.lax.optimization_barrier` is between them and the update. So the whole update and that of blocks get
+    the results of this one.
     """
 
     def __init__(self, optimizer: Any) -> None:
