@@ -156,7 +156,7 @@ class DividedUpdate:
 
         def meet(view: View, communicator: Communicator) -> tuple[View, list[_Standing]]:
             worker, host = self._job.worker, self._host(view)[0]
-            own = _Standing(worker, host, hindrance, facts, shares, self._number, layout)
+            own = _Standing(worker, host, hindrance, facts, shares=shares, number=self._number, layout=layout)
             blobs = gather(worker, communicator, label, {}, msgspec.msgpack.encode(own))
             standings = [msgspec.msgpack.decode(blob, type=_Standing) for blob in blobs]
             _compare_standings(standings, label)
