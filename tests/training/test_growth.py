@@ -658,6 +658,47 @@ def test_a_metric_of_rows_that_compare_is_the_mean_of_those_of_the_replicas(job_
     assert history["track"][0] == pytest.approx(wanted, 1e-5)
 
 
+class Ratio(keras.metrics.Metric):
+    """Has two large sums and no count."""
+
+    def __init__(self) -> None:
+        super().__init__(name="track")
+        self.distances = self.add_variable((), "zeros", name="distances")
+        self.sizes = self.add_variable((), "zeros", name="sizes")
+
+    def update_state(self, p: Any) -> None:
+        self.distances.assign_add(ops.sum(distances(p)))
+        self.sizes.assign_add(1000 * ops.sum(ops.abs(p)))
+
+    def result(self) -> Any:
+        return self.distances / self.sizes
+
+
+class RatioThatCompares(OwnLossFigures):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.track = Ratio()
+
+    def logs_of(self, loss: Any, p: Any, metrics: Any) -> tuple[Any, Any]:
+        metrics = self.track.stateless_update_state(metrics, p)
+        return {"track": self.track.stateless_result(metrics)}, metrics
+
+
+@pytest.mark.usefixtures("nothing_exchanged")
+def test_a_large_sum_beside_a_sum_that_compares_is_not_a_count_of_rows(job_of_one_worker: Job) -> None:
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model, y = padded_later(kind=RatioThatCompares)()
+    p = ops.convert_to_numpy(model(X))
+    shares = np.array_split(p, job_of_one_worker.view.replicas)
+    of_shares = np.array([float(np.sum(distances(share))) for share in shares])
+    # The sum of all pairs grows with the square of the rows: as a sum divided by a replica's part of them.
+    nearest = np.sum(of_shares * [len(p) / len(share) for share in shares])
+    whole = float(np.sum(distances(p)))
+    assert abs(nearest - whole) < abs(np.sum(of_shares) - whole)
+    history = model.fit(X, y, batch_size=29, shuffle=False, verbose=0).history
+    assert history["track"][0] == pytest.approx(nearest / (1000 * np.abs(p).sum()), 1e-5)
+
+
 def test_weights_of_examples_take_part_in_the_trial(
     capfd: pytest.CaptureFixture[str], nothing_exchanged: Callable[[str], str]
 ) -> None:

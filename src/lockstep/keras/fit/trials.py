@@ -644,7 +644,7 @@ class Trial:
                 if value is None:
                     self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step")
                     # A step is rather a sum if it is nearly one.
-                    counts = self._counts_rows(group[0], owners, rounds[0][0])
+                    counts = self._counts_rows(group[0], owners, rounds[0])
                     value = MEAN if counts else nearest_growth(values[0], values[1:], _HALVES)
                 if value is _EITHER:
                     self._name_array(group[0], owners, methods[0] if methods else f"{kind}_step", tried=False)
@@ -721,15 +721,38 @@ class Trial:
                 growths[name] = others.pop() if len(others) == 1 else _NOTHING
         return {n: g for n, g in growths.items() if g is not _NOTHING and g != MEAN}
 
-    def _counts_rows(self, name: str, owners: Mapping[int, Any], arrays: Mapping[str, Array]) -> bool:
-        """Whether an array belongs to a metric that also counts rows, so that it is a mean over them."""
+    def _counts_rows(
+        self, name: str, owners: Mapping[int, Any], arrays: Sequence[Mapping[str, Array]]
+    ) -> bool:
+        """Whether an array belongs to a metric that also counts rows, so that it is a mean over them.
+
+        A count is a multiple of the number of rows, or of the sum of their weights. A large sum is not.
+
+        Args:
+            name: the name of the array.
+            owners: the metrics, by the ids of their variables.
+            arrays: the arrays of all rows and of each half, each divided by its share of the rows.
+        """
         owner = self._owner(name, owners)
-        counts = [
-            array
-            for other, array in arrays.items()
+        others = [
+            [float(each[other].item()) for each in arrays]
+            for other, array in arrays[0].items()
             if other != name and array.size == 1 and owner is not None and self._owner(other, owners) is owner
         ]
-        return any(np.all(count >= self._batch.halves[0].count) for count in counts)
+        halves = self._batch.halves
+        sizes = [[float(halves[0].count)] * len(halves)]
+        if (weights := halves[0].data[2]) is not None and keras.ops.is_tensor(weights):
+            sums = [float(np.sum(_numpy(part.data[2]))) for part in halves]
+            sizes.append(
+                [total * halves[0].count / part.count for total, part in zip(sums, halves, strict=True)]
+            )
+        return any(
+            size[0] > 0
+            and (times := round(counts[0] / size[0])) > 0
+            and np.allclose(counts, times * np.array(size))
+            for counts in others
+            for size in sizes
+        )
 
     def _whole_figures(self) -> frozenset[str]:
         """Return the names in a partial of the figures that `compute_metrics` returns for the whole batch."""
