@@ -138,6 +138,29 @@ def test_models_that_single_batches_have_built_by_turns_resume(
     assert results(run) == results(right)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_models_that_finished_calls_have_built_resume(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path, replicas: int
+) -> None:
+    backend, options = thorough_backend, f"-n 1 --replicas {replicas}"
+    right = undisturbed_run(options, "one_after_another.py", backend=backend)
+    options += f" --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
+    assert launch(options, "one_after_another.py", "0", backend=backend).status == STATUS["killed"]
+    run = launch(options, "one_after_another.py", "0", backend=backend)
+    assert "training resumed after step 2 of fit 2" in run.stderr
+    assert results(run) == results(right)
+
+
+@pytest.mark.ci
+def test_a_worker_that_joins_has_the_weights_of_models_that_finished_calls_have_built(
+    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+) -> None:
+    right = undisturbed_run("-n 1 --replicas 2", "one_after_another.py", backend=thorough_backend)
+    run = launch("-n 2 --min-workers 2", "one_after_another.py", "1", backend=thorough_backend)
+    assert results(run, 2) == results(right)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "place"), [("killed", "fit 1 epoch 1"), ("stopped", "fit 2 step 4")])
 def test_a_program_without_the_command_resumes_from_the_callback(

@@ -371,9 +371,11 @@ class Mirrored:
             finished: the call.
             sample: returns a batch to build the model with.
         """
+        if finished.error is None and not self._models.is_built(model):
+            # The training may resume in a call of another model. No later call builds this one.
+            self._models.build(model, kind, sample)
+            finished = self._resumable.replay()
         if self._resumable.before_repeated_batch:
-            if not self._models.is_built(model):
-                self._models.build(model, kind, sample)
             if self._job.joins:
                 self._resumable.join()
                 finished = self._resumable.replay()
