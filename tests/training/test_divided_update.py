@@ -462,7 +462,8 @@ class Training:
             shared = self.updates[worker].shared if worker in {*self.updates} - {*own} else None
             slots = own.get(worker, self.slots)
             self.updates[worker] = Sums(self.weights.copy(), slots.copy(), shared, added)
-            self._pools.setdefault(self.hosts.of(worker), SharedPool.create())
+            if (host := self.hosts.of(worker)) not in self._pools:
+                self._pools[host] = SharedPool.create()
         failed = list[BaseException]()
 
         def run(worker: int) -> None:
