@@ -10,5 +10,7 @@ from lockstep.cli import job_options
 from lockstep.cli.main import main
 from lockstep.protocol.job_spec import JobSpec
 
-job_options.JobSpec = functools.partial(JobSpec, hold=float(sys.argv.pop(1)))  # type: ignore[misc,assignment]
+held = functools.partial(JobSpec, hold=float(sys.argv.pop(1)))
+held.seed = JobSpec.seed  # type: ignore[attr-defined]
+job_options.JobSpec = held  # type: ignore[misc,assignment]
 main()

@@ -78,6 +78,10 @@ class Host:
 
     def accept_key(self, **variables: str) -> None:
         """Let `sshd` accept the key of the tests, with more variables for what it starts."""
+        # An agent over ssh has the source of these tests.
+        paths = [path for path in (variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")) if path]
+        if paths:
+            variables["PYTHONPATH"] = ":".join(paths)
         options = "".join(f'environment="{name}={value}",' for name, value in variables.items())
         self.keys.write_text(f"{options.rstrip(',')} {self._public_key}".lstrip())
 
@@ -337,8 +341,6 @@ class HostNetwork:
         subprocess.run(command, check=True, capture_output=True)
 
     def _serve(self, host: Host) -> None:
-        # An agent over ssh has the source of these tests.
-        variables = {**host.variables, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         settings = {
             "ListenAddress": host.address,
             "HostKey": self.folder / "host",
@@ -346,7 +348,7 @@ class HostNetwork:
             "PidFile": self.folder / f"{host.name}.pid",
             "PermitRootLogin": "yes",
             "PermitUserEnvironment": "yes",
-            "SetEnv": " ".join(f"{name}={value}" for name, value in variables.items()),
+            "SetEnv": " ".join(f"{name}={value}" for name, value in host.variables.items()),
             "StrictModes": "no",
             "UseDNS": "no",
             "UsePAM": "no",
