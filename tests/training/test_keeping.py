@@ -126,29 +126,25 @@ def test_a_job_with_the_callback_resumes_with_several_workers(
 
 @pytest.mark.ci
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_models_that_single_batches_have_built_by_turns_resume(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path, replicas: int
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [("by_turns.py", "resuming from"), ("one_after_another.py", "training resumed after step 2 of fit 2")],
+)
+def test_models_that_earlier_calls_have_built_resume(
+    launch: Launch,
+    undisturbed_run: Launch,
+    thorough_backend: str,
+    tmp_path: Path,
+    script: str,
+    message: str,
+    replicas: int,
 ) -> None:
     backend, options = thorough_backend, f"-n 1 --replicas {replicas}"
-    right = undisturbed_run(options, "by_turns.py", backend=backend)
+    right = undisturbed_run(options, script, backend=backend)
     options += f" --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
-    assert launch(options, "by_turns.py", "0", backend=backend).status == STATUS["killed"]
-    run = launch(options, "by_turns.py", "0", backend=backend)
-    assert "resuming from" in run.stderr
-    assert results(run) == results(right)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_models_that_finished_calls_have_built_resume(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path, replicas: int
-) -> None:
-    backend, options = thorough_backend, f"-n 1 --replicas {replicas}"
-    right = undisturbed_run(options, "one_after_another.py", backend=backend)
-    options += f" --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
-    assert launch(options, "one_after_another.py", "0", backend=backend).status == STATUS["killed"]
-    run = launch(options, "one_after_another.py", "0", backend=backend)
-    assert "training resumed after step 2 of fit 2" in run.stderr
+    assert launch(options, script, "0", backend=backend).status == STATUS["killed"]
+    run = launch(options, script, "0", backend=backend)
+    assert message in run.stderr
     assert results(run) == results(right)
 
 

@@ -108,7 +108,7 @@ def _size(path: Path) -> int:
 @click.command()
 @click.argument("job", shell_complete=complete_run)
 def attach(job: str) -> None:
-    """Show the output of JOB, which has no terminal here, until it ends.
+    """Show the output of JOB, which runs without a terminal, until it ends.
 
     This is a job of lockstep run --detach, or one of --hosts that its standby has taken over on this host.
     JOB is a name that lockstep list shows, a run folder, its name in runs/, or the beginning of a name.

@@ -25,7 +25,7 @@ _ELSEWHERE = {
     "agent": ("lockstep.cli.agent", "Run workers on this host for a job of another host."),
     "attach": (
         "lockstep.cli.detached",
-        "Show the output of JOB, which has no terminal here, until it ends.",
+        "Show the output of JOB, which runs without a terminal, until it ends.",
     ),
     "check": ("lockstep.cli.check", "Compare SCRIPT on several replicas with one process."),
     "diff": ("lockstep.cli.diff", "Find the first step at which two runs differ, and why."),
