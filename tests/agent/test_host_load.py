@@ -1,5 +1,6 @@
 """The measurement of load against counters of a kernel that the test writes, and in a real job."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -65,6 +66,8 @@ def clock() -> VirtualClock:
 
 
 def meter_of(kernel: Kernel, clock: VirtualClock, **more: Any) -> LoadMeter:
+    """Return a meter that reads `kernel`; its measurements cost nothing unless `more` says otherwise."""
+    more.setdefault("processor_seconds", lambda: 0.0)
     return LoadMeter("node1", clock, proc=kernel.proc, cgroups=kernel.cgroups, **more)
 
 
@@ -163,6 +166,14 @@ def test_the_interval_grows_with_the_age(kernel: Kernel, clock: VirtualClock) ->
     clock.advance(19.0)
     assert meter.measure({}) is None
     assert meter.left() == pytest.approx(1.0)
+
+
+def test_the_interval_grows_with_the_cost(kernel: Kernel, clock: VirtualClock) -> None:
+    seconds = itertools.count(0.0, 0.005)
+    meter = meter_of(kernel, clock, processor_seconds=lambda: next(seconds))
+    clock.advance(2.0)
+    assert meter.measure({}) is not None
+    assert meter.left() == pytest.approx(5.0)
 
 
 class FakeDriver:

@@ -57,6 +57,7 @@ class LoadMeter:
         open_gpus: opens the driver of GPUs; None for a host without GPUs.
         proc: where the kernel's data on processes are mounted.
         cgroups: where the cgroup file systems are mounted.
+        processor_seconds: the processor time that the calling thread has used.
     """
 
     def __init__(
@@ -66,7 +67,9 @@ class LoadMeter:
         open_gpus: GpuReader | None = None,
         proc: Path = PROC,
         cgroups: Path = CGROUPS,
+        processor_seconds: Callable[[], float] = time.thread_time,
     ) -> None:
+        self._processor_seconds = processor_seconds
         self._host = host or socket.gethostname()
         self._clock = clock or SystemClock()
         self._proc, self._sampler = proc, HostSampler(self._clock, proc, cgroups)
@@ -96,12 +99,12 @@ class LoadMeter:
             self._workers[worker] = now, process_counters(processes[worker], self._proc)
         if now < self._due:
             return None
-        begun = time.thread_time()
+        begun = self._processor_seconds()
         sample = self._sampler.sample()
         workers = {worker: (now, process_counters(pid, self._proc)) for worker, pid in processes.items()}
         loads = [_worker_load(worker, self._workers[worker], read) for worker, read in workers.items()]
         gpus = self._gpus.take() if self._gpus is not None else ()
-        cost = (time.thread_time() - begun) / _MOST_COST
+        cost = (self._processor_seconds() - begun) / _MOST_COST
         self._due = now + max(_EVERY, (now - self._born) * _SHARE, cost)
         self._workers = workers
         return LoadMeasured(
