@@ -1,4 +1,4 @@
-"""Until when the agent lets calls end in a job with a hold, and in others."""
+"""What the exchange of a view has when its members enter: until when calls may end, and the first notice."""
 
 import math
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.host_load import LoadMeter
@@ -15,7 +16,7 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import KeepAlive, StartView
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import HostMembers
+from lockstep.protocol.worker import HostMembers, Notice
 from lockstep.system.event_loop import EventLoop
 from lockstep.transport.local_channel import LocalChannel
 
@@ -110,6 +111,18 @@ def test_a_host_without_members_counts_too(loop: EventLoop) -> None:
     with closing(host.agent):
         host.hear(KeepAlive(0, 50.0), view(1))
         assert host.permitted == [[56.0]]
+
+
+def test_members_that_enter_a_view_find_its_notice(loop: EventLoop) -> None:
+    """Even if the next instruction of the coordinator comes late: a short training would end before it."""
+    host, posted = Host(loop, None), list[int]()
+    channel = SimpleNamespace(send=lambda message: posted.append(host.exchanges[-1].posted))
+    member: Any = SimpleNamespace(channel=channel, exited=True, streams=(), close=lambda: None)
+    with closing(host.agent):
+        host.agent._workers[0] = member
+        for notice in (Notice.NOTHING, Notice.CHANGE, Notice.POSITION):
+            host.hear(structs.replace(view(len(posted) + 1), notice=notice))
+    assert posted == [Notice.NOTHING, Notice.CHANGE, Notice.POSITION]
 
 
 def test_without_a_hold_calls_always_end(loop: EventLoop) -> None:

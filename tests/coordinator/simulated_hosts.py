@@ -299,8 +299,9 @@ class SimulatedHost:
                 self.tell(HostEnded())
 
     def _start_view(self, view: StartView) -> None:
-        self.view, self._notice, self._states = view, Notice.NOTHING, 0
+        self.view, self._notice, self._states = view, view.notice, 0
         self._job.begun(self, view)
+        self._report_at_step_end()
 
     def _report_at_step_end(self) -> None:
         if not self._report_due and self.view is not None and self.worker == self.view.workers[0]:

@@ -211,8 +211,8 @@ class Job(Workers):
     def act(self, action: Action) -> None:
         """Perform an action."""
         match action:
-            case StartView():
-                self._renew(self.state.view)
+            case StartView(notice=notice):
+                self._renew(self.state.view, notice)
             case AskMembers(notice):
                 self.posted = notice
             case SendPosition(worker):
@@ -258,7 +258,7 @@ class Job(Workers):
 
         self.after(self.dice.choice((1.0, 8.0)), arrive)
 
-    def _renew(self, view: View) -> None:
+    def _renew(self, view: View, notice: Notice) -> None:
         before = self.views[-1]
         self.views.append(view)
         for worker in view.workers:
@@ -270,7 +270,7 @@ class Job(Workers):
             self.workers[worker].dismissed = True
             self.seen["left"] += 1
             self.notify(worker, "leave")
-        self.posted, self.holds, self.holders = Notice.NOTHING, None, set()
+        self.posted, self.holds, self.holders = notice, None, set()
 
     def _start(self, worker: int) -> None:
         one = self._drawn(worker, None, 0.5)

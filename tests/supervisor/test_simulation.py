@@ -181,7 +181,8 @@ class CheckedJob(Job):
             ), f"{action} at the end"
             assert not isinstance(action, actions.ShowMessage) or "did not exit" in action.text, action
         match action:
-            case StartView():
+            case StartView(notice=notice):
+                assert notice is state.admission.posted, "a view begins without its notice"
                 self._check_view(state.view)
             case SendPosition(worker):
                 assert self.asks.pop(worker) is Notice.POSITION, "a position without a request"

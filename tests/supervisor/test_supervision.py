@@ -203,8 +203,9 @@ def render(action: Action) -> str:
     match action:
         case AbortExchange(reason):
             return f"abort: {reason}"
-        case StartView(number):
-            return f"view {number} of {name_workers(action.workers)}"
+        case StartView(number, notice=notice):
+            asked = f", asked for {notice.name}" if notice else ""
+            return f"view {number} of {name_workers(action.workers)}{asked}"
         case SendState(host):
             return f"send the state to host {host}"
         case StartWorker(worker):

@@ -28,7 +28,7 @@ def test_a_worker_that_joins_in_a_later_fit_reads_what_the_others_read(
 ) -> None:
     expected = results(undisturbed_run("-n 1 --replicas 2", "drawing.py", kind, backend=backend), 0)
     run = launch("-n 2 --min-workers 2", "drawing.py", kind, "lost", "2", "6", backend=backend)
-    assert "worker 2 joined (2 workers)" in run.stderr
+    assert "worker 2 joined (2 workers)" in run.stderr, (run.folder / "events.jsonl").read_text()
     assert [results(run, worker) for worker in (0, 2)] == [expected] * 2
 
 

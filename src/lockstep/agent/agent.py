@@ -334,6 +334,8 @@ class Agent:
             return
         if exchange is not None:
             exchange.permit(self._permitted)
+            # Before the members enter: they may finish the training before the next instruction arrives.
+            exchange.post_notice(view.notice)
         before, old = self._view.workers, self._exchange
         self._view, self._exchange, self._control = view, exchange, control
         self._connected = []

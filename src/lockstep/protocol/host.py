@@ -241,6 +241,7 @@ class StartView(msgspec.Struct, frozen=True, tag="start view"):
         leaving: the members of the current view that must leave.
         state: the number of the state; 0 if no member needs one.
         term: the term of the coordinator.
+        notice: the first notice to its members, which none of them can miss.
     """
 
     number: int
@@ -249,6 +250,7 @@ class StartView(msgspec.Struct, frozen=True, tag="start view"):
     leaving: tuple[int, ...] = ()
     state: int = 0
     term: int = 1
+    notice: Notice = Notice.NOTHING
 
     @property
     def workers(self) -> tuple[int, ...]:

@@ -37,6 +37,8 @@ are asked again. Once the state is given, the chief's agent holds it.
 import signal
 from dataclasses import replace
 
+from msgspec import structs
+
 from lockstep.observability.events import (
     CheckpointFailed,
     CheckpointsConfigured,
@@ -66,6 +68,7 @@ from lockstep.protocol.host import (
     SignalWorker,
     StartCancelled,
     StartFailed,
+    StartView,
     StartWorker,
     StateArrived,
     StateMoving,
@@ -1069,9 +1072,23 @@ def _reconciled(decision: Decision, now: float) -> Decision:
         elif state.within(Phase.LOCATING):
             notice = Notice.POSITION
         if notice is not admission.posted:
-            admission, actions = replace(admission, posted=notice), (*actions, AskMembers(notice))
+            decision, actions = _notice_posted(decision, notice, actions)
+            admission = replace(admission, posted=notice)
     state = replace(state, admission=admission)
     return replace(decision, state=state, actions=(*decision.actions, *actions))
+
+
+def _notice_posted(
+    decision: Decision, notice: Notice, actions: tuple[Action, ...]
+) -> tuple[Decision, tuple[Action, ...]]:
+    """Post a notice with the view that the decision begins, or else to the members of the current one."""
+    if not any(isinstance(action, StartView) for action in decision.actions):
+        return decision, (*actions, AskMembers(notice))
+    begun = tuple(
+        structs.replace(action, notice=notice) if isinstance(action, StartView) else action
+        for action in decision.actions
+    )
+    return replace(decision, actions=begun), actions
 
 
 def _admission_closed(decision: Decision) -> Decision:
