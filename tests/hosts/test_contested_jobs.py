@@ -639,6 +639,27 @@ def test_a_standby_waits_on_if_the_agents_that_run_the_job_leave(
         standby_gate.gather(wait)
 
 
+@pytest.mark.parametrize("reason", ["a file", "another run"])
+def test_a_standby_over_ssh_that_cannot_use_the_folder_beside_that_of_the_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said: list[str] = []
+    job = dataclasses.replace(SPEC, run_dir=tmp_path / "run")
+    beside = tmp_path / "run-standby"
+    assert standby._run_folder_beside(job, said.append) == beside
+    assert said == []
+    if reason == "a file":
+        # The other folder is locked by now.
+        job, beside = dataclasses.replace(SPEC, run_dir=tmp_path / "file"), tmp_path / "file-standby"
+        beside.write_text("")
+    folder = standby._run_folder_beside(job, said.append)
+    assert folder.parent == Path("runs")
+    (note,) = said
+    assert str(beside) in note
+    assert note.endswith(f"; the run folder of this host is {folder} instead")
+
+
 def test_a_standby_whose_disk_is_full_takes_the_job_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -324,15 +324,9 @@ def _uploaded(spec: JobSpec, command: StopChannel) -> Iterator[None]:
 
 
 def _run_folder_with_output(spec: JobSpec) -> Path:
-    """Return the locked run folder of this host for a job over ssh. The output of this process goes there.
-
-    Each try to lead the job uses the same folder, which the first host does not use, also on a shared disk.
-    """
-    folder, notes = spec.run_dir.with_name(f"{spec.run_dir.name}-standby"), list[str]()
-    try:
-        folder = _claimed(folder)
-    except (ConfigError, OSError):
-        folder = _run_folder(replace(spec, run_dir=folder), notes.append)
+    """Return the locked run folder of this host for a job over ssh. The output of this process goes there."""
+    notes = list[str]()
+    folder = _run_folder_beside(spec, notes.append)
     with contextlib.suppress(OSError):
         output = open_own(RunPaths(folder).output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for standard in (1, 2):
@@ -342,6 +336,22 @@ def _run_folder_with_output(spec: JobSpec) -> Path:
     for text in notes:
         note(text)
     return folder
+
+
+def _run_folder_beside(spec: JobSpec, say: Callable[[str], None]) -> Path:
+    """Return the locked run folder of this host for a job over ssh, beside that of the command.
+
+    Each try to lead the job uses the same folder, which the first host does not use, also on a shared disk.
+    If it cannot be used, a note names another one.
+    """
+    folder, notes = spec.run_dir.with_name(f"{spec.run_dir.name}-standby"), list[str]()
+    try:
+        return _claimed(folder)
+    except (ConfigError, OSError) as error:
+        folder = _run_folder(replace(spec, run_dir=folder), notes.append)
+        for text in notes or [f"{error}; the run folder of this host is {folder} instead"]:
+            say(text)
+        return folder
 
 
 def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:
