@@ -8,7 +8,7 @@ from typing import Any
 
 from collective_members import DEADLINE, OnHost
 
-from lockstep.collectives.contract import WaitPolicy
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.network.communicator import NetworkCommunicator
 from lockstep.collectives.network.lane import Link
 from lockstep.collectives.network.last_call import LastCall
@@ -73,13 +73,18 @@ class Entrance:
     segment: ControlSegment
     links: dict[int, Link]
 
-    def enter(self, worker: WorkerOfHost, policy: WaitPolicy | None = None) -> NetworkCommunicator:
+    def enter(
+        self,
+        worker: WorkerOfHost,
+        policy: WaitPolicy | None = None,
+        observe: WaitObserver = lambda _: None,
+    ) -> NetworkCommunicator:
         return self.at.communicator(
             self.segment,
             worker.pool,
             self.links,
             policy or WaitPolicy(timeout=DEADLINE),
-            lambda _: None,
+            observe,
             None,
             worker.buffers,
             worker.last,

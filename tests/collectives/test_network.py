@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from reference_sums import DTYPES, leaves_of, reference, sha
 
 from lockstep.collectives.call import CollectiveCall
-from lockstep.collectives.contract import Span
+from lockstep.collectives.contract import PeerWait, Span, WaitPolicy
 from lockstep.collectives.network import communicator as communicator_module
 from lockstep.collectives.network import lane_reduce
 from lockstep.collectives.network.communicator import NetworkCommunicator
@@ -514,6 +514,32 @@ def test_garbage_of_another_host_ends_the_view(garbage: bytes, after: str) -> No
     try:
         with pytest.raises(PeerLostError, match="worker 1 on host 1"):
             communicator.gather(b"blob")
+    finally:
+        communicator.close()
+        for each in (view, *workers.values()):
+            each.close()
+
+
+def test_silence_within_the_data_of_another_host_counts_as_waiting() -> None:
+    """A host may be lost between a header and its data. Time in which data arrive is not waiting."""
+    hosts = hosts_of((1, 1))
+    view, workers = ConnectedView(2, hosts), workers_of(hosts)
+    call = describe_call(CollectiveCall("gather", "gather"))
+    hello = Hello(b"a job in a test.", 1, 1, 101, -1, False).encode()
+    stream = view.pairs[1, 0][0]
+    stream.sendall(Header(Frame.HELLO, length=HELLO_SIZE).encode() + hello)
+    stream.sendall(Header(Frame.CALL, number=1, length=500, call=call).encode() + b"first bytes")
+    waits: list[PeerWait] = []
+
+    def observe(wait: PeerWait) -> None:
+        waits.append(wait)
+        stream.shutdown(socket.SHUT_WR)
+
+    communicator = view.entrances[0].enter(workers[0], WaitPolicy(DEADLINE, report_every=0.5), observe)
+    try:
+        with pytest.raises(PeerLostError, match="worker 1 on host 1"):
+            communicator.gather(b"blob")
+        assert communicator.waited >= waits[0].seconds >= 0.5
     finally:
         communicator.close()
         for each in (view, *workers.values()):

@@ -117,8 +117,8 @@ def test_problems_are_counted() -> None:
     for time, event in (
         (100.0, began),
         (101.0, CallStarted("fit 1")),
-        (110.0, steps(10, 10)),
         (120.0, TrainingPaused(2, 0.5)),
+        (120.0, msgspec.structs.replace(steps(10, 10), paused=0.5)),
         *[(120.0, CheckpointFailed("full"))] * 3,
         (120.0, VerificationFailed(step=9, replica=0, arrays=(), workers=(), verdict="step")),
         (120.0, HostLost("node2", "gone")),

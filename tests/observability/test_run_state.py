@@ -189,12 +189,19 @@ def test_the_effective_time_is_that_of_each_training_step_once(keeps_history: bo
         (0, steps(16, count=0)),
     )
     assert state.totals.effective == pytest.approx(0.5 + 2.5 / 2 + 0.4)
-    # The time of a pause is in the steps that it interrupts, but not in those of another call.
+    # Each worker measures its pauses: worker 1 has been ahead, so the pause was not in the step before.
     state = after(
-        state, (0, TrainingPaused(2, 0.25)), (0, CallStarted("evaluate 1")), (0, TrainingPaused(3, 1))
+        state,
+        (1, steps(21, compute=0.3)),
+        (0, TrainingPaused(2, 2.25)),
+        (0, steps(21, wait=2.5, paused=2.25)),
+        (0, steps(26, wait=0.2)),
+        (1, steps(26, wait=2.5, paused=2.125)),
+        (1, steps(31, wait=2.5, paused=2.125)),
+        (0, steps(36, wait=0.1, paused=2.0)),
     )
-    assert state.totals.effective == pytest.approx(0.5 + 2.5 / 2 + 0.4 - 0.25)
-    assert (state.totals.pauses, state.totals.paused) == (2, 1.25)
+    assert state.totals.effective == pytest.approx(0.5 + 2.5 / 2 + 0.4 + 0.7 + 0.6 + 0.775)
+    assert (state.totals.pauses, state.totals.paused) == (1, 2.25)
 
 
 def test_metrics_are_those_of_the_last_epoch_and_the_first_nan_is_kept() -> None:

@@ -125,6 +125,25 @@ def test_a_step_that_is_repeated_in_a_new_view_has_waited_for_it(timed: Timed) -
     assert (event.compute, event.wait, event.exchange, event.seconds) == (6, 510, 1, 517)
 
 
+def test_a_pause_is_that_of_the_step_and_the_call_in_which_training_paused(timed: Timed) -> None:
+    clock, feed, timer = timed
+    timer.begin("fit 1")
+    timer.note_pause(2)
+    timer.note_pause(1)
+    with timer.within("evaluate"):
+        timer.begin("validation 1 within fit 1")
+        timer.note_pause(8)
+        timer.end(1, None)
+    timer.note_pause(4)
+    timer.end(1, None)
+    step(clock, timer, "fit 1", 2)
+    timer.stop()
+    timer.note_pause(16)
+    step(clock, timer, "fit 2", 1)
+    events, _ = feed.take(0)
+    assert [event.event.paused for event in events] == [8, 7, 0, 0]
+
+
 def test_without_a_subscriber_no_clock_is_read() -> None:
     def forbidden() -> float:
         raise AssertionError

@@ -14,6 +14,7 @@ from lockstep.observability.events import (
     DistributionBegan,
     Event,
     FirstStepEnded,
+    StepEnded,
     TrainingPaused,
 )
 from lockstep.protocol.job_spec import JobSettings
@@ -110,7 +111,9 @@ def test_a_pause_begins_with_the_wait_for_the_worker_that_is_lost() -> None:
     job = Job(first.context, (first.view, hub.member(0)), agent)
     pauses: list[float] = []
     job.events.subscribe(lambda record: pauses.append(record.event.seconds), TrainingPaused)
+    job.events.subscribe(lambda record: pauses.append(record.event.paused), StepEnded)
     hub.waited[0] = 500.0
+    job.timer.begin("fit 1")
 
     def call(view: View, communicator: Communicator) -> str:
         if view.number == 1:
@@ -119,8 +122,10 @@ def test_a_pause_begins_with_the_wait_for_the_worker_that_is_lost() -> None:
         return "done"
 
     assert job.exchange(call) == "done"
-    (seconds,) = pauses
-    assert 1000.0 <= seconds < 1400.0
+    job.timer.end(1)
+    told, in_step = pauses
+    assert 1000.0 <= told < 1400.0
+    assert in_step == pytest.approx(told)
 
 
 def test_a_joined_worker_that_differs_exits() -> None:

@@ -583,6 +583,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
         compiled: whether the backend has compiled the step, because no earlier step had examples of these
             shapes.
         staleness: the staleness of the step, in a worker of a job with parameter servers; None elsewhere.
+        paused: the seconds in which training paused, which are in the parts, too; see `TrainingPaused`.
         logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 
@@ -602,6 +603,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     calls: Mapping[str, float] = {}
     compiled: bool = False
     staleness: int | None = None
+    paused: float = 0.0
     logs: Mapping[str, Any] | None = None
 
 
@@ -646,6 +648,7 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
         staleness: the sum of the staleness of the steps, in a worker of a job with parameter servers; None
             elsewhere.
         largest_staleness: the largest staleness of a step; None elsewhere.
+        paused: the seconds in which training paused, which are in the parts, too; see `TrainingPaused`.
     """
 
     call: str
@@ -670,6 +673,7 @@ class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):
     compiling: float = 0.0
     staleness: int | None = None
     largest_staleness: int | None = None
+    paused: float = 0.0
 
 
 STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")

@@ -360,8 +360,10 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         added = steps.trained - max(before, before if self.timed is None else self.timed)
         if added <= 0:
             return self
-        # The first step of a call compiles.
-        seconds = 0.0 if is_first(steps) else sum(_effective_parts_of(steps)) - steps.compiling
+        # The first step of a call compiles. Each worker measures its own pauses: one that is ahead waits in
+        # another step.
+        seconds = sum(_effective_parts_of(steps)) - steps.compiling - steps.paused
+        seconds = 0.0 if is_first(steps) else max(0.0, seconds)
         effective = self.totals.effective + seconds * added / steps.count
         return replace(self._with_totals(effective=round(effective, 6)), timed=steps.trained)
 
@@ -573,10 +575,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def _paused(self, happening: Happening) -> "RunState":
         totals, seconds = self.totals, float(happening.fields.get("seconds") or 0.0)
-        # The pause of another call is not part of the time of training steps.
-        effective = totals.effective - seconds * trains(self._worker(happening).call)
         pauses, paused = totals.pauses + 1, round(totals.paused + seconds, 6)
-        return self._with_totals(pauses=pauses, paused=paused, effective=effective)._with_pause(happening)
+        return self._with_totals(pauses=pauses, paused=paused)._with_pause(happening)
 
     def _with_pause(self, happening: Happening) -> "RunState":
         """Return the state with the pause of a view."""

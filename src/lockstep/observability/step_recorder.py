@@ -118,6 +118,7 @@ class _Sums:
         self._compiled = 0
         self._compiling = 0.0
         self._staleness: list[int] = []
+        self._paused = 0.0
 
     def add(self, step: StepEnded, ended: float) -> None:
         """Add a step that ended at this time, in seconds since 1970."""
@@ -126,6 +127,7 @@ class _Sums:
         self.count += 1
         self.last = step
         self._examples += step.examples
+        self._paused += step.paused
         parts = self._sum(step)
         if step.compiled:
             self._compiled += 1
@@ -183,6 +185,7 @@ class _Sums:
             compiling=round(self._compiling, 6),
             staleness=sum(self._staleness) if self._staleness else None,
             largest_staleness=max(self._staleness, default=None),
+            paused=round(self._paused, 6),
             **parts,
         )
         self._clear()

@@ -37,6 +37,7 @@ class StepTimer:
         self._last = 0.0
         self._last_waited = 0.0
         self._charged = 0.0
+        self._paused = 0.0
 
     @property
     def running(self) -> bool:
@@ -62,12 +63,12 @@ class StepTimer:
     def within(self, method: str) -> Iterator[None]:
         """Measure a call of `method` for the block; its whole time counts for the call around it, if any."""
         self.lap("other")
-        outer = self._call, self._parts, self._calls, self._start, self._last
+        outer = self._call, self._parts, self._calls, self._start, self._last, self._paused
         self._call = None
         try:
             yield
         finally:
-            self._call, self._parts, self._calls, self._start, self._last = outer
+            self._call, self._parts, self._calls, self._start, self._last, self._paused = outer
             if self._call is not None:
                 now = self._now()
                 seconds = now - self._last
@@ -98,6 +99,10 @@ class StepTimer:
             seconds -= self._charged
             self._charged = 0.0
         self._parts[part] += seconds
+
+    def note_pause(self, seconds: float) -> None:
+        """Note that training has paused for the last `seconds`, which also count for parts of the step."""
+        self._paused += seconds
 
     def charging(self, part: Part, act: Callable[[], Any]) -> Callable[[], Any]:
         """Return `act`, wrapped so that its time counts for `part` and not for the enclosing lap."""
@@ -151,6 +156,7 @@ class StepTimer:
                 calls=self._calls,
                 compiled=compiled,
                 staleness=staleness,
+                paused=self._paused,
                 **self._parts,
             )
         )
@@ -159,4 +165,4 @@ class StepTimer:
     def _reset(self, now: float) -> None:
         self._parts, self._calls = dict.fromkeys(STEP_PARTS, 0.0), {}
         self._start = self._last = now
-        self._charged = 0.0
+        self._charged = self._paused = 0.0

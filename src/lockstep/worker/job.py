@@ -399,8 +399,10 @@ class Job:
         self._tell_of_pause(begun)
 
     def _tell_of_pause(self, begun: float) -> None:
+        seconds = time.monotonic() - begun
+        self.timer.note_pause(seconds)
         if self.is_chief:
-            self.events.publish(TrainingPaused(self.view.number, round(time.monotonic() - begun, 6)))
+            self.events.publish(TrainingPaused(self.view.number, round(seconds, 6)))
 
     @contextmanager
     def detached(self) -> Iterator[None]:

@@ -44,7 +44,8 @@ class Lane:
 
     Attributes:
         announced: the number of the newest call of which this worker has told the other hosts.
-        waited: seconds that this worker has waited for other hosts to make a call.
+        waited: seconds that this worker has waited for other hosts to make a call, or in which it has waited
+            for data and nothing has arrived.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Lane:
             PeerLostError, PeerStuckError: as `Communicator` states.
         """
         remaining = list(self._hosts.others)
-        begun = time.perf_counter()
+        begun, before = time.perf_counter(), self.waited
         headers = {}
         try:
             with self.wait(call, remaining) as wait:
@@ -108,7 +109,8 @@ class Lane:
                     headers[host] = self._header(host, call, sent, wait)
                     remaining.remove(host)
         finally:
-            self.waited += time.perf_counter() - begun
+            # All of it, and not only the silence that the wait has counted.
+            self.waited = before + time.perf_counter() - begun
         return headers
 
     def header(self, host: int, call: CollectiveCall, sent: Header) -> Header:
@@ -255,6 +257,7 @@ class HostWait:
         self._lane = lane
         self._remaining = remaining
         self._wait: CallWait | None = None
+        self._silent_since = 0.0
         self._shown = len(lane._hosts.workers_here) > 1
 
     def __enter__(self) -> Self:
@@ -262,11 +265,12 @@ class HostWait:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._end_silence()
         self._show(())
 
     def advanced(self) -> None:
         """Note that bytes have arrived: the time without any begins anew."""
-        self._wait = None
+        self._end_silence()
         reason = self._lane._segment.reason()
         if reason is not None:
             raise PeerLostError(reason)
@@ -282,10 +286,16 @@ class HostWait:
         lane.raise_if_broken(self.call)
         if self._wait is None:
             self._wait = CallWait(self.call, lane._policy, lane._observe, lane._clock)
+            self._silent_since = time.perf_counter() - MAX_BLOCK_SECONDS
         missing = [host for host in self._remaining if not lane._incoming[host].is_readable()]
         missing = missing or list(self._remaining)
         self._show(missing)
         self._wait.check(tuple(worker for host in sorted(missing) for worker in lane._hosts.hosts[host]))
+
+    def _end_silence(self) -> None:
+        if self._wait is not None:
+            self._wait = None
+            self._lane.waited += time.perf_counter() - self._silent_since
 
     def _show(self, missing: Sequence[int]) -> None:
         """Tell the other workers of this host for which hosts this one waits."""
