@@ -27,6 +27,7 @@ from lockstep.keras.backends.growth import (
     nearest_growth,
     parts_digest,
 )
+from lockstep.keras.fit.step_trial import StepTrial
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.state.models import CompiledModels
 from lockstep.keras.state.snapshots import Snapshots
@@ -926,7 +927,7 @@ def test_the_metrics_of_a_compiled_model_within_another_one_are_not_tried(
 ) -> None:
     """A step of the outer model does not update them, and trying it takes seconds on JAX."""
     tried: list[Any] = []
-    monkeypatch.setattr(Trial, "_rounds", lambda self, *arguments: tried.append(arguments) or [])
+    monkeypatch.setattr(StepTrial, "_rounds", lambda self, *arguments: tried.append(arguments) or [])
     with lockstep.MultiWorkerMirroredStrategy().scope():
         inner = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
         inner.compile("sgd", "mse", metrics=["mae"])

@@ -23,10 +23,10 @@ from lockstep.keras.backends.jax import JaxProgram
 from lockstep.keras.fit import global_step, introductions, mirrored, outputs, witness
 from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
+from lockstep.keras.fit.part_names import explaining
 from lockstep.keras.fit.plain_function import rounded_outputs
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.trials import Trial
-from lockstep.keras.fit.witness import explaining
 from lockstep.keras.private.common import mask_of
 from lockstep.keras.rounds import Round
 from lockstep.observability.events import CheckEnded, Event, StepCompared
@@ -276,7 +276,7 @@ def test_a_sum_among_the_figures_does_not_hide_a_gradient(
 def test_a_name_does_not_explain_a_sum(
     compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.keras.fit.trials.measured_growth", lambda *args, **options: None)
+    monkeypatch.setattr("lockstep.keras.fit.tried_model.measured_growth", lambda *args, **options: None)
     fit(eager(hidden(), loss=summed, optimizer="sgd"))
     (step,) = compared()
     unnamed = [part for part in step.differences if not part.named]
@@ -803,7 +803,7 @@ def test_a_fault_is_seen_although_the_outputs_of_a_layer_cannot_be_moved(
     def refuse(model: Any, size: float) -> None:
         raise TypeError("a layer returns sparse outputs")
 
-    monkeypatch.setattr("lockstep.keras.fit.witness.rounded_outputs", refuse)
+    monkeypatch.setattr("lockstep.keras.fit.step_comparison.rounded_outputs", refuse)
     of_partial("metric/", only(2))(monkeypatch)
     eager(hidden()).evaluate(X, Y, batch_size=29, verbose=0)
     (step,) = compared()

@@ -31,6 +31,13 @@ GRADIENTS, METRICS, STATES, LOGS = "gradient/", "metric/", "state/", "log/"
 """The prefixes of names of arrays that are summed: gradients, metric variables and changes of other state,
 whose positions follow, and logs, whose paths follow."""
 
+FIRST, LAYER = "first/", "layer/"
+"""The prefixes of names of two kinds of state that a graph assigns (`StateKind` in
+`lockstep.keras.backends.state_changes`); the number of the variable follows."""
+
+STATE_CHANGES = (STATES, LAYER)
+"""The prefixes of names of changes of floating-point state, which are combined as weighted means."""
+
 EQUAL = "equal/"
 """The prefix of names of arrays that are equal on all replicas and not summed. A number and a path follow."""
 

@@ -52,6 +52,11 @@ HALF_TOLERANCE = 5e-2
 Array = npt.NDArray[Any]
 
 
+def tolerance_of(array: Array) -> float:
+    """Return the tolerance for an array of a dtype."""
+    return HALF_TOLERANCE if array.dtype.itemsize < 4 else TOLERANCE
+
+
 @dataclass(frozen=True)
 class Growths:
     """What trials have shown of a compiled model: above all, the growths of the values in its steps.

@@ -12,7 +12,7 @@ Two pairs look like duplicates but are not:
 
 from typing import Any, Literal
 
-from lockstep.keras.backends.contract import EQUAL, METRICS
+from lockstep.keras.backends.contract import EQUAL, FIRST, METRICS
 
 StateKind = Literal["metric", "seed", "first", "equal", "layer"]
 """How the values of a variable that replicas assign, other than by an update, are combined:
@@ -66,4 +66,4 @@ def contribution(kind: StateKind, start: Any, end: Any, replica: Any, weight: An
 
 def holds_new_value(name: str) -> bool:
     """Whether the total with a name, which begins with the kind, is a new value and not a change."""
-    return name.startswith((METRICS, "first/", EQUAL))
+    return name.startswith((METRICS, FIRST, EQUAL))

@@ -9,6 +9,7 @@ import numpy as np
 
 from lockstep.errors import DataError, PeerError
 from lockstep.keras.backends.losses import observed_denominators
+from lockstep.keras.fit.part_names import OCCURRENCES, VARIABLES
 from lockstep.keras.fit.tried_rows import TriedBatch, TriedRows
 from lockstep.keras.private.common import compiled_loss, layers_of, modules_of, own_trainable_variables
 from lockstep.keras.randomness import random_numbers
@@ -17,12 +18,6 @@ from lockstep.system.prose import count
 from lockstep.topology import View
 
 Result = TypeVar("Result")
-
-OCCURRENCES = "with repeated ids of an Embedding"
-"""The end of the name of an optimizer that distinguishes occurrences of an id."""
-
-VARIABLES = "the variable "
-"""The beginning of the name of a state of a layer."""
 
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 """Attributes of Keras's layers. A layer whose attributes here are all zero does not draw random numbers."""

@@ -35,6 +35,11 @@ def moved_bits(number: int, epsilon: float) -> Callable[[Any], Any]:
     return moved
 
 
+def computes_in_half(model: Any) -> bool:
+    """Whether a layer of a model computes in half precision."""
+    return any(layer.compute_dtype in HALF_TYPES for layer in layers_of(model))
+
+
 @contextmanager
 def single_precision(model: Any) -> Iterator[int]:
     """Within the block, layers that compute in half precision compute in single precision.

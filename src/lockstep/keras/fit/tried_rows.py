@@ -37,6 +37,10 @@ class TriedRows:
         x, y, weight = keras.utils.unpack_x_y_sample_weight(tensors)
         return x, y, weight
 
+    def cut(self, nest: Nest) -> Nest:
+        """Return these rows of a nest of values that have a row for each example to try."""
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[self.rows], nest)
+
     @property
     def count(self) -> int:
         """The number of the rows."""
