@@ -63,6 +63,16 @@ def test_each_command_has_a_row() -> None:
     assert sorted(rows_below("Each command")) == sorted(cli.list_commands(click.Context(cli)))
 
 
+def test_the_row_of_a_command_has_its_options() -> None:
+    text, context = (REPOSITORY / "docs" / "rooms.md").read_text(), click.Context(cli)
+    for name in set(cli.list_commands(context)) - {"run"}:
+        command = cli.get_command(context, name)
+        assert command is not None
+        (row,) = re.findall(rf"^\| (?:`\w+`, )?`{name}`(?:, `\w+`)? \|.*$", text, re.MULTILINE)
+        options = [max(param.opts, key=len) for param in command.params if isinstance(param, click.Option)]
+        assert [option for option in options if f"`{option}`" not in row] == [], name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_name_is_in_its_file(page: Path) -> None:
     text = page.read_text()
