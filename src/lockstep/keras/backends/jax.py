@@ -357,15 +357,13 @@ class JaxProgram(JaxState):
         if self._kind != "train" or self._undivided(totals):
             return None
         (total,) = totals
-        gradients = _gradients(total)
-        if len(gradients) != len(state[0]):
-            return None
         if (form := _form(state, total)) not in self._whole_gradients:
-            self._whole_gradients[form] = WholeGradients.of(self._model.optimizer)
+            is_whole = len(_gradients(total)) == len(state[0])
+            self._whole_gradients[form] = WholeGradients.of(self._model.optimizer) if is_whole else None
         whole = self._whole_gradients[form]
         if whole is None or not whole.clips:
             return None
-        return whole.compute(state[2], total.get("density"), gradients)[1]
+        return whole.compute(state[2], total.get("density"), _gradients(total))[1]
 
     def _undivided(self, totals: Sequence[Total]) -> str:
         """Return why workers cannot divide an update, whatever the optimizer is, or an empty string."""
