@@ -32,7 +32,7 @@ class VariableState:
         """Return the variables that steps read and write, by path."""
         return {name: variable.value for name, variable in step_state(self._model).items()}
 
-    def load(self, state: Any, arrays: Mapping[str, Any]) -> Any:
+    def load(self, state: Any, arrays: Mapping[str, Any], *, in_place: bool = False) -> Any:
         """Assign the values of `arrays` to the variables."""
         assign(self._model, arrays, whole=True)
 

@@ -118,8 +118,13 @@ class TrainingState(Protocol):
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays in `state`, or in the variables if it is None, by names for messages."""
 
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]], *, in_place: bool = False) -> Any:
         """Return the state with the values that `named_state` has returned, perhaps in another process.
+
+        Args:
+            state: any state of the model.
+            arrays: the values.
+            in_place: whether `state` is no longer needed, so that its memory may be used.
 
         Raises:
             CheckpointError: the values do not fit the model.

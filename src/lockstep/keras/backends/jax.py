@@ -220,7 +220,7 @@ class JaxState:
         values = [value for group in state for value in group]
         return named_arrays(variables, [*values, *(variable.value for variable in momentum)])
 
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]], *, in_place: bool = False) -> Any:
         """Return a state with the values of `arrays`; assign them to the variables if there is no state."""
         momentum = momentum_of(self._model)
         variables = [*self._variables(), *momentum]
@@ -231,9 +231,13 @@ class JaxState:
                 variable.assign(arrays[name])
         if state is None:
             return None
-        values = iter([jnp.array(arrays[name]) for name in named])
+        # In the order of `named`, without the momentum.
+        old = [value for group in state for value in group]
+        new = [arrays[name] for name in list(named)[: len(old)]]
+        distributes = keras.distribution.distribution() is not None
+        values = iter(map(jnp.array, new) if distributes or not in_place else _written(old, new))
         loaded = tuple([next(values) for _ in group] for group in state)
-        if keras.distribution.distribution() is None:
+        if not distributes:
             return loaded
         return jax.tree_util.tree_map(
             lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
@@ -735,6 +739,25 @@ def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
     """Join arrays, flattened, each followed by a number of zeros."""
     flat = [(array.reshape(-1), jnp.zeros(zeros, array.dtype)) for array, zeros in parts]
     return jnp.concatenate([part for pair in flat for part in pair if part.size])
+
+
+def _written(old: Sequence[Any], new: Sequence[npt.NDArray[Any]]) -> list[Any]:
+    """Return `new` as arrays of JAX, in the memory of `old` where JAX can use it."""
+    if jax.default_backend() != "cpu":
+        return [jnp.array(array) for array in new]
+    arrays = [(i, array) for i, array in enumerate(old) if isinstance(array, jax.Array)]
+    # A function cannot get the same memory twice.
+    reused = {array.unsafe_buffer_pointer(): i for i, array in arrays if not array.is_deleted()}
+    places = sorted(reused.values())
+    # The arrays may change afterwards.
+    copied = jax.block_until_ready(_copied([old[i] for i in places], [new[i] for i in places]))
+    written = dict(zip(places, copied, strict=True))
+    return [written[i] if i in written else jnp.array(array) for i, array in enumerate(new)]
+
+
+@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _copied(old: list[Any], new: list[Any]) -> list[Any]:
+    return [jnp.copy(array) for array in new]
 
 
 def _form(state: Any, total: Mapping[str, Any]) -> Form:

@@ -350,7 +350,7 @@ class TorchState(VariableState):
         """Return the variables of the model and its optimizers, and the buffers of modules, by path."""
         return {**super().lasting_variables(), **module_buffers(self._model)}
 
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]], *, in_place: bool = False) -> Any:
         """Assign the values of `arrays` to the variables and buffers."""
         buffers = module_buffers(self._model)
         values = {name: array for name, array in arrays.items() if name not in buffers}

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import msgspec
+import numpy as np
 
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import Batch, LocalBatches, Share
@@ -185,6 +186,11 @@ class GlobalStep(StepPrograms):
         refuse_other_trace(self.model, self.kind, self.traces.beginning)
         _, state = self._step(state, batch)
         self.backend.settle()
+        if state is not None:
+            # Compiles the function that loads the others' state, and gives this state's memory its pages.
+            values = self.program.named_state(state)
+            zeros = {name: np.zeros(value.shape, value.dtype) for name, value in values.items()}
+            state = self.program.load(state, zeros, in_place=True)
         if self._snapshots.resumable.join():
             # The step has reused the memory of the variables' values.
             with self.program.published(state):

@@ -276,7 +276,7 @@ class LoopState:
         """Return the present values of the parts."""
         return list(self.named_state(None).values())
 
-    def load(self, state: Any, arrays: Arrays) -> None:
+    def load(self, state: Any, arrays: Arrays, *, in_place: bool = False) -> None:
         """Set the parts to the values that `named_state` has returned, perhaps in another process.
 
         Raises:

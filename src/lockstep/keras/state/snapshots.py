@@ -326,7 +326,7 @@ class Snapshots:
             # Some steps build optimizers when they apply them.
             build_optimizers(model, current)
         if program is not None:
-            state = program.load(state, current)
+            state = program.load(state, current, in_place=True)
         else:
             assign(model, current, whole=True)
         if before_validation:
