@@ -49,6 +49,9 @@ WHILE_JOINING = (
 )
 """Points of joiners."""
 
+BEFORE_UPDATING = ("state restored", "slots compared")
+"""Further points of joiners, if the members divide the update of a step."""
+
 WHILE_UPDATING = (
     "filling the state",
     "before a shard",
@@ -205,6 +208,7 @@ def prepare_update(faults: Faults) -> None:
 
     from lockstep.collectives.shared import divided_state
     from lockstep.keras.fit import divided_update
+    from lockstep.keras.state.snapshots import Snapshots
 
     update: Any
     if keras.backend.backend() == "jax":
@@ -236,6 +240,8 @@ def prepare_update(faults: Faults) -> None:
 
     divided_state.copy_all = copied
     calls.gather = gathered
+    around(faults, Snapshots, "restore", after="state restored")
+    around(faults, divided_update.DividedUpdate, "_compare_slots", after="slots compared")
     around(faults, update, "fill", after="filling the state")
     around(faults, update, "compute", before="before a block is written")
     around(faults, update, "finish", before="before the new weights")

@@ -91,6 +91,37 @@ def test_any_number_of_workers_has_the_bits_of_the_whole_update(
     assert results(launch, backend, tmp_path, f"-n {workers} --replicas 4 --update divided") == whole
 
 
+WHILE_JOINING = (
+    (3, "0:5:reporting the state"),
+    (3, "0:5:halfway through reporting"),
+    (3, "0:5:state reported"),
+    (2, "0:6:slots compared"),
+    (2, "2:0:joined"),
+    (2, "2:0:state restored"),
+    (2, "2:0:slots compared"),
+)
+"""The number of workers, and how the one that gives the state, or the one that joins, is lost."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
+@pytest.mark.parametrize(("workers", "fault"), WHILE_JOINING)
+def test_workers_may_be_lost_while_another_joins(
+    launch: Launch, backend: str, whole: set[str], workers: int, fault: str, tmp_path: Path
+) -> None:
+    """What the workers share is not given: the one that joins has it, also when all others are lost."""
+    faults = ("1:5:before a block is written", fault)
+    options = f"-n {workers} --replicas 4 --min-workers {workers} --update divided"
+    run = launch(options, str(PROGRAM), str(tmp_path), "plain", *faults, backend=backend)
+    assert run.status == 0, run.stderr
+    assert run.stderr.count("was killed by SIGKILL") == len(faults)
+    assert "computes the whole update" not in run.stderr.replace(BY_ITSELF, "")
+    lines = [line for worker in range(workers + 2) for line in run.marked(worker, "result ")]
+    assert len(lines) == workers
+    # Their callbacks have seen fewer steps.
+    assert {line.split()[1] for line in lines} == {line.split()[1] for line in whole}
+
+
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
 
 

@@ -2,6 +2,8 @@
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import closing
 
 import ml_dtypes
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 from fake_transport import FakeTransport
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import CheckpointError
 from lockstep.transport.state_memory import MemoryTransport, StateMemory, memory_for
 from lockstep.transport.state_transport import StateTransport
+from lockstep.worker.shared_states import SharedStates
 
 ARRAYS = {
     "a": np.arange(1000, dtype="float32").reshape(10, 100).T,
@@ -23,10 +27,14 @@ ARRAYS = {
 CONTENTS = Contents(7, {"figure": float("nan"), "nested": {"a": [1, "é", None]}}, ARRAYS)
 
 
-@pytest.fixture(params=[MemoryTransport, FakeTransport], ids=["memory", "fake"])
-def transport(request: pytest.FixtureRequest) -> StateTransport:
-    made: StateTransport = request.param()
-    return made
+@pytest.fixture(params=["memory", "fake", "shared"])
+def transport(request: pytest.FixtureRequest) -> Iterator[StateTransport]:
+    with closing(SharedPool.create()) as pool:
+        yield {
+            "memory": MemoryTransport,
+            "fake": FakeTransport,
+            "shared": lambda: SharedStates(MemoryTransport(), pool),
+        }[request.param]()
 
 
 def assert_equal(found: Contents, contents: Contents) -> None:
@@ -111,3 +119,47 @@ def test_published_memory_cannot_shrink() -> None:
     published = MemoryTransport().publish(CONTENTS)
     with pytest.raises(PermissionError):
         os.ftruncate(published.descriptor, 0)
+
+
+@pytest.mark.ci
+def test_what_workers_share_is_not_sent() -> None:
+    """The array that is found in the shared memory is that memory; all others are sent."""
+    pool = SharedPool.create()
+    pool.grow(1 << 20)
+    memory = np.frombuffer(pool.map(1 << 20), "float32")
+    memory[:] = np.arange(len(memory))
+    shared = memory[4096:4196].reshape(10, 10)
+    arrays = {"shared": shared, "across": shared.T, "sent": np.ones(3), "empty": memory[:0], "all": memory}
+    contents = Contents(3, {"a": 1}, arrays)
+    published = SharedStates(MemoryTransport(), pool).publish(contents)
+    assert MemoryTransport().fetch(published).arrays.keys() == {"across", "sent", "empty"}
+    other = SharedPool.attach(os.dup(pool.fd))
+    found = SharedStates(MemoryTransport(), other).fetch(published)
+    assert_equal(found, contents)
+    memory += 1
+    assert found.arrays["shared"].tobytes() == shared.tobytes()
+    assert found.arrays["across"].tobytes() != shared.T.tobytes()
+    for each in (pool, other):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        ("a", "float32", [1 << 20], 0),
+        ("a", "float32", [1], -4),
+        ("a", "float32", [1], 1 << 20),
+        ("a", "float32", [-1], 0),
+        ("a", "float128", [1], 0),
+        ("a", "float32", ["1"], 0),
+        ("a", "float32", [1]),
+        5,
+    ],
+)
+def test_invalid_places_in_shared_memory_are_refused(place: object) -> None:
+    pool = SharedPool.create()
+    pool.grow(1 << 20)
+    published = MemoryTransport().publish(Contents(1, {"shared": [place]}, {}))
+    with pytest.raises(CheckpointError, match="cannot read the state that the workers share"):
+        SharedStates(MemoryTransport(), pool).fetch(published)
+    pool.close()

@@ -40,6 +40,7 @@ from lockstep.worker.agent_peers import AgentPeers
 from lockstep.worker.job import GRACE_FOR_AGENT
 from lockstep.worker.peers import EnteredView
 from lockstep.worker.script import summarize_own
+from lockstep.worker.shared_states import SharedStates
 
 if TYPE_CHECKING:
     from lockstep.worker.network_entrance import NetworkEntrance
@@ -101,12 +102,14 @@ class AgentMembership:
         self._welcome = welcome
         self._client = client
         self._policy = policy
-        self._states = states
         self._communicator: Communicator | None = None
         self._pool = SharedPool.attach(welcome.pool.take())
         self._buffers = Buffers(self._pool)
         shared = welcome.state_pool
         self.state_pool = None if shared is None else SharedPool.attach(shared.take())
+        self._states = states
+        if self.state_pool is not None and not self.over_hosts:
+            self._states = SharedStates(states, self.state_pool)
         self.peers = AgentPeers(client, place(1, (identity.worker,)))
 
     @property
@@ -191,7 +194,7 @@ class AgentMembership:
         Raises:
             PeerLostError: the job is over.
         """
-        self._pool.map_allocated()
+        self._map_allocated()
         self._client.request_to_join(whole=True)
         message = _receive(self._client)
         admitted = self._enter_announced(message)
@@ -201,7 +204,7 @@ class AgentMembership:
 
     def join_later(self) -> tuple[Contents, tuple[int, ...]]:
         """Wait until this worker is admitted; leave the view to `next_view`; see `Membership`."""
-        self._pool.map_allocated()
+        self._map_allocated()
         self._client.request_to_join(whole=True)
         message = _receive(self._client)
         if not isinstance(message, EnterView) or message.state is None:
@@ -212,6 +215,12 @@ class AgentMembership:
         if isinstance(message.endpoint, NetworkEndpoint):
             self._network_entrance().look_at(message.endpoint)
         return contents, tuple(worker for host in message.hosts for worker in host)
+
+    def _map_allocated(self) -> None:
+        """Map the memory that the others have allocated, while they do not wait for this worker yet."""
+        self._pool.map_allocated()
+        if self.state_pool is not None:
+            self.state_pool.map_allocated()
 
     def _enter_announced(self, message: AgentMessage) -> EnteredView:
         match message:

@@ -135,6 +135,16 @@ class SharedPool:
                 f"a process (ulimit -v){_OF_PRIVATE if flags & mmap.MAP_PRIVATE else ''}"
             ) from error
 
+    def offset_of(self, array: Any) -> int | None:
+        """Return where a contiguous array of NumPy is in the last mapping, or None if it is not there."""
+        import numpy as np
+
+        if not len(self._mapping) or not array.nbytes or not array.flags.c_contiguous:
+            return None
+        mapped = np.frombuffer(self._mapping, np.uint8)
+        offset: int = array.ctypes.data - mapped.ctypes.data
+        return offset if 0 <= offset <= len(mapped) - array.nbytes else None
+
     def map_privately(self, size: int) -> "PrivateMapping":
         """Return another mapping of the first `size` bytes, which are allocated.
 
