@@ -86,6 +86,18 @@ class StandbyJob:
         standby.wait_until(lambda: "taking over a job of " in standby.err)
         standby.wait_until(lambda: any(self.steps(self.nodes[1], worker) > 2 for worker in range(6)))
 
+    def await_continuation(self, worker: int) -> None:
+        """Wait until a worker trains on the standby of a job over ssh, which has a run folder of its own."""
+        self.run, host = "run-standby", self.nodes[1]
+        assert wait_until(lambda: self.steps(host, worker) > 2 or not host.matching("lockstep agent"), 600.0)
+
+    def end_ssh(self) -> None:
+        """End the servers of ssh, which do not notice for hours that their client is gone."""
+        for node in self.nodes[:3]:
+            for pid in node.matching("sshd: "):
+                os.kill(pid, signal.SIGKILL)
+            node.remove_abandoned()
+
     def finish(self, folder: Path | None = None, url: str = "", *, agents: int = 2) -> None:
         """Let the job end; check the digest of its end, which is that of an undisturbed run.
 
@@ -98,6 +110,10 @@ class StandbyJob:
             (host.work / "fast").touch()
         statuses = ended(*self.agents)
         assert statuses == (0,) * agents, [agent.err for agent in self.agents]
+        if self.by == "--hosts":
+            assert wait_until(lambda: not self.nodes[1].matching("lockstep"), 600.0), self.nodes[
+                1
+            ].processes()
         folder = folder or self.nodes[1].work / self.run
         logs = [path.read_text() for path in folder.glob("worker-*.log")]
         digests = [digest(log) for log in logs if "\ndigest " in log]
@@ -135,8 +151,7 @@ def test_the_command_of_hosts_and_its_host_are_lost_for_good(begin: Begin, nodes
     nodes[0].cut()
     nodes[0].signal_all(signal.SIGKILL)
     output = nodes[1].work / "run-standby/output.log"
-    job.run = "run-standby"
-    assert wait_until(lambda: job.steps(nodes[1], 1) > 2 or not nodes[1].matching("lockstep agent"), 600.0)
+    job.await_continuation(1)
     assert "taking over a job of 3 hosts whose coordinator was lost; 2 of them" in output.read_text()
     nodes[2].signal_all(signal.SIGKILL)
     words = f"agent --join {nodes[1].address}:7001"
@@ -154,12 +169,7 @@ def test_the_command_of_hosts_and_its_host_are_lost_for_good(begin: Begin, nodes
     assert f"the job continues at {nodes[1].address}:7001, without this command" in refused.err
     job.agents = [again]
     job.finish(agents=1)
-    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
-    for node in nodes[:3]:
-        # The server of ssh does not notice for hours that its client is gone.
-        for pid in node.matching("sshd: "):
-            os.kill(pid, signal.SIGKILL)
-        node.remove_abandoned()
+    job.end_ssh()
 
 
 @pytest.mark.slow
@@ -169,15 +179,11 @@ def test_the_command_of_hosts_stands_still(begin: Begin, nodes: Sequence[Host]) 
     stopped = nodes[0].processes()
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    job.run = "run-standby"
-    assert wait_until(lambda: job.steps(nodes[1], 1) > 2 or not nodes[1].matching("lockstep agent"), 600.0)
+    job.await_continuation(1)
     for pid in stopped:
         os.kill(pid, signal.SIGCONT)
     assert job.first.end() == LEFT_OUT, job.first.err
     assert STANDBY in job.first.err
-    for host in nodes[:3]:
-        (host.work / "fast").touch()
-    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
     job.finish(agents=0)
 
 
@@ -196,16 +202,9 @@ def test_an_agent_over_ssh_that_the_lost_command_had_lost_before_joins_the_stand
     job.first.wait_until(lambda: f"host {lost} was lost" in job.first.err)
     nodes[0].cut()
     nodes[0].signal_all(signal.SIGKILL)
-    job.run = "run-standby"
-    assert wait_until(lambda: job.steps(nodes[1], 3) > 2 or not nodes[1].matching("lockstep agent"), 600.0)
-    for host in nodes[:3]:
-        (host.work / "fast").touch()
-    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
+    job.await_continuation(3)
     job.finish(agents=0)
-    for node in nodes[:3]:
-        for pid in node.matching("sshd: "):
-            os.kill(pid, signal.SIGKILL)
-        node.remove_abandoned()
+    job.end_ssh()
 
 
 @pytest.mark.slow
