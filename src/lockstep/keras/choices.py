@@ -86,13 +86,13 @@ class Choices:
         if own == key:
             return []
         mine, others = _lines(own), _lines(key)
-        found = []
+        differing = []
         for label in sorted({**mine, **others}):
             first = self._first.get(label, "")
             texts = mine.get(label, first), others.get(label, first)
             if texts[0] != texts[1] and _decide(texts) and not any(map(_NUMBER.search, texts)):
-                found.append((label.partition("#")[0], _shown(texts[0]), _shown(texts[1])))
-        return found
+                differing.append((label.partition("#")[0], _shown(texts[0]), _shown(texts[1])))
+        return differing
 
     def look(self, model: Any) -> str:
         """Read the present values, and return `key`. It takes some microseconds if none has changed."""

@@ -76,8 +76,8 @@ SavedValue = Sequence[Any]
 
 def saved_values(values: Mapping[tuple[str, str], Any]) -> list[SavedValue]:
     """Return those of `ObjectGraph.values_at` that are plain and small. Inner ones come first."""
-    found = sorted(values.items(), key=lambda item: -len(item[0][0]))
-    return [[path, name, encoded(value)] for (path, name), value in found if _is_exact(value)]
+    inner_first = sorted(values.items(), key=lambda item: -len(item[0][0]))
+    return [[path, name, encoded(value)] for (path, name), value in inner_first if _is_exact(value)]
 
 
 def _is_exact(value: Any, depth: int = 0) -> bool:

@@ -76,8 +76,8 @@ def _roots_of(model: Any) -> list[tuple[str, Any]]:
 
 def model_objects(model: Any) -> list[tuple[str, Any, list[str]]]:
     """Return a model and its parts, each with its path and the names of its own attributes."""
-    found = [(path, part) for path, part in _roots_of(model) if holds_attributes(part)]
-    return [(path, part, list(attributes_of(part))) for path, part in found]
+    parts = [(path, part) for path, part in _roots_of(model) if holds_attributes(part)]
+    return [(path, part, list(attributes_of(part))) for path, part in parts]
 
 
 def graph_of_function(function: Any) -> ObjectGraph:
@@ -182,12 +182,12 @@ def reached_by(parts: Sequence[Any]) -> _Reached:
         named = [(function, each) for function in functions for each in _named_by(function)]
         spaces = _spaces_in(each.value for _, each in named)
         names, texts = _words_of(functions)
-        found = objects_in([*parts, *(each.value for _, each in named)])
+        objects_now = objects_in([*parts, *(each.value for _, each in named)])
         inner = [vars(space)[name] for space in spaces for name in sorted(names & vars(space).keys())]
         inner = [member for member in inner if isinstance(member, types.FunctionType)]
-        if len(found) == len(objects) and len(inner) == len(members):
+        if len(objects_now) == len(objects) and len(inner) == len(members):
             return _Reached(objects, functions, named, spaces, names, texts)
-        objects, members = found, inner
+        objects, members = objects_now, inner
 
 
 def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, dict[str, Place]]]:

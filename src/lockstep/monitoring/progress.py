@@ -135,8 +135,8 @@ def _spans_of_last_fit(run: RunState) -> list[_Span]:
         spans.append(span)
         epochs = [columns.column("epoch")[span.contains(columns)] for columns in run.metrics.values()]
         # Before the end of its first epoch, it is not known to continue an earlier start.
-        known = before if before < math.inf else 0.0
-        before = min((float(each.min()) for each in epochs if len(each)), default=known)
+        first_epoch = before if before < math.inf else 0.0
+        before = min((float(each.min()) for each in epochs if len(each)), default=first_epoch)
         next_began = call.began
     return spans
 

@@ -154,19 +154,19 @@ class StepComparison:
             base: the outcome of which `others` are roundings, if that is not `means` and `sums`.
         """
         figures = self.figures(means, replicas, others[0], base)
-        found = {name: figures[name] for name in means.figures}
-        found |= self.gradients(means, replicas, others[0], base)
+        deviations = {name: figures[name] for name in means.figures}
+        deviations |= self.gradients(means, replicas, others[0], base)
         owners = self._step.metrics()
         for name, mean in means.state.items():
             # A metric has a sum over rows, or a mean of single numbers.
             values = zip((mean, sums.state[name]) if name in owners else (mean,), others, strict=False)
             ways = [self._state_deviation(name, value, replicas, alike, base) for value, alike in values]
             if name not in owners:
-                found[f"state {name}"] = ways[0]
+                deviations[f"state {name}"] = ways[0]
             elif None not in ways:
-                found[f"state of {owners[name]}"] = ways[0]
-                found.setdefault(owners[name], ways[0])
-        return {part for part, difference in found.items() if difference is not None}
+                deviations[f"state of {owners[name]}"] = ways[0]
+                deviations.setdefault(owners[name], ways[0])
+        return {part for part, difference in deviations.items() if difference is not None}
 
     def _of_shares(
         self, change: Callable[[Any], Any] = lambda array: array, growth: int = MEAN
