@@ -39,7 +39,7 @@ from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of
 from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.checkpoint.latest import Latest
 from lockstep.checkpoint.object_store import Conflict, ObjectStore, StoreLease
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import FOLDER_PREFIX, Store
 from lockstep.errors import CheckpointError, SupersededError, UnknownFormatError
 from lockstep.system.clock import SystemClock
 
@@ -613,7 +613,7 @@ class Mirror:
         with contextlib.suppress(CheckpointError):
             for name in store.names():
                 folder, _, _ = name.partition("/")
-                if name.startswith("step-") and folder not in kept:
+                if name.startswith(FOLDER_PREFIX) and folder not in kept:
                     left.setdefault(folder, []).append(name)
             for folder, names in left.items():
                 store.delete(names)

@@ -28,7 +28,7 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.copy_check import CopyCheck
 from lockstep.checkpoint.mirror import Mirror
 from lockstep.checkpoint.object_store import StoreLease
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store import FOLDER_PREFIX, Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError, ConfigError, SupersededError
 from lockstep.observability.events import (
@@ -383,7 +383,7 @@ def open_scheduler(
 
 def _former(path: Path) -> str:
     """Return the path that a checkpoint had before its folder was renamed to be removed."""
-    return str(path.with_name("step-" + re.sub(r"\D", "", path.name)))
+    return str(path.with_name(FOLDER_PREFIX + re.sub(r"\D", "", path.name)))
 
 
 def end_at_a_step(

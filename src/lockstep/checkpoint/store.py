@@ -23,7 +23,10 @@ _Removed = Callable[[Path, bool], None]
 """Called with each folder that is removed to free space, or late; see `Store.write`."""
 _NotRemoved = Callable[[Path, str], None]
 """Called with each folder of an old checkpoint that cannot be removed, and the reason."""
-_NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
+FOLDER_PREFIX = "step-"
+"""The beginning of the names of the folders of checkpoints, before the step."""
+
+_NAME = re.compile(rf"{FOLDER_PREFIX}(\d{{12,}})|\.{FOLDER_PREFIX}(\d{{12,}})\.replaced")
 _LOCK = ".lock"
 _FINISHED = "finished.json"
 
@@ -283,7 +286,7 @@ class Store:
 
     def path(self, step: int) -> Path:
         """Return the folder of a checkpoint, which may not exist."""
-        return self._folder / f"step-{step:012}"
+        return self._folder / f"{FOLDER_PREFIX}{step:012}"
 
     def _paths(self) -> list[Path]:
         """Find all checkpoints, the oldest first."""

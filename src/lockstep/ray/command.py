@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, UnfitError
+from lockstep.ray.node import ANSWERS_WITHIN
 from lockstep.system.environment import shared_variables
 from lockstep.system.exit_status import STOP_SIGNALS
 from lockstep.system.notes import note
@@ -25,7 +26,6 @@ _DIED = 60.0
 """The same if Ray says that it does not."""
 _NOTED = 10.0
 """Seconds until a note about that."""
-_CALL = 60.0
 _PAUSE = 0.5
 _MEMORY = 1 << 20
 """Bytes that the coordinator's actor asks for. Ray puts an actor without any need on a random node."""
@@ -217,9 +217,9 @@ class Follower:
         while time.monotonic() < until:
             try:
                 while self._signals:
-                    ray.get(self._actor.stop.remote(self._signals[0]), timeout=_CALL)
+                    ray.get(self._actor.stop.remote(self._signals[0]), timeout=ANSWERS_WITHIN)
                     self._signals.pop(0)
-                shown = ray.get(self._actor.show.remote(self._run, self._position), timeout=_CALL)
+                shown = ray.get(self._actor.show.remote(self._run, self._position), timeout=ANSWERS_WITHIN)
             except (errors.ActorUnavailableError, errors.GetTimeoutError, errors.ActorDiedError) as error:
                 # Ray starts the actor again.
                 lost = lost or time.monotonic()

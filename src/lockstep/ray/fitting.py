@@ -15,6 +15,7 @@ from lockstep.functions.worker import WORKER
 from lockstep.protocol.job_spec import AFTER_GRACE, GRACE
 from lockstep.protocol.local_steps import LocalSteps
 from lockstep.ray.command import Follower, connect, require_ray, submit
+from lockstep.ray.node import ANSWERS_WITHIN
 from lockstep.ray.placement import worker_needs
 from lockstep.system.environment import unrecorded
 from lockstep.system.files import closed_after
@@ -26,7 +27,6 @@ Value = TypeVar("Value")
 _NAME = "lockstep.ray.fit"
 _END_PATIENCE = GRACE + AFTER_GRACE
 """Seconds that an interrupted job may take to end, with a last checkpoint."""
-_PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def fit(
         follower.stop(signal.SIGINT)
         follower.run(_END_PATIENCE)
         raise
-    outcome = ray.get(actor.outcome.remote(), timeout=_PATIENCE)
+    outcome = ray.get(actor.outcome.remote(), timeout=ANSWERS_WITHIN)
     if outcome.error is not None:
         raise outcome.error
     returned = unpack_result(outcome.result)

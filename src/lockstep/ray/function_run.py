@@ -11,9 +11,9 @@ from lockstep.functions.history import RunHistory
 from lockstep.functions.transport import Giver, ResultBox
 from lockstep.hosts.engine_process import EngineProcess
 from lockstep.protocol.engine import StartCoordinator
+from lockstep.ray.node import ANSWERS_WITHIN
 
 _COMMAND = "lockstep.notebook.command"
-_PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -125,14 +125,14 @@ def _result_of(agents: Sequence[Any]) -> bytes | None:
     without = b"" if agents else None
     for agent in agents:
         try:
-            givers.append((ray.get(agent.giver.remote(), timeout=_PATIENCE), agent))
+            givers.append((ray.get(agent.giver.remote(), timeout=ANSWERS_WITHIN), agent))
         except ray.exceptions.RayError:
             without = None
     for giver, agent in sorted(givers, key=lambda pair: pair[0], reverse=True):
         if giver is Giver.NONE:
             break
         try:
-            return bytes(ray.get(agent.result.remote(), timeout=_PATIENCE))
+            return bytes(ray.get(agent.result.remote(), timeout=ANSWERS_WITHIN))
         except ray.exceptions.RayError:
             without = None
     return without

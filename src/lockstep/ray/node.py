@@ -4,6 +4,9 @@ import os
 import threading
 import time
 
+ANSWERS_WITHIN = 60.0
+"""Seconds in which an actor that runs answers a call."""
+
 _LOOK_EVERY = 0.25
 
 

@@ -8,15 +8,14 @@ from typing import Any
 
 import msgspec
 
-from lockstep.checkpoint.checkpoint_files import Contents, load
-from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.checkpoint_files import FILES, Contents, load
+from lockstep.checkpoint.store import FOLDER_PREFIX, Store
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.state.matching import Array, Match, SavedModel, match
 from lockstep.system.notes import note
 
 _OF_A_MODEL = re.compile(r"(current|model \d+)/(.+)", re.DOTALL)
-_CHECKPOINT = re.compile(r"step-\d+")
-_FILES = ("manifest.json", "state.safetensors")
+_CHECKPOINT = re.compile(rf"{FOLDER_PREFIX}\d+")
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _read(path: Path) -> tuple[Path, Contents]:
     """Read the checkpoint at `path`, or the newest complete one there."""
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder of one checkpoint or of several")
-    if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in _FILES):
+    if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in FILES):
         return path, load(path)
     damaged: list[str] = []
     newest = Store(path).newest(damaged.append)
