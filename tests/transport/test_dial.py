@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +17,8 @@ import pytest
 from lockstep.errors import ConfigError, NetworkError, UnreachableError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import SIZE, ConnectionKind, Greeting, decode_greeting
-from lockstep.transport.addresses import join_address
+from lockstep.transport import dial as dial_module
+from lockstep.transport.addresses import join_address, resolve_host
 from lockstep.transport.dial import accept, connect, dial
 from lockstep.transport.keys import JobKey
 
@@ -141,6 +143,30 @@ def test_a_host_that_is_reached_later_is_no_failure() -> None:
 
 
 @pytest.mark.usefixtures("closes_descriptors")
+def test_no_attempt_begins_without_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, attempts = 0.0, list[float]()
+
+    def oversleep(seconds: float) -> None:
+        nonlocal now
+        now += 20.0
+
+    def refused(address: str, greeting: Greeting, credentials: None, patience: float, check: Any) -> None:
+        attempts.append(patience)
+        raise NetworkError(f"{address} refuses connections")
+
+    monkeypatch.setattr(dial_module, "time", SimpleNamespace(monotonic=lambda: now, sleep=oversleep))
+    monkeypatch.setattr(dial_module, "connect", refused)
+    with pytest.raises(UnreachableError, match="node1:7 refuses connections; tried again for 30 s"):
+        dial("node1:7", LANE, None, LONG, reach=30.0)
+    assert attempts == [3.0, 3.0]
+
+
+def test_an_address_needs_no_name_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    assert resolve_host("127.0.0.1", 7, patience=0.0) == (socket.AF_INET, ("127.0.0.1", 7))
+    assert resolve_host("::1", 7, patience=0.0)[0] == socket.AF_INET6
+
+
 def test_a_host_that_drops_packets_is_named() -> None:
     # The kernel drops the packets of connections that its full queue has no room for.
     with socket.socket() as full, contextlib.ExitStack() as queued:

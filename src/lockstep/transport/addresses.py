@@ -100,20 +100,26 @@ def look_up(
     host: str, port: int, patience: float = RESOLVES_WITHIN
 ) -> tuple[socket.AddressFamily, SocketAddress] | str:
     """Return the address of a host as `resolve_host` does, or why it cannot be resolved."""
+    with contextlib.suppress(OSError, UnicodeError):
+        # An IP address needs no name server, and no thread that a busy machine starts late.
+        return _preferred(host, port, socket.AI_NUMERICHOST)
     addresses: list[tuple[socket.AddressFamily, SocketAddress]] = []
     why = [f"no answer in {patience:g} s"]
 
     def ask() -> None:
         try:
-            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            addresses.append(_preferred(host, port))
         except (OSError, UnicodeError) as error:
             why[:] = [str(getattr(error, "strerror", None) or error)]
-        else:
-            infos.sort(key=lambda info: info[0] != socket.AF_INET)
-            addresses.append((infos[0][0], infos[0][4]))
 
     # The system waits much longer for a name server that does not respond.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(patience)
     return addresses[0] if addresses else why[0]
+
+
+def _preferred(host: str, port: int, flags: int = 0) -> tuple[socket.AddressFamily, SocketAddress]:
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)
+    family, _, _, _, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    return family, address

@@ -207,15 +207,16 @@ def _reach(
     reach: float,
 ) -> socket.socket:
     """Return a connection to a listener, which a short interruption of the network does not prevent."""
-    until = time.monotonic() + reach
+    until, left = time.monotonic() + reach, reach
     while True:
-        left = until - time.monotonic()
         try:
             return connect(address, greeting, credentials, min(_ATTEMPT, left), check)
         except NetworkError as error:
-            if until - time.monotonic() <= _SLICE:
-                raise UnreachableError(f"{error}; tried again for {reach:g} s") from None
+            failure = error
         time.sleep(_SLICE)
+        # An attempt that has no time would only fail with a worse reason.
+        if (left := until - time.monotonic()) <= _SLICE:
+            raise UnreachableError(f"{failure}; tried again for {reach:g} s")
 
 
 def _secure(
