@@ -375,11 +375,13 @@ def test_the_head_tells_how_it_goes(tmp_path: Path) -> None:
     record(tmp_path, job(), started(0), steps(0, 1010.0, 40, compute=0.5))
     record(tmp_path, event(1065.0, "lost", worker=1, reason="worker 1 was killed by SIGKILL"))
     record(tmp_path, event(1066.0, "checkpoint failed", worker=0, reason="full; free space"))
+    record(tmp_path, event(1067.0, "verified", worker=0, count=24, up_to=12))
     view = seen(tmp_path, now=1100.0)
     assert view.went == (
         view.went[0],
         "1 lost",
         "1 checkpoint failed, none is complete (full)",
+        "24 computations verified",
     )
     assert view.went[0].endswith(" % effective training")
     assert "; ".join(view.went) in as_text(view).splitlines()

@@ -1,6 +1,8 @@
 """Trains a model whose state changes in every step, perhaps with a fault of one worker; prints its digest.
 
-    verified.py [FAULT WORKER STEP [batches | pair | fit | validation | last | dataset | generator]...]
+    verified.py [FAULT WORKER STEP [loop | batches | pair | fit | validation | last | dataset | generator]...]
+
+With `loop`, the script has a loop of `strategy.steps`.
 
 With `batches`, the script has a loop of its own, which calls `train_on_batch` and others: with `fit`, `fit`
 once; with `pair`, `train_on_batch` of another model by turns.
@@ -105,8 +107,9 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
             flips += 1
             arrays = {name: np.array(round_.to_numpy(a)) for name, a in round_.started[replica].items()}
             parts = round_.parts(arrays)
-            # With local steps, the parts are changes of variables.
-            named = part if part in parts else next(name for name in sorted(parts) if "out/kernel" in name)
+            # With local steps, the parts are changes of variables; in a loop, they are those of a function.
+            named = next((name for name in sorted(parts) if "out/kernel" in name), min(parts))
+            named = part if part in parts else named
             parts[named].reshape(-1).view("uint32")[0] ^= 1 << 20
             round_.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
     return layout
@@ -275,6 +278,31 @@ model = keras.Sequential(
     ]
 )
 model.compile(keras.optimizers.Adam(0.01), Noisy(), metrics=["mae"], run_eagerly=FAULT == "random")
+if "loop" in sys.argv:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    line = keras.Variable(np.zeros((8, 1), "float32"), name="line")
+    optimizer, noise = keras.optimizers.Adam(0.01), keras.random.SeedGenerator(3)
+    means = keras.metrics.Mean()
+
+    def step(inputs: Any, labels: Any) -> Any:
+        """Fit a line to examples with noise."""
+        inputs = inputs + keras.random.normal(keras.ops.shape(inputs), seed=noise)
+        error = inputs @ line - labels
+        means.update_state(error**2)
+        optimizer.apply([keras.ops.transpose(inputs) @ error], [line])
+        return keras.ops.sum(error**2)
+
+    batches = [(rows[i : i + 16], targets[i : i + 16]) for i in range(0, 96, 16)] * 2
+    elements = iter(strategy.experimental_distribute_dataset(batches))
+    state = {"line": line, "optimizer": optimizer, "noise": noise.state, "means": means}
+    state |= {"elements": elements, "losses": (losses := list[float]())}
+    for _ in strategy.steps(12, state):
+        inputs, labels = next(elements)
+        shift = float(np.random.normal())
+        summed = strategy.run(step, args=(inputs, labels))
+        losses.append(shift + float(strategy.reduce("SUM", summed, axis=None)))
+    print("digest:", keras.ops.convert_to_numpy(line).tobytes().hex(), losses, float(means.result()))
+    sys.exit()
 if BATCHES:
     figures = []
     other = keras.Sequential([keras.layers.Dense(16), keras.layers.Dropout(0.2), keras.layers.Dense(1)])

@@ -53,8 +53,7 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
         parts.append(compared)
     if totals.checkpoints:
         parts.append(count(totals.checkpoints, "checkpoint"))
-    if totals.verified:
-        parts.append(f"{count(totals.verified, 'computation')} verified")
+    parts += _verified(totals)
     if totals.digest:
         parts.append(f"digest {totals.digest} of model {totals.model!r}")
     return "; ".join(parts)
@@ -67,7 +66,12 @@ def _in_parentheses(*texts: str) -> str:
 
 def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
     """Return how a job goes after `seconds`, in a few words, or an empty list if there is nothing to say."""
-    return list(filter(None, [_time_spent(totals, seconds), _membership(totals), *troubles(totals)]))
+    texts = [_time_spent(totals, seconds), _membership(totals), *troubles(totals), *_verified(totals)]
+    return list(filter(None, texts))
+
+
+def _verified(totals: JobTotals) -> list[str]:
+    return [f"{count(totals.verified, 'computation')} verified"] if totals.verified else []
 
 
 def _time_spent(totals: JobTotals, seconds: float) -> str:

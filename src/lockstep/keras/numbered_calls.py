@@ -36,6 +36,7 @@ class NumberedCall:
         inner: number of calls within it that have begun, by method.
         result_of: returns the result to record when it ends, if that is not its return value.
         logs: the logs of its last step.
+        outputs: those of each of its steps so far, if it is a `predict` in which workers can join.
         processed: the step whose end callbacks had processed in the restored state; None if there was none.
         metrics: the values of the metrics before this call, a validation in which workers can join; None
             for other calls.
@@ -62,6 +63,7 @@ class NumberedCall:
     inner: dict[str, int] = field(default_factory=dict)
     result_of: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
+    outputs: list[Any] = field(default_factory=list)
     processed: int | None = None
     metrics: Mapping[str, Any] | None = None
 

@@ -39,7 +39,7 @@ _FUNCTIONS: dict[str, StepKind] = {
 _CALLS = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = (
     *("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end"),
-    *("on_test_batch_begin", "on_test_batch_end"),
+    *("on_test_batch_begin", "on_test_batch_end", "on_predict_batch_begin", "on_predict_batch_end"),
 )
 _BATCH_ENDS = {
     "on_train_batch_end": ("on_train_batch_end", "on_batch_end"),

@@ -48,7 +48,7 @@ from lockstep.keras.verdicts import (
     listed,
     with_earlier,
 )
-from lockstep.keras.verification import Verifications
+from lockstep.keras.verification import StepWithdrawn, Verifications
 from lockstep.keras.worker_exchange import texts_of_all
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -73,16 +73,21 @@ class _Attempts:
         round_: the round.
         hashes: the hashes of each attempt.
         newest: the partial of the last attempt, which shows whether the round has a newer one.
+        answers: the first answers of all workers, until those that differ have computed again.
+        compared: whether hosts are compared.
     """
 
     round_: Round
     hashes: dict[int, list[Hashes]] = field(default_factory=dict)
     newest: dict[int, Any] = field(default_factory=dict)
+    answers: dict[int, list[Answer]] | None = None
+    compared: bool = False
 
     def made(self, replica: int, number: int) -> list[Hashes]:
         """Compute a replica until there are `number` attempts; return the hashes of these.
 
-        If the computation is interrupted by an exception, a second call continues it.
+        If the computation is interrupted by an exception, a second call continues it. A graph does that, on
+        the workers that compute only, so the calls of the exchange before it must not be repeated.
         """
         hashes, started = self.hashes.setdefault(replica, []), self.round_.started
         while len(hashes) < number:
@@ -258,7 +263,19 @@ class Verifier:
 
         Raises:
             DisagreementError: workers compute different bits, and it is unknown which are right.
+            StepWithdrawn: another worker decides in this step, which all take again.
         """
+        while True:
+            try:
+                return self._sum(round_)
+            except StepWithdrawn:
+                if self._verifications.admit is None:
+                    raise
+                self._verifications.admit()
+                self._attempts = None
+                round_.forget()
+
+    def _sum(self, round_: Round) -> Total:
         drawn = self.verify(round_)
         total = self._exchange(round_.sum, round_.catching_up)
         parts = self._verifications.drawn
@@ -281,9 +298,10 @@ class Verifier:
             return ()
         if self._attempts is None or self._attempts.round_ is not round_:
             self._attempts = _Attempts(round_)
-        made = self._attempts.made
-        if compares_hosts:
+        attempts, made = self._attempts, self._attempts.made
+        if compares_hosts and not attempts.compared:
             self._exchange(partial(self._compare_hosts, round_, made), round_.catching_up)
+            attempts.compared = True
         while drawn and (fault := self._partial_fault(round_, drawn, made, "gradient")):
             # The others follow if they still differ without the worker at fault.
             self._follow(fault)
@@ -337,8 +355,11 @@ class Verifier:
             StepWithdrawn: another worker decides.
         """
         verifications, number = self._verifications, round_.number
-        act = partial(self._answers, round_, replicas, 1, made)
-        answers_of = self._exchange(act, round_.catching_up)
+        attempts = self._attempts or _Attempts(round_)
+        if attempts.answers is None:
+            act = partial(self._answers, round_, replicas, 1, made)
+            attempts.answers = self._exchange(act, round_.catching_up)
+        answers_of = attempts.answers
         doubted = [replica for replica in replicas if verifications.answers_before(part, replica, number)]
         differing = [replica for replica, answers in answers_of.items() if not are_equal(answers)]
         if not (doubted or differing):
@@ -348,6 +369,7 @@ class Verifier:
         replica = [*doubted, *differing][0]
         act = partial(self._answers, round_, [replica], 2, made)
         answers = self._exchange(act, round_.catching_up)[replica]
+        attempts.answers = None
         earlier = verifications.answers_before(part, replica, number)
         present = with_earlier(answers, earlier)
         verdict, names = judge_again(answers, earlier), self._differing(round_, present)

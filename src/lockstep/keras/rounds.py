@@ -317,6 +317,11 @@ class Round(ABC):
             self._reduce(partials, view.replicas, communicator, check)
         return self.total_of(self.sums, self.limits, view.replicas)
 
+    def forget(self) -> None:
+        """Forget what other workers have computed and sent: a worker has joined that takes part from here."""
+        self.verified, self.sums = False, ()
+        self._zeros, self._joined, self._differs = None, {}, False
+
     def _reduce(
         self,
         partials: Mapping[int, Sequence[Array]],

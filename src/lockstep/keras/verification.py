@@ -14,14 +14,15 @@ another worker decides.
 Of two workers that insist on different bits, a third one decides. In a step before which a worker can join,
 the workers keep the answers as `Doubt`, and go back to the state before the step. There, a new worker takes
 the place of one of the two. It gets the doubt with the state, and they take the step again: the new answers
-and those of the worker that has left are three. Two that agree prove nothing if they share a host or a GPU
-that the other does not use; see `judge_again`.
+and those of the worker that has left are three. A step of a loop of `strategy.steps` is code of the script,
+which only the new worker can take again: there, the others wait for it in the first round of the step. Two
+that agree prove nothing if they share a host or a GPU that the other does not use; see `judge_again`.
 """
 
 import os
 import socket
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -58,7 +59,8 @@ _ENDS = {
     "random numbers that no seed of Keras determines, for the time, and for operations that are not "
     "deterministic",
     "everyone": "{who} get different bits in {shown}: the step depends on the worker; look for random "
-    "numbers that no seed of Keras determines, for the time, and for hosts that differ",
+    "numbers that no seed of Keras determines, for the time, for hosts that differ, and for examples that a "
+    "worker cannot read from the beginning, such as those of a generator",
     "sum": "it is wrong in {shown}, twice: the memory that the workers of a host share is at fault",
 }
 
@@ -104,6 +106,7 @@ class Verifications:
         count: number of partials that this process knows to be verified.
         compares_hosts: whether each host computes a replica of the step in progress.
         can_repeat: whether all workers can take the step in progress again with another worker.
+        admit: lets another worker join within the step in progress; None if the others go back before it.
         doubt: the reason for which they take it again; None without one.
     """
 
@@ -114,6 +117,7 @@ class Verifications:
         self.count = 0
         self.compares_hosts = False
         self.can_repeat = False
+        self.admit: Callable[[], None] | None = None
         self.doubt: Doubt | None = None
         self._job = job
         self._told = 0
@@ -122,6 +126,9 @@ class Verifications:
         self._verified = [0] * self.plan.replicas
         self._before = list(self._verified)
         self._newest = 0
+        self._exchanges = 0
+        self._number = 0
+        self._evaluated = 0
         self._files: dict[str, int | None] = {}
 
     @property
@@ -134,12 +141,12 @@ class Verifications:
     @property
     def turn(self) -> int:
         """See `VerificationPlan.turn`, for the step in progress."""
-        return self.plan.turn(self.step)
+        return self.plan.turn(self._number)
 
     @property
     def drawn(self) -> tuple[int, ...]:
         """The replicas to verify in the step in progress."""
-        return self.plan.drawn(self.step) if self.step else ()
+        return self.plan.drawn(self._number) if self._number else ()
 
     @property
     def up_to(self) -> int:
@@ -167,12 +174,14 @@ class Verifications:
 
     @property
     def packed(self) -> list[int]:
-        """The last verified step of each replica, for `unpack`."""
-        return list(self._verified)
+        """The last verified step of each replica, and the number of steps of evaluations, for `unpack`."""
+        return [*self._verified, self._evaluated]
 
     def unpack(self, packed: Sequence[int], step: int) -> None:
         """Continue from what another process has packed after `step`, whose state this worker has."""
-        self._verified = list(packed)
+        # A checkpoint of an earlier version lacks the number.
+        self._verified, evaluated = list(packed[: self.plan.replicas]), packed[self.plan.replicas :]
+        self._evaluated = sum(evaluated)
         self._taken_over = step
 
     def unpack_doubt(self, packed: bytes) -> None:
@@ -207,21 +216,34 @@ class Verifications:
         """
         self.step = step
         self.trains = trains
+        # Evaluations may be shorter than the distance of verified steps.
+        self._evaluated += not trains and step > 0
+        self._number = step if trains or not step else self._evaluated
         self._before = list(self._verified)
         self._newest = max(self._newest, step if trains else 0)
-        self.can_repeat = False
+        self.can_repeat, self.admit = False, None
         self.compares_hosts = self._job.context.over_hosts and (
             first or bool(step and step % _HOSTS_EVERY == 0)
         )
 
+    def admit_within(self, admit: Callable[[], None]) -> None:
+        """Let another worker join in the first round of the step that begins; see `admit`."""
+        self.can_repeat, self.admit = True, admit
+        self._exchanges = self._job.exchanges
+
+    def begin_round(self) -> None:
+        """Begin a round of a loop of the script: a worker cannot join after another call of the exchange."""
+        if self.admit is not None and self._job.exchanges > self._exchanges:
+            self.can_repeat = False
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Keep the step in progress, in which the script or a callback makes another call in the block."""
-        step, trains, before = self.step, self.trains, self._before
+        step, trains, before, number = self.step, self.trains, self._before, self._number
         try:
             yield
         finally:
-            self.step, self.trains, self._before = step, trains, before
+            self.step, self.trains, self._before, self._number = step, trains, before, number
 
     def note_files(self, paths: Iterable[str]) -> None:
         """Note the files that callbacks of a call write, which has begun."""
@@ -262,12 +284,13 @@ class Verifications:
             number: the number of the round.
 
         Raises:
-            StepWithdrawn: all workers repeat it.
+            StepWithdrawn: all workers repeat it, or its round, if `admit` is not None.
         """
         doubt, self.doubt = self.doubt, None
         if verdict.kind == "undecided" and doubt is None and self._all_can_repeat():
             self.doubt = Doubt(self.step, part, replica, number, tuple(answers))
             self._verified = list(self._before)
+            self._evaluated -= not self.trains
             published = "gradient" if part == "rounding" else part
             self.publish(Verdict("third", verdict.workers), names, published, replica)
             raise StepWithdrawn

@@ -120,6 +120,7 @@ class Job:
         exact_batch: whether replicas also exchange large rows; as `JobSettings` or a strategy says.
         local_steps: the local steps of replicas in `fit`, likewise; None if each step is of all replicas.
         timer: measures the steps of the main thread.
+        exchanges: number of calls of the exchange that are complete.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Job:
         self.replacement = -1
         self.replacements: dict[int, int] = {}
         self.timer = StepTimer(context.events, lambda: self.waited)
+        self.exchanges = 0
         self._context = context
         self._entered = entered
         self._joins = joins
@@ -362,6 +364,7 @@ class Job:
                 if begun is not None:
                     self._tell_of_pause(begun)
                 self._undone.clear()
+                self.exchanges += 1
                 return result
 
     def between_steps(self, take: Callable[[bool], Contents]) -> None:

@@ -24,6 +24,7 @@ from lockstep.keras.fit.divided_update import DividedUpdate
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.fit.step_round import StepPrograms, StepRound, repeated_share
 from lockstep.keras.input.readings import read_batch
+from lockstep.keras.nests import is_plain
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.python_replicas import python_facts
 from lockstep.keras.round_verification import Verifier
@@ -109,27 +110,25 @@ class GlobalStep(StepPrograms):
         if self.kind != "predict":
             result, state = self._step(state, batch, totals=totals)
             return result, state, totals
-        steps = self.calls.current.steps
         result, state = self._predict(state, batch, counts=False)
-        self.calls.current.steps = steps
         return result, state, totals
 
     def take(self, state: Any, element: Any) -> tuple[Any, Any]:
         """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""
-        if self.kind == "predict":
-            return self._predict(state, element)
-        call = self.calls.current
+        call, resumable = self.calls.current, self._snapshots.resumable
         if call.steps < call.skipped:
-            self._snapshots.resumable.skip(1)
+            resumable.skip(1)
             if call.steps == call.skipped and self.job.joins:
                 state = self._join_job(state, element)
             if call.steps < call.skipped:
-                return {}, state
+                return resumable.outputs_of(call.steps) if self.kind == "predict" else {}, state
             logs, state = self._restored(state)
             if self._verifications.doubt is None:
                 return logs, state
             # The others go back before this step, to take it again with this worker.
             call.steps = call.skipped = call.steps - 1
+        if self.kind == "predict":
+            return self._predict(state, element)
         label, number = self._position
         if call.at_end:
             # The time between two calls of one step belongs to the script.
@@ -184,7 +183,10 @@ class GlobalStep(StepPrograms):
         """
         batch = self._read(state, element)
         refuse_other_trace(self.model, self.kind, self.traces.beginning)
-        _, state = self._step(state, batch)
+        if self.kind == "predict":
+            _, state = self._predict(state, batch, counts=False)
+        else:
+            _, state = self._step(state, batch)
         self.backend.settle()
         if state is not None:
             # Compiles the function that loads the others' state, and gives this state's memory its pages.
@@ -231,6 +233,8 @@ class GlobalStep(StepPrograms):
     @property
     def _admits_workers(self) -> bool:
         """Whether a worker can join before a step, with the state before it."""
+        if self.kind == "predict" and self.calls.current.at_end:
+            return False
         # A `fit` of a callback cannot be resumed, nor its validation.
         return len(self.calls.stack) == (2 if self.calls.current.metrics is None else 3)
 
@@ -322,12 +326,31 @@ class GlobalStep(StepPrograms):
     def _predict(self, state: Any, element: Any, *, counts: bool = True) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state).
 
-        If the step counts, a second worker computes outputs again if that is due.
+        If the step counts, a second worker computes outputs again if that is due. If its workers insist on
+        different bits, they take it again; see `_verified_step`.
         """
+        call, is_verified = self.calls.current, counts and self._verifications.plan.verification.every
+        while True:
+            try:
+                rows, state = self._predict_once(state, element, self._position[1] if is_verified else 0)
+            except StepWithdrawn:
+                state = self._withdraw(state, None)
+                continue
+            self._verifications.doubt = None
+            if is_verified and self._admits_workers:
+                call.outputs.append(rows)
+            call.steps += counts
+            return rows, state
+
+    def _predict_once(self, state: Any, element: Any, number: int) -> tuple[Any, Any]:
+        """Take a step as `_predict` does; `number` is that of a step to verify, and otherwise 0."""
         self.timer.stop()
         batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
-        is_verified = counts and self._verifications.plan.verification.every
-        self._verifications.begin(self._position[1] if is_verified else 0, trains=False)
+        self._verifications.begin(number, trains=False)
+        outputs_before = self.calls.current.outputs
+        self._verifications.can_repeat = (
+            self._admits_workers and self.model.compiled and is_plain(outputs_before[-1:])
+        )
         self.program.outputs()  # Drops those of a step that failed.
         if self.program.varies:
             self.python.begin()
@@ -355,7 +378,6 @@ class GlobalStep(StepPrograms):
         self._verifications.begin(0)
         if self.program.varies:
             self.python.undo()
-        self.calls.current.steps += 1
         return rows, state
 
     def _part(self, state: Any, batch: Batch, share: Share, outputs: Any) -> ReplicaOutputs:

@@ -211,10 +211,10 @@ class Mirrored:
             else:
                 self._begin(call, model, "test", data, data.facts)
                 arguments.update(y=None, sample_weight=None)
-                call.callbacks = keras.tree.flatten(listed(arguments["callbacks"] or ()))
-                if call.callbacks and verifications_of(self._job).plan.verification.every:
-                    call.callback_hashes = [attribute_hashes(call.callbacks)]
-                    call.values = ChangedValues(model, call.callbacks, compiled=not runs_python(model))
+            call.callbacks = keras.tree.flatten(listed(arguments["callbacks"] or ()))
+            if call.callbacks and verifications_of(self._job).plan.verification.every:
+                call.callback_hashes = [attribute_hashes(call.callbacks)]
+                call.values = ChangedValues(model, call.callbacks, compiled=not runs_python(model))
             arguments.update(x=data, verbose=arguments["verbose"] if self._job.is_chief else 0)
             with self._reading():
                 return parts.record.finish(original(*bound.args, **bound.kwargs))
@@ -371,7 +371,11 @@ class Mirrored:
             finished: the call.
             sample: returns a batch to build the model with.
         """
-        if finished.error is None and not self._models.is_built(model):
+        is_built = self._models.is_built(model)
+        if self._resumable.before_repeated_prediction:
+            # No call that follows builds the metrics, which are a part of the state.
+            is_built = self._models.has_built(model, kind)
+        if finished.error is None and not is_built:
             # The training may resume in a call of another model. No later call builds this one.
             self._models.build(model, kind, sample)
             finished = self._resumable.replay()

@@ -74,6 +74,10 @@ class RunRounds:
                 "or run the job with --max-restarts 0"
             )
 
+    def begin_round(self) -> None:
+        """See `Verifications.begin_round`."""
+        self._verifications.begin_round()
+
     def total(self, round_: "FunctionRound") -> Total:
         """Return the total of a round of a function, valid until the next call.
 
@@ -162,6 +166,7 @@ class FunctionRound(Round):
     ) -> None:
         super().__init__(label, rounds.job.worker, layout=layout)
         self.anywhere = all(values.anywhere for values in sources)
+        rounds.begin_round()
         self._rounds = rounds
         self._sources = sources
         self._seed = seed

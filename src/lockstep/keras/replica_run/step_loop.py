@@ -17,7 +17,7 @@ from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
-from lockstep.keras.state_verification import StateVerifier
+from lockstep.keras.state_verification import StateBefore, StateVerifier
 from lockstep.keras.step_digests import recorder_of
 from lockstep.keras.variables import named_arrays, refuse_misfits
 from lockstep.keras.verification import verifications_of
@@ -105,12 +105,12 @@ class StepLoops:
                         compilations = self._backend.compilations()
                         taken = self._calls.taken + 1
                         self._digests.begin_loop_step(taken, call.name, call.steps + 1, loop)
-                        self._verifications.begin(taken, first=call.steps == 0)
-                        before = self._states.begin(loop, None, self._calls.where(), loop.owners)
+                        before = self._begin_step(call, loop, taken)
                         yield call.steps
                         if before is not None:
                             self._states.end(before, loop, (None, None), self._calls.where())
                         self._verifications.begin(0)
+                        self._verifications.doubt = None
                         self._end_step(call, loop, count, compilations)
             except GeneratorExit:
                 self._resumable.finish(None)
@@ -136,6 +136,22 @@ class StepLoops:
             # Also if the script leaves the loop in its first step.
             self._resumable.replay()
             loop.skip_to(past["positions"])
+
+    def _begin_step(self, call: NumberedCall, loop: "LoopState", number: int) -> StateBefore | None:
+        """Begin to verify a training step; return the state before it if it is to be verified."""
+        verifications, where = self._verifications, self._calls.where()
+        verifications.begin(number, first=call.steps == 0)
+        has_joined = verifications.doubt is not None
+        before = self._states.begin(loop, None, where, loop.owners, compares=not has_joined)
+        # A worker that joins takes a step of its own before, in which iterators advance.
+        if before is not None and call.steps and not has_joined and len(self._job.view.workers) > 1:
+            try:
+                kept = self._snapshots.kept(loop, before.arrays)
+            except TypeError:
+                # The result of an earlier call cannot be packed, so no worker can join at all.
+                return before
+            verifications.admit_within(lambda: self._snapshots.admit(kept))
+        return before
 
     def _end_step(self, call: NumberedCall, loop: "LoopState", count: int, compilations: int) -> None:
         # A graph of TensorFlow updates after the last total; other functions have returned long ago.
@@ -255,7 +271,9 @@ class LoopState:
         return nullcontext()
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the present values of the parts: tensors of the backend, or arrays."""
+        """Return the present values of the parts, tensors of the backend or arrays; or `state`, if given."""
+        if state is not None:
+            return dict(state)
         values: dict[str, Any] = {}
         for name, part in self._parts.items():
             if _has_variables(part):

@@ -204,6 +204,12 @@ class ResumableCalls:
         )
 
     @property
+    def before_repeated_prediction(self) -> bool:
+        """Whether the training resumes in a `predict`, of which a step is repeated."""
+        resumption = self._resumption
+        return resumption is not None and resumption.steps > 0 and resumption.call.startswith("predict ")
+
+    @property
     def may_sample(self) -> bool:
         """Whether every process reads a sample batch here in the current call, not only one that resumes.
 
@@ -339,6 +345,11 @@ class ResumableCalls:
         call = self._calls.current
         call.steps += steps
         self.skipping.note(call.name, call.steps, call.skipped)
+
+    def outputs_of(self, step: int) -> Any:
+        """Return the outputs of a skipped step of a `predict`."""
+        assert self._resumption is not None
+        return self._resumption.entries["outputs"][step - 1]
 
     def replay(self) -> FinishedCall:
         """Skip the call in progress, which has finished elsewhere, and return its result.

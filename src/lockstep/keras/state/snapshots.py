@@ -105,6 +105,21 @@ class Snapshots:
         """Let workers join and leave before a step that is taken again; see `Verifications.doubt`."""
         self._job.change_workers(lambda whole: self._for_joiners(take_snapshot(whole)))
 
+    def kept(self, program: TrainingState, state: Any) -> Contents:
+        """Return the state before a step, for `admit`. The step may change the values of other models."""
+        contents = self._for_joiners(self.take(True, None, None, program, state))
+        arrays = contents.arrays.items()
+        return replace(
+            contents, arrays={k: v if k.startswith("current/") else np.array(v) for k, v in arrays}
+        )
+
+    def admit(self, kept: Contents) -> None:
+        """Let a worker join within a step, before which it begins; see `Verifications.admit`."""
+        entries, arrays = pack({"doubt": verifications_of(self._job).packed_doubt}, "training")
+        manifest = {**kept.manifest, "training": {**kept.manifest["training"], **entries}}
+        contents = replace(kept, manifest=manifest, arrays={**kept.arrays, **arrays})
+        self._job.change_workers(lambda whole: contents)
+
     def _for_joiners(self, contents: Contents) -> Contents:
         manifest = {**contents.manifest, "host": report_for_joiners(self._job)}
         return replace(contents, manifest=manifest)
@@ -191,6 +206,7 @@ class Snapshots:
             "verified": Part(lambda: verified.packed, lambda steps: verified.unpack(steps, calls.taken)),
             "doubt": Part(lambda: verified.packed_doubt, verified.unpack_doubt),
             "validation": Part(lambda: _position_in(validation)),
+            "outputs": Part(lambda: call.outputs, lambda outputs: setattr(call, "outputs", outputs)),
             "inner": Part(lambda: dict(call.inner), lambda inner: setattr(call, "inner", inner)),
             "callbacks": Part(
                 lambda: callback_states(callbacks, call.callback_hashes),
@@ -259,7 +275,7 @@ class Snapshots:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the manifest and the arrays of contents."""
         entries = {name: parts[name].take() for name in names}
-        for name in ("doubt", "validation"):
+        for name in ("doubt", "validation", "outputs"):
             if not entries.get(name, True):
                 del entries[name]
         packed, values = pack(entries, "training")
