@@ -88,12 +88,13 @@ watching = Watching()
 def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -> PartialLayout:
     """Flip a bit of the first number of a gradient, as faulty memory would."""
     global flips
-    before = dict(round_.started)
+    # A graph of TensorFlow computes before this call.
+    before = vars(round_).setdefault("seen", {})
     layout: PartialLayout = original(round_, replicas)
     own = job.current()
     verifications = verifications_of(own)
     once, part = ("once", "gradient/2") if verifications.trains else ("evaluation", "metric/0")
-    for replica in round_.started.keys() - before.keys():
+    for replica in [r for r, partial in round_.started.items() if partial is not before.get(r)]:
         outputs = getattr(round_, "outputs", {})
         if replica in outputs and (always("predictions") or (not flips and always("prediction"))):
             flips += 1
@@ -111,7 +112,10 @@ def begin(round_: Round, replicas: Iterable[int], original: Any = Round.begin) -
             named = next((name for name in sorted(parts) if "out/kernel" in name), min(parts))
             named = part if part in parts else named
             parts[named].reshape(-1).view("uint32")[0] ^= 1 << 20
-            round_.started[replica] = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
+            if not isinstance(next(iter(round_.started[replica].values())), np.ndarray):
+                arrays = {name: keras.ops.convert_to_tensor(a) for name, a in arrays.items()}
+            round_.started[replica] = arrays
+    before |= round_.started
     return layout
 
 
