@@ -888,9 +888,9 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
             "step 5 of validation 2 within fit 1: the sum over all ",
             marks=pytest.mark.slow,
         ),
-        pytest.param("flip", 1, 5, "loop", "strategy.run of step: replica ", marks=pytest.mark.ci),
-        pytest.param("flip", 0, 2, "loop", "strategy.run of step: replica ", marks=pytest.mark.slow),
-        pytest.param("adding", 0, 6, "loop", "strategy.run of step: the sum over ", marks=pytest.mark.slow),
+        pytest.param("flip", 1, 5, "loop", " of step: replica ", marks=pytest.mark.ci),
+        pytest.param("flip", 0, 2, "loop", " of step: replica ", marks=pytest.mark.slow),
+        pytest.param("adding", 0, 6, "loop", " of step: the sum over all ", marks=pytest.mark.slow),
     ],
 )
 def test_another_worker_decides_also_where_a_call_of_the_script_resumes(
