@@ -49,7 +49,8 @@ class Join:
         before: a step before the request or the kill.
         starting: a step while the joiner starts.
         after: a step with the joiner.
-        change: from the end of the last step without the joiner to the end of the first step with it.
+        change: the step at whose end the joiner is admitted, and its first step, in which the others wait
+            until it has loaded the state.
         longest: the longest step from the request or the kill to the first step with the joiner.
         wait: from the request or the kill to the end of the joiner's first step.
     """
@@ -120,15 +121,15 @@ def analyze(steps: list[Step], joiner_steps: list[Step], caused: float) -> Join:
     ours = of(chief, steps)
     with_joiner = [step for step in ours if step.view == view]
     without = [step for step in ours if step.view == view - 1 and step.time > caused]
-    last = without[-1]
-    change = with_joiner[0].time - last.time
+    # The workers change at the end of a step, before they report it.
+    last, admitted, first = without[-1], *with_joiner[:2]
     return Join(
         before=usual([step for step in ours if step.time < caused][SETTLED:]),
         starting=usual(without),
         after=usual(with_joiner[SETTLED:]),
-        change=change,
-        longest=max([*gaps(without), change]),
-        wait=next(step.time for step in joiner_steps if step.number > last.number) - caused,
+        change=first.time - last.time,
+        longest=max(gaps([*without, admitted, first])),
+        wait=next(step.time for step in joiner_steps if step.number > admitted.number) - caused,
     )
 
 
@@ -136,8 +137,8 @@ def report(kind: str, joins: list[Join], wait: str, to_reach: str) -> None:
     print_row(f"{kind}: a step before", [join.before for join in joins], "ms")
     print_row(f"{kind}: a step while the joiner starts", [join.starting for join in joins], "ms")
     print_row(f"{kind}: a step after", [join.after for join in joins], "ms")
-    added = [join.change - join.before for join in joins]
-    print_row(f"{kind}: the step at which it joins, minus one before", added, "ms", "100")
+    added = [join.change - join.starting - join.after for join in joins]
+    print_row(f"{kind}: the steps before and after it joins, minus usual ones", added, "ms", "100")
     longest = [join.longest - join.before for join in joins]
     print_row(f"{kind}: the longest step until then, minus one before", longest, "ms")
     print_row(f"{kind}: {wait}", [join.wait for join in joins], "s", to_reach)
