@@ -125,19 +125,25 @@ def nans(size: int) -> Bytes:
 def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
     """Execute the reduce of each member in turn, in memory full of NaNs; return the digests of the totals."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
-    placement = SlicePlacement.of(layout, plan)
-    memory = nans(layout.size), nans(placement.size)
-    adder, reduces, owns = Adder(), [], []
-    for rank in range(plan.members):
-        partials = partials_of(plan, rank, case)
-        reduces.append(SliceReduce.of(layout, plan, placement, rank, tuple(partials), memory))
-        owns.append({span: flat(leaves) for span, leaves in partials.items()})
-    with np.errstate(all="ignore"):
-        for reduce, own in zip(reduces, owns, strict=True):
-            reduce.publish(own, adder)
-        for reduce, own in zip(reduces, owns, strict=True):
-            reduce.sum(own, adder)
-    return [sha(layout.shaped(layout.views(memory[0])))]
+    totals, partials = set(), [partials_of(plan, rank, case) for rank in range(plan.members)]
+    owns = [{span: flat(leaves) for span, leaves in of_member.items()} for of_member in partials]
+    # In one part, and in parts with a line of a slice or none.
+    for room in (1 << 25, 1 << 9):
+        placements = SlicePlacement.parts(layout, plan, room)
+        memory = nans(layout.size), nans(max(placement.size for placement in placements))
+        adder = Adder()
+        for placement in placements:
+            reduces = [
+                SliceReduce.of(layout, plan, placement, rank, tuple(of_member), memory)
+                for rank, of_member in enumerate(partials)
+            ]
+            with np.errstate(all="ignore"):
+                for reduce, own in zip(reduces, owns, strict=True):
+                    reduce.publish(own, adder)
+                for reduce, own in zip(reduces, owns, strict=True):
+                    reduce.sum(own, adder)
+        totals.add(sha(layout.shaped(layout.views(memory[0]))))
+    return sorted(totals)
 
 
 def simulate_packed(plan: ReducePlan, case: Reduce) -> list[str]:

@@ -7,6 +7,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,12 +25,14 @@ from test_communicator import CALLS, quick_reports, values
 
 from lockstep.collectives.call import CollectiveCall
 from lockstep.collectives.contract import PeerWait, WaitPolicy
+from lockstep.collectives.shared import communicator as communicator_module
 from lockstep.collectives.shared import control_segment, futex
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
 from lockstep.collectives.shared.pool import SharedPool
+from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.errors import InternalError, PeerLostError, PeerStuckError, SharedMemoryError
 from lockstep.system.clock import SystemClock
 from lockstep.system.memory import available_memory, cgroup_rooms
@@ -149,6 +152,47 @@ def test_views_reuse_the_pool() -> None:
     assert sizes[0] == sizes[1] == sizes[2]
     pool.close()
     pool.close()
+
+
+def test_parts_of_a_large_total_use_the_same_memory_one_after_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    room, members = 1 << 15, 4
+    monkeypatch.setattr(communicator_module, "ROOM", room)
+    plan, pool, control = plan_of(5, members), SharedPool.create(), ControlSegment.create(members)
+    done: list[str] = []
+
+    def record(name: str) -> None:
+        original = getattr(SliceReduce, name)
+
+        def recorded(*given: Any) -> None:
+            original(*given)
+            done.append(name)
+
+        monkeypatch.setattr(SliceReduce, name, recorded)
+
+    record("publish")
+    record("sum")
+    case = Reduce(3, ((70_000,), (3,), (9, 11)), ("float32", "float16", "float64"), "mixed")
+
+    def run(rank: int) -> list[str]:
+        segment = ControlSegment.attach(os.dup(control.fd))
+        buffers = Buffers(SharedPool.attach(os.dup(pool.fd)))
+        communicator = SharedCommunicator(segment, buffers, rank, plan, WaitPolicy(timeout=60.0))
+        return [
+            sha(communicator.reduce(partials_of(plan, rank, case._replace(seed=seed)))) for seed in range(3)
+        ]
+
+    with ThreadPoolExecutor(members) as threads:
+        digests = list(threads.map(run, range(members)))
+    assert digests == [[expected(plan, case._replace(seed=seed)) for seed in range(3)]] * members
+    total = 4 * 70_000
+    assert total < os.fstat(pool.fd).st_size < total + room + 3 * mmap.PAGESIZE
+    parts = [done[i : i + 2 * members] for i in range(0, len(done), 2 * members)]
+    assert len(parts) == 3 * 18
+    assert parts == [["publish"] * members + ["sum"] * members] * len(parts)
+    pool.close()
+    control.close()
 
 
 def test_attaching_a_pool_to_another_file_raises(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ the two halves of the memory outside the total.
 
 import mmap
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
@@ -61,7 +61,7 @@ class Buffers:
         self._sizes = Sizes(0, 0)
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self._half = 0
-        self._sliced: dict[tuple[Layout, LocalSpans], tuple[SliceReduce, Leaves]] = {}
+        self._sliced: dict[tuple[Layout, LocalSpans], tuple[Sequence[SliceReduce], Leaves]] = {}
         self._packed: dict[tuple[Layout, LocalSpans, int], tuple[PackedReduce, Leaves]] = {}
 
     def fits(self, sizes: Sizes) -> bool:
@@ -78,15 +78,23 @@ class Buffers:
         self._packed.clear()
         self._sizes, self._memory, self._half = sizes, memory, 0
 
-    def slice_reduce(
-        self, layout: Layout, plan: ReducePlan, placement: SlicePlacement, rank: int, local_spans: LocalSpans
-    ) -> tuple[SliceReduce, Leaves]:
-        """Return this member's part in the reduce of a large total, and the total, read-only."""
+    def slice_reduces(
+        self,
+        layout: Layout,
+        plan: ReducePlan,
+        placements: Sequence[SlicePlacement],
+        rank: int,
+        local_spans: LocalSpans,
+    ) -> tuple[Sequence[SliceReduce], Leaves]:
+        """Return what this member does in each part of the reduce of a large total, and it, read-only."""
 
-        def make() -> tuple[SliceReduce, Leaves]:
+        def make() -> tuple[Sequence[SliceReduce], Leaves]:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
-            reduce = SliceReduce.of(layout, plan, placement, rank, local_spans, (total, outside))
-            return reduce, layout.shaped(layout.views(total))
+            reduces = [
+                SliceReduce.of(layout, plan, placement, rank, local_spans, (total, outside))
+                for placement in placements
+            ]
+            return reduces, layout.shaped(layout.views(total))
 
         return cached(self._sliced, (layout, local_spans), make)
 

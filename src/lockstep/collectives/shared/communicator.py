@@ -18,6 +18,9 @@ from lockstep.collectives.shared.slice_reduce import SlicePlacement
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.clock import Clock, SystemClock
 
+ROOM = 1 << 25
+"""The most bytes for what members publish outside of a large total."""
+
 Result = TypeVar("Result")
 
 
@@ -25,8 +28,9 @@ class SharedCommunicator:
     """One member's communicator: barriers in a `ControlSegment`, partials and totals in `Buffers`.
 
     A reduce of a small total has one barrier: publish. A reduce of a large total has three: enter, after
-    which no member reads the previous total; publish; and sum, after which all slices are summed. `close`
-    leaves the control segment open, so that `abort` still works.
+    which no member reads the previous total; publish; and sum, after which all slices are summed. If it has
+    several parts, each has the last two. `close` leaves the control segment open, so that `abort` still
+    works.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class SharedCommunicator:
         self._buffers = buffers
         self._has_room = False
         self._adder = Adder()
-        self._placements: dict[Layout, SlicePlacement] = {}
+        self._placements: dict[Layout, tuple[SlicePlacement, ...]] = {}
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`."""
@@ -74,18 +78,19 @@ class SharedCommunicator:
         return total
 
     def _reduce_slices(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
-        placement = cached(self._placements, layout, lambda: SlicePlacement.of(layout, self._plan))
-        needed = Sizes(layout.size, placement.size)
+        placements = cached(self._placements, layout, lambda: SlicePlacement.parts(layout, self._plan, ROOM))
+        needed = Sizes(layout.size, max(placement.size for placement in placements))
         self._barrier.arrive_and_compare(call, describe=layout.describe)
         if not self._fits(needed):
             self._grow(call, needed)
         spans = tuple(partials)
-        reduce, total = self._buffers.slice_reduce(layout, self._plan, placement, self._rank, spans)
+        reduces, total = self._buffers.slice_reduces(layout, self._plan, placements, self._rank, spans)
         flat_partials = {span: flat(leaves) for span, leaves in partials.items()}
-        reduce.publish(flat_partials, self._adder)
-        self._barrier.arrive_and_wait(call)
-        reduce.sum(flat_partials, self._adder)
-        self._barrier.arrive_and_wait(call)
+        for reduce in reduces:
+            reduce.publish(flat_partials, self._adder)
+            self._barrier.arrive_and_wait(call)
+            reduce.sum(flat_partials, self._adder)
+            self._barrier.arrive_and_wait(call)
         return total
 
     @property

@@ -8,14 +8,16 @@ place for every slice that another member sums:
 
 * For each slice, one published span has its place in the slice of the total itself. The last addition
   overwrites it with the total, which saves a fifth of the memory traffic.
-* The other published spans have places outside the total.
+* The other published spans have places outside the total. With W members that publish one span each, they
+  would take W - 2 times the memory of the total. So a reduce that would need much has several parts, which
+  use the same places: one after the other, each with a part of every slice.
 
 Every call reuses the total and the places; it begins when no member reads the previous total any more.
 
-A large reduce has three barriers: enter (all members have called, and no member reads the last total any
-more), publish, and sum. A member reads its own partials where the backend stored them, and the backend reads
-the total in place. An all-to-all uses the same memory: each member writes a part for each other member, which
-reads it after a barrier.
+A large reduce has these barriers: enter (all members have called, and no member reads the last total any
+more), and in each part publish and sum. A member reads its own partials where the backend stored them, and
+the backend reads the total in place. An all-to-all uses the same memory: each member writes a part for each
+other member, which reads it after a barrier.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,16 +26,17 @@ from typing import Self
 
 from lockstep.collectives.adder import Adder, Array
 from lockstep.collectives.contract import Bytes, Span
-from lockstep.collectives.layout import Layout, Piece
+from lockstep.collectives.layout import ALIGNMENT, Layout, Piece
 from lockstep.collectives.plan import ReducePlan, Sum
+from lockstep.topology import split_evenly
 
 
 @dataclass(frozen=True)
 class SlicePlacement:
-    """The slices of a layout, and the places of the sums that members publish.
+    """One part of each slice of a layout, and the places of the sums that members publish of it.
 
     Attributes:
-        bounds: for each member, the bytes of the total that it sums: its slice.
+        bounds: for each member, the bytes of the total that it sums: the part of its slice.
         inside: for each member, the span of another member whose place is in that slice of the total; None
             for the only member of a plan.
         outside: for each member's slice and each other published span, the offset of its place.
@@ -46,9 +49,16 @@ class SlicePlacement:
     size: int
 
     @classmethod
-    def of(cls, layout: Layout, plan: ReducePlan) -> Self:
-        """Divide `layout` among the members of `plan`."""
+    def parts(cls, layout: Layout, plan: ReducePlan, room: int) -> tuple[Self, ...]:
+        """Divide `layout` among the members of `plan`, and each slice into parts that need no more room."""
         bounds = layout.bounds(plan.members)
+        whole = cls._of(bounds, plan)
+        number = max(1, -(-whole.size // room))
+        parts_of_slices = [_parted(start, stop, number) for start, stop in bounds]
+        return tuple(cls._of(parts, plan) for parts in zip(*parts_of_slices, strict=True))
+
+    @classmethod
+    def _of(cls, bounds: tuple[tuple[int, int], ...], plan: ReducePlan) -> Self:
         inside: list[Span | None] = []
         outside: dict[tuple[int, Span], int] = {}
         end = 0
@@ -59,6 +69,15 @@ class SlicePlacement:
                 outside[rank, span] = end
                 end += stop - start
         return cls(bounds, tuple(inside), outside, end)
+
+
+def _parted(start: int, stop: int, number: int) -> list[tuple[int, int]]:
+    """Divide a range of bytes evenly, at multiples of `ALIGNMENT`."""
+    ranges = []
+    for lines in split_evenly((stop - start) // ALIGNMENT, number):
+        ranges.append((start, start + lines * ALIGNMENT))
+        start = ranges[-1][1]
+    return ranges
 
 
 @dataclass(frozen=True)
@@ -77,11 +96,11 @@ class PieceSum:
 
 @dataclass(frozen=True)
 class SliceReduce:
-    """One member's part in a reduce, for partials over certain spans, in certain memory.
+    """What one member does in a part of a reduce, for partials over certain spans, in certain memory.
 
     Attributes:
         local_sums: sums of its own partials that other members need, written before the barrier.
-        total: sums of all partials in its own slice, written after the barrier.
+        total: sums of all partials in the part of its own slice, written after the barrier.
     """
 
     local_sums: tuple[PieceSum, ...]
@@ -97,12 +116,12 @@ class SliceReduce:
         local_spans: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of the member at `rank`, which passes partials over `local_spans`.
+        """Plan what the member at `rank` does, which passes partials over `local_spans`.
 
         Args:
             layout: the layout of every partial.
             plan: the plan of the view.
-            placement: where the slices are.
+            placement: where the parts of the slices are.
             rank: the rank of this member.
             local_spans: the spans of its partials.
             memory: the memory of the total, and the memory of the places outside it.
@@ -151,7 +170,7 @@ class SliceReduce:
         run_sums(self.local_sums, partials, adder)
 
     def sum(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-        """Write this member's slice of the total; call this once all members have published.
+        """Write the part of this member's slice of the total; call this once all members have published.
 
         The caller silences NumPy's floating-point warnings (`np.errstate`).
         """
