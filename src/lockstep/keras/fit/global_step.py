@@ -45,6 +45,7 @@ from lockstep.keras.worker_exchange import (
     setting_facts,
     state_facts,
 )
+from lockstep.system.memory import return_freed_memory
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -144,6 +145,10 @@ class GlobalStep(StepPrograms):
         (logs, state), record = self._verified_step(state, batch, element, number)
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
+        compiled = self.traced != traced
+        if compiled:
+            # The compiler has needed much, and glibc would keep it.
+            return_freed_memory()
         owned = len(self.job.view.replicas_of(self.job.worker))
         trained = self.calls.taken
         self.timer.end(
@@ -152,7 +157,7 @@ class GlobalStep(StepPrograms):
             trained=trained,
             examples=batch.examples,
             replicas=owned,
-            compiled=self.traced != traced,
+            compiled=compiled,
         )
         if self._digests.ends_after(trained):
             sys.exit(0)
