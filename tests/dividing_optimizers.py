@@ -112,7 +112,7 @@ def differing_on_jax(name: str, dtype: str) -> list[str]:
     """Return the paths of the variables whose bits differ after updates by blocks on JAX."""
     import jax
 
-    from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedSlot
+    from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedValue
 
     optimizer, variables = built(ALL[name], dtype)
     gradients = gradients_of(name, dtype, 4, SHAPES)
@@ -130,7 +130,7 @@ def differing_on_jax(name: str, dtype: str) -> list[str]:
     for of_step in gradients:
         weights, values = apply(values, of_step, weights)
     own_weights, own_values = divide_on_jax(functions, *start(), gradients)
-    assert any(isinstance(value, SharedSlot) for value in own_values) == bool(functions.blocks.slots)
+    assert any(isinstance(value, SharedValue) for value in own_values) == bool(functions.blocks.slots)
     return [
         variable.path
         for variable, expected, value in zip(
@@ -167,7 +167,6 @@ def divide_on_jax(
     functions: Any, weights: list[Any], values: list[Any], gradients: Sequence[Sequence[Array]]
 ) -> tuple[list[Any], list[Any]]:
     """Return the weights and the optimizer's values after updates by blocks."""
-    import jax
 
     from lockstep.keras.backends.jax_blocks import JaxBlockUpdate
 
@@ -175,7 +174,7 @@ def divide_on_jax(
         raise AssertionError
 
     blocks = functions.blocks
-    layout = DividedLayout(blocks.block_groups, blocks.elements, REPLICAS)
+    layout = DividedLayout(blocks.block_groups, blocks.elements, REPLICAS, versions=2)
     shared = DividedState(layout, np.zeros(layout.size, np.uint8))
     state: Any = (weights, [], values, [])
     for number, of_step in enumerate(gradients):
@@ -191,8 +190,7 @@ def divide_on_jax(
                 for block in layout.shards[replica]:
                     update.fill(shared, block)
             shared.update(number, replica, compute)
-        _, state = update.finish(shared, unused)
-        jax.block_until_ready(pending[1])
+        _, state = update.finish(shared, number + 1, unused)
     return state[0], state[2]
 
 
@@ -335,11 +333,11 @@ def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[A
                 for block in layout.shards[replica]:
                     update.fill(shared, block)
             shared.update(number, replica, compute)
-        assert update.finish(shared, lambda: pool.map_privately(layout.size)) == ("logs", None)
+        assert update.finish(shared, number + 1, lambda: pool.map_privately(layout.size)) == ("logs", None)
         assert update.has(shared)
         if number == len(steps) - 2:
             check_fork(update, shared)
-            update.finish(shared, lambda: pool.map_privately(layout.size))
+            update.finish(shared, number + 1, lambda: pool.map_privately(layout.size))
     return update, shared
 
 

@@ -93,9 +93,10 @@ class Host:
             self.view = _without(self.view, dead)
         # All blocks are counted: every worker takes the new weights.
         state = DividedState(self.layout, self.memory)
-        for worker in self.view.workers:
-            self.weights[worker] = [w.copy() for w in state.weights]
         self.taken += 1
+        for worker in self.view.workers:
+            new = state.weights_after(self.taken)
+            self.weights[worker] = new if self.layout.versions > 1 else [w.copy() for w in new]
 
     def _attempt(self, gradients: Sequence[Array], order: random.Random) -> set[int]:
         """Let the workers of a view update, one after the other; return those that died."""
@@ -131,9 +132,9 @@ def _without(view: View, dead: set[int]) -> View:
     return place(view.replicas, tuple(w for w in view.workers if w not in dead), view.number + 1)
 
 
-def _layout(replicas: int, *blocks: int, slots: int = 2) -> DividedLayout:
+def _layout(replicas: int, *blocks: int, slots: int = 2, versions: int = 1) -> DividedLayout:
     groups = tuple(BlockGroup(n, np.dtype(np.int64), slots - i % 2) for i, n in enumerate(blocks))
-    return DividedLayout(groups, ELEMENTS, replicas)
+    return DividedLayout(groups, ELEMENTS, replicas, versions)
 
 
 def _gradients(layout: DividedLayout, seed: int) -> list[Array]:
@@ -159,15 +160,17 @@ def _run(
 
 
 @pytest.mark.parametrize("in_place", [False, True], ids=["copied", "in place"])
+@pytest.mark.parametrize("versions", [1, 2], ids=["own weights", "shared weights"])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_worker_dies_at_each_copy_and_the_state_is_that_of_the_undivided_update(
-    share: float, in_place: bool
+    share: float, versions: int, in_place: bool
 ) -> None:
-    layout = _layout(3, 4, 1)
-    copies = _run(layout, 3, 2, {}, in_place=in_place)
-    assert copies == 2 * (4 * 5 + 3) + in_place * 2 * (4 * 2 + 1)
+    layout = _layout(3, 4, 1, versions=versions)
+    steps = 1 + versions
+    copies = _run(layout, 3, steps, {}, in_place=in_place)
+    assert copies == steps * (4 * 5 + 3 + in_place * (4 * 2 + 1))
     for number in range(copies):
-        _run(layout, 3, 2, {number: share}, in_place=in_place)
+        _run(layout, 3, steps, {number: share}, in_place=in_place)
 
 
 def test_two_workers_die_at_each_pair_of_copies_also_while_one_takes_over_for_the_other() -> None:
@@ -183,7 +186,8 @@ def test_random_jobs_with_random_losses(seed: int) -> None:
     numbers = random.Random(seed)
     replicas = numbers.randint(1, 6)
     workers = numbers.randint(1, replicas)
-    layout = _layout(replicas, *(numbers.randint(0, 9) for _ in range(numbers.randint(1, 3))), slots=3)
+    blocks = [numbers.randint(0, 9) for _ in range(numbers.randint(1, 3))]
+    layout = _layout(replicas, *blocks, slots=3, versions=1 + seed % 2)
     losses = numbers.randint(0, workers - 1)
     points = {numbers.randint(0, 150): numbers.random() for _ in range(losses)}
     _run(layout, workers, numbers.randint(1, 5), points, seed, in_place=numbers.random() < 0.5)
@@ -207,7 +211,7 @@ def test_the_simulation_notices_a_block_that_is_not_kept_and_one_that_counts_too
             new = compute(block, slots)
             if fault == "counted first":
                 counters[0] += 1
-            divided_state.copy_all([self.weights[group][start:stop], *slots], new)
+            divided_state.copy_all([self.weights_after(number + 1)[group][start:stop], *slots], new)
             if fault != "counted first":
                 counters[0] += 1
 

@@ -73,11 +73,16 @@ class Sums:
     filled: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     released: bool = False
+    after: Array | None = None
     groups: tuple[BlockGroup, ...] = (BlockGroup(BLOCKS, np.dtype(np.int64), 1),)
+    versions: int = 1
     elements = ELEMENTS
 
     def has(self, state: DividedState) -> bool:
         return self.shared is state
+
+    def own_weights(self) -> None:
+        self.weights = self.weights.copy()
 
     def own_slots(self) -> list[SlotValue]:
         return [SlotValue("momentum", 0, 0, 0, self.own if self.shared is None else self.shared.slots[0][0])]
@@ -92,7 +97,8 @@ class Sums:
         new = slots[0] + self.added
         return [self.weights[number * ELEMENTS :][:ELEMENTS] - new, new]
 
-    def finish(self, state: DividedState, private: Any) -> tuple[Any, Any]:
+    def finish(self, state: DividedState, updates: int, private: Any) -> tuple[Any, Any]:
+        self.after = state.weights_after(updates)[0]
         return "logs", state
 
     def release(self) -> None:
@@ -191,7 +197,7 @@ def test_workers_fill_once_and_a_joiner_uses_what_is_there(pool: SharedPool) -> 
     for update in second:
         assert update.shared is not None
         np.testing.assert_array_equal(update.shared.slots[0][0], first[0].own + 6)
-        np.testing.assert_array_equal(update.shared.weights[0], update.weights - first[0].own - 6)
+        np.testing.assert_array_equal(update.after, update.weights - first[0].own - 6)
     # The script has set the slots: all workers have values of their own again.
     third = [sums(2) for _ in range(3)]
     assert together(pool, third, divided) == []
@@ -433,8 +439,9 @@ class Views(Alone):
 class Training:
     """Steps of workers on hosts, and the undivided update of the same numbers."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: Hosts, versions: int = 1) -> None:
         self.hosts = hosts
+        self.versions = versions
         self.weights, self.slots = np.arange(BLOCKS * ELEMENTS), np.arange(BLOCKS * ELEMENTS) * 10
         self.updates: dict[int, Sums] = {}
         self._pools: dict[int, SharedPool] = {}
@@ -454,14 +461,17 @@ class Training:
             shared = self.updates[worker].shared
             assert shared is not None
             np.testing.assert_array_equal(shared.slots[0][0], self.slots)
-            np.testing.assert_array_equal(shared.weights[0], self.weights)
+            np.testing.assert_array_equal(self.updates[worker].after, self.weights)
 
     def take(self, added: int, own: Mapping[int, Array]) -> list[BaseException]:
         """Take a step on all workers, some of which have their own slots; return their errors."""
         for worker in self.hosts.view.workers:
-            shared = self.updates[worker].shared if worker in {*self.updates} - {*own} else None
-            slots = own.get(worker, self.slots)
-            self.updates[worker] = Sums(self.weights.copy(), slots.copy(), shared, added)
+            before = self.updates.get(worker)
+            shared = None if before is None or worker in own else before.shared
+            slots, weights = own.get(worker, self.slots), self.weights.copy()
+            if self.versions > 1 and before is not None and before.after is not None:
+                weights = before.after
+            self.updates[worker] = Sums(weights, slots.copy(), shared, added, versions=self.versions)
             if (host := self.hosts.of(worker)) not in self._pools:
                 self._pools[host] = SharedPool.create()
         failed = list[BaseException]()
@@ -505,14 +515,15 @@ def test_workers_of_hosts_are_lost_and_join_and_the_state_is_that_of_the_undivid
     chance = random.Random(seed)
     members = HOSTS[seed % len(HOSTS)]
     hosts = Hosts(chance, 3, *members)
-    training, joined = Training(hosts), sum(map(len, members))
+    training, joined = Training(hosts, 1 + seed % 2), sum(map(len, members))
     lose_while_copying(hosts, monkeypatch)
     for step in range(5):
         if len(hosts.view.workers) < REPLICAS and chance.random() < 0.7:
             hosts.add(joined, chance.choice([None, *range(len(hosts.view.hosts))]))
             joined += 1
-        # As after a fork.
-        own = [worker for worker in hosts.view.workers if chance.random() < 0.2]
+        # As after a fork of some processes, or after the script has set slots.
+        part = chance.choice([0.2, 1.0])
+        own = [worker for worker in hosts.view.workers if chance.random() < part]
         training.step(step + 2, own)
     training.close()
 

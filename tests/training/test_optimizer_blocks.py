@@ -13,7 +13,7 @@ import dividing_optimizers
 from dividing_optimizers import ALL, CLIPPED, MIXED, OPTIMIZERS, REPLICAS, built, differing_on_jax
 from lockstep.collectives.shared.divided_state import DividedLayout, DividedState
 from lockstep.keras.backends import optimizer_blocks
-from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedSlot
+from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedValue
 
 QUICK = {"Adam", "AdamW", "SGD with momentum"}
 
@@ -147,7 +147,7 @@ def test_blocks_have_the_bits_of_the_whole_update_on_pytorch(
 
 def test_operations_get_copies_of_a_shared_slot_and_numpy_its_memory() -> None:
     memory = np.ones(4, np.float32)
-    slot = SharedSlot(DividedState(DividedLayout((), 64, 1), np.zeros(64, np.uint8)), memory)
+    slot = SharedValue(DividedState(DividedLayout((), 64, 1), np.zeros(64, np.uint8)), memory)
     copied = jax.numpy.asarray(slot)
     seen = np.asarray(slot)
     memory[:] = 2

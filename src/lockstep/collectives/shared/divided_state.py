@@ -7,13 +7,14 @@ The memory has, in this order:
     counters   for each shard, in its own cache line: how many of its blocks were updated so far, in all
                updates together; and what this number will be after the update of the block that is kept
     kept       for each shard: the old slots of the block that is updated now
-    groups     for each group of blocks: its slots (the state before and after an update), its new weights
+    groups     for each group of blocks: its slots (the state before and after an update), its new weights;
+               with two versions of the weights, each update writes the older one
 
 A block is updated in four steps: its old slots are kept, that is noted, its new weights and slots are
 written, and it is counted. A worker can die at any point. Whoever gets the shard next reads two numbers:
 blocks that are counted need nothing, and if the one that follows is kept, its old slots are restored first.
-Then it is updated again, from the same bytes. Old weights are not in this memory: each worker has its own
-until all blocks are counted.
+Then it is updated again, from the same bytes. The old weights do not change before all blocks are counted:
+each worker has its own, or they are the other version.
 
 Two workers never update one shard: all members of a view arrive in a call before any of them writes, and a
 worker that is left out is dead by then.
@@ -85,11 +86,13 @@ class DividedLayout:
         groups: all blocks.
         elements: the number of elements of each block, whose bytes are whole cache lines.
         replicas: the number of shards.
+        versions: of the weights: 1, or 2 if those before an update are in the memory, too.
     """
 
     groups: tuple[BlockGroup, ...]
     elements: int
     replicas: int
+    versions: int = 1
 
     @cached_property
     def places(self) -> tuple[BlockPlace, ...]:
@@ -118,7 +121,8 @@ class DividedLayout:
     @cached_property
     def size(self) -> int:
         """Bytes of the memory."""
-        arrays = (g.blocks * self.elements * g.dtype.itemsize * (g.slots + 1) for g in self.groups)
+        of_group = (g.blocks * self.elements * g.dtype.itemsize for g in self.groups)
+        arrays = (size * (g.slots + self.versions) for g, size in zip(self.groups, of_group, strict=True))
         return self.replicas * (_LINE + self.kept) + sum(arrays)
 
     @cached_property
@@ -134,7 +138,6 @@ class DividedState:
     Attributes:
         layout: the division of the update.
         slots: for each group, its slots: all elements of each.
-        weights: for each group, its weights after the last update.
     """
 
     def __init__(self, layout: DividedLayout, memory: Bytes) -> None:
@@ -146,16 +149,21 @@ class DividedState:
         )
         start += layout.replicas * layout.kept
         self.slots: list[list[Array]] = []
-        self.weights: list[Array] = []
+        self._versions: list[list[Array]] = [[] for _ in range(layout.versions)]
         for group in layout.groups:
             size = group.blocks * layout.elements * group.dtype.itemsize
             arrays = [
                 memory[start + i * size : start + (i + 1) * size].view(group.dtype)
-                for i in range(group.slots + 1)
+                for i in range(group.slots + layout.versions)
             ]
-            self.slots.append(arrays[:-1])
-            self.weights.append(arrays[-1])
-            start += (group.slots + 1) * size
+            self.slots.append(arrays[: group.slots])
+            for version, array in zip(self._versions, arrays[group.slots :], strict=True):
+                version.append(array)
+            start += len(arrays) * size
+
+    def weights_after(self, updates: int) -> list[Array]:
+        """Return, for each group, its weights after so many updates, the last one or the one in progress."""
+        return self._versions[updates % self.layout.versions]
 
     def reset(self, shard: int) -> None:
         """Forget the updates of a shard's blocks: their slots were set."""
@@ -181,7 +189,8 @@ class DividedState:
             else:
                 copy_all(kept, slots)
                 counters[1] = after
-            copy_all([self.weights[group][start:stop], *slots], compute(block, slots))
+            weights = self.weights_after(number + 1)[group][start:stop]
+            copy_all([weights, *slots], compute(block, slots))
             counters[0] = after
 
 

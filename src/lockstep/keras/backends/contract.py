@@ -82,8 +82,15 @@ class BlockUpdate(Protocol):
     def elements(self) -> int:
         """The elements of a block."""
 
+    @property
+    def versions(self) -> int:
+        """How many versions of the weights are in shared memory; see `DividedLayout`."""
+
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
+
+    def own_weights(self) -> None:
+        """Copy the weights before the update, if they are in shared memory."""
 
     def own_slots(self) -> Iterable[SlotValue]:
         """Yield this worker's values of the slots, wherever they are."""
@@ -96,11 +103,14 @@ class BlockUpdate(Protocol):
     ) -> Sequence[npt.NDArray[Any]]:
         """Return the new weights and slots of a block, given its number in its group."""
 
-    def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:
+    def finish(
+        self, state: DividedState, updates: int, private: Callable[[], PrivateMapping]
+    ) -> tuple[Any, Any]:
         """Return (logs or None, new state), once all blocks are updated.
 
         Args:
             state: the shared memory.
+            updates: how many its slots have had, with this one.
             private: returns another mapping of it.
         """
 

@@ -313,7 +313,7 @@ class JaxProgram(JaxState):
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Return one replica's partial, before its arrays are ready."""
         portion = _portion(share)
-        state = self._with_slots(state, present)
+        state = self._with_shared(state, present)
         earlier = [self.parts(number, total) for number, total in enumerate(earlier)]
         partial: Partial
         drawn = (
@@ -351,7 +351,7 @@ class JaxProgram(JaxState):
         if not self._compiled:
             # The memory of totals is reused, and uncompiled operations may keep the array itself.
             totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
-        state = self._with_slots(state, owned)
+        state = self._with_shared(state, owned)
         logs, state, done = self._apply(state, totals, self._clipped(state, totals))
         self._pending.append(done)
         return logs, state
@@ -404,9 +404,12 @@ class JaxProgram(JaxState):
             self._pending,
         )
 
-    def _with_slots(self, state: Any, values: Callable[[Sequence[Any]], list[Any]]) -> Any:
-        """Return a state in which `values` replaces those of the optimizer's variables."""
-        return (*state[:2], values(state[2]), *state[3:]) if self._kind == "train" else state
+    def _with_shared(self, state: Any, values: Callable[[Sequence[Any]], list[Any]]) -> Any:
+        """Return a state in which `values` replaces those that can be in the memory of divided updates."""
+        if self._kind != "train":
+            return state
+        weights, layers, slots, *rest = state
+        return (values(weights), layers, values(slots), *rest)
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""

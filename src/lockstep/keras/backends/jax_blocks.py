@@ -1,8 +1,9 @@
 """The divided update on JAX: blocks are computed from shared memory, and their results are copied to it.
 
-A JAX array does not change, so none has the memory of the slots. Between updates, the state of a step has a
-`SharedSlot` in the place of each. Weights are private: one compiled function copies the new ones from the
-shared memory into the memory of the old ones.
+A JAX array does not change, so none has the memory of the slots or of the weights. Between updates, the state
+of a step has a `SharedValue` in the place of each. Compiled functions read the weights there. An update
+writes other memory than that of the weights before it, and all workers have the new weights before the next
+one begins.
 """
 
 import mmap
@@ -39,9 +40,12 @@ from lockstep.keras.private.common import (
 
 Array = npt.NDArray[Any]
 
+_VERSIONS = 2
+"""The versions of the weights in shared memory: those before an update, and those after it."""
 
-class SharedSlot:
-    """The value of an optimizer's variable between two updates, in the memory that the next one changes.
+
+class SharedValue:
+    """The value of a weight or a slot between two updates, in memory that a later one changes.
 
     JAX and Keras get a copy of it, NumPy the memory itself.
     """
@@ -69,13 +73,13 @@ class SharedSlot:
 
 
 def present(values: Sequence[Any]) -> list[Any]:
-    """Return the values of an optimizer's variables as arguments of a compiled function."""
-    return [value.array if isinstance(value, SharedSlot) else value for value in values]
+    """Return the values of variables as arguments of a compiled function."""
+    return [value.array if isinstance(value, SharedValue) else value for value in values]
 
 
 def owned(values: Sequence[Any]) -> list[Any]:
-    """Return the values of an optimizer's variables as arrays of JAX."""
-    return [value.__jax_array__() if isinstance(value, SharedSlot) else value for value in values]
+    """Return the values of variables as arrays of JAX."""
+    return [value.__jax_array__() if isinstance(value, SharedValue) else value for value in values]
 
 
 class StandIn:
@@ -185,8 +189,9 @@ class JaxBlocks:
         self.whole_gradients = whole_gradients
         clips = whole_gradients.clips
         self.functions = [jax.jit(partial(_updated, stand_in, clips)) for stand_in in stand_ins]
-        self.refresh = jax.jit(_copied, donate_argnums=0, keep_unused=True)
-        self._slots: tuple[DividedState, list[SharedSlot | None], list[Array]] | None = None
+        self._state: DividedState | None = None
+        self._slots: list[SharedValue | None] = []
+        self._weights: list[list[SharedValue]] = []
 
     @classmethod
     def of(cls, optimizer: Any, replicas: int) -> "JaxBlocks | str":
@@ -200,21 +205,29 @@ class JaxBlocks:
         return cls(blocks, stand_ins, WholeGradients(optimizer))
 
     def views(
-        self, state: DividedState, weights: Sequence[Any]
-    ) -> tuple[list[SharedSlot | None], list[Array]]:
-        """Return the shared slots by the positions of the variables, and the shared weights."""
-        if self._slots is None or self._slots[0] is not state:
+        self, state: DividedState, updates: int, weights: Sequence[Any]
+    ) -> tuple[list[SharedValue | None], list[SharedValue]]:
+        """Return the shared slots by the positions of the variables, and the shared weights after an update.
+
+        Args:
+            state: the shared memory.
+            updates: how many its slots have had.
+            weights: the weights, for their shapes.
+        """
+        if self._state is not state:
             shapes = [weight.shape for weight in weights]
-            slots: list[SharedSlot | None] = [None] * (len(self.blocks.slots) + len(self.blocks.others))
+            slots: list[SharedValue | None] = [None] * (len(self.blocks.slots) + len(self.blocks.others))
             for position, (group, kind, i) in self.blocks.slots.items():
-                array = self.blocks.groups[group].elements_of(i, state.slots[group][kind]).reshape(shapes[i])
-                slots[position] = SharedSlot(state, array)
-            shared: dict[int, Array] = {}
-            for number, group_of in enumerate(self.blocks.groups):
-                for i in group_of.offsets:
-                    shared[i] = group_of.elements_of(i, state.weights[number]).reshape(shapes[i])
-            self._slots = state, slots, [shared[i] for i in range(len(shapes))]
-        return self._slots[1:]
+                array = self.blocks.groups[group].elements_of(i, state.slots[group][kind])
+                slots[position] = SharedValue(state, array.reshape(shapes[i]))
+            self._state, self._slots, self._weights = state, slots, []
+            for version in range(_VERSIONS):
+                shared: dict[int, SharedValue] = {}
+                for of, array in zip(self.blocks.groups, state.weights_after(version), strict=True):
+                    for i in of.offsets:
+                        shared[i] = SharedValue(state, of.elements_of(i, array).reshape(shapes[i]))
+                self._weights.append([shared[i] for i in range(len(shapes))])
+        return self._slots, self._weights[updates % _VERSIONS]
 
 
 class JaxBlockUpdate:
@@ -249,9 +262,12 @@ class JaxBlockUpdate:
         if whole_gradients.clips:
             gradients = [np.asarray(gradient) for gradient in clipped_gradients]
         self._flat_gradients = dict(enumerate(gradient.reshape(-1) for gradient in gradients))
-        jax.block_until_ready(state[0])
-        self._flat_weights = dict(enumerate(_borrowed(weight).reshape(-1) for weight in state[0]))
+        self._borrow_weights()
         self._others: list[Any] | None = None
+
+    def _borrow_weights(self) -> None:
+        jax.block_until_ready(self._weights)
+        self._flat_weights = dict(enumerate(np.asarray(weight).reshape(-1) for weight in self._weights))
 
     @property
     def groups(self) -> tuple[BlockGroup, ...]:
@@ -263,12 +279,22 @@ class JaxBlockUpdate:
         """The elements of a block."""
         return self._functions.blocks.elements
 
+    @property
+    def versions(self) -> int:
+        """Two: compiled functions read the weights in shared memory."""
+        return _VERSIONS
+
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
         return all(
-            isinstance(self._values[position], SharedSlot) and self._values[position].state is state
+            isinstance(self._values[position], SharedValue) and self._values[position].state is state
             for position in self._functions.blocks.slots
         )
+
+    def own_weights(self) -> None:
+        """Copy the weights before the update, if they are in shared memory."""
+        self._weights = owned(self._weights)
+        self._borrow_weights()
 
     def own_slots(self) -> Iterator[SlotValue]:
         """Yield this worker's values of the slots."""
@@ -307,7 +333,9 @@ class JaxBlockUpdate:
         """Does nothing: Keras copies the slots into the optimizer's variables at the end of a `fit`."""
         return lambda: None
 
-    def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:
+    def finish(
+        self, state: DividedState, updates: int, private: Callable[[], PrivateMapping]
+    ) -> tuple[Any, Any]:
         """Return (logs, the state after the step), once all blocks are updated."""
         functions = self._functions
         if self._others is None:
@@ -316,15 +344,12 @@ class JaxBlockUpdate:
             slots = [np.zeros(first.elements, first.dtype) for _ in first.kinds]
             self.compute(0, 0, slots)
             assert self._others is not None
-        slots_after, shared = functions.views(state, self._weights)
-        # JAX copies memory to which something else refers, instead of using it again.
-        self._flat_weights.clear()
+        slots_after, weights = functions.views(state, updates, self._weights)
         logs, layers, metrics, applied = self._rest()
-        weights, copied = functions.refresh(list(self._weights), shared)
-        self._pending += [applied, copied]
+        self._pending.append(applied)
         others = iter(self._others)
         values = [next(others) if slot is None else slot for slot in slots_after]
-        return logs, (weights, layers, values, metrics)
+        return logs, (list(weights), layers, values, metrics)
 
 
 def _updated(
@@ -369,18 +394,3 @@ def _updated(
 def _divided(gradient: Any, density: Any) -> Any:
     """Return a gradient, divided as that of a whole update; see `lockstep.keras.backends.losses.divided`."""
     return gradient if density is None else gradient / (density + (density == 0)).astype(gradient.dtype)
-
-
-def _borrowed(array: Any) -> Array:
-    """Return an array of JAX as NumPy sees it; unlike that of `np.asarray`, the reference ends."""
-    try:
-        borrowed: Array = np.from_dlpack(array)
-    except (BufferError, RuntimeError, TypeError):
-        # NumPy's exchange of memory lacks bfloat16.
-        return np.array(array)
-    return borrowed
-
-
-def _copied(old: list[Any], new: Sequence[Any]) -> tuple[list[Any], Any]:
-    """Copy arrays into the memory of old ones; return them, and one that is ready when all are."""
-    return [jnp.copy(array) for array in new], jnp.zeros(())

@@ -247,9 +247,17 @@ class TorchBlockUpdate:
         """Lets the optimizer's variables have their values in memory of this process."""
         return self._blocks.release
 
+    @property
+    def versions(self) -> int:
+        """One: PyTorch updates weights in place, so they are not in shared memory."""
+        return 1
+
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
         return self._blocks.are_shown(state)
+
+    def own_weights(self) -> None:
+        """Do nothing: each worker has its own."""
 
     def own_slots(self) -> Iterator[SlotValue]:
         """Yield this worker's values of the slots."""
@@ -337,7 +345,9 @@ class TorchBlockUpdate:
             update.apply(of_block)
         self._others = [value for _, value in others]
 
-    def finish(self, state: DividedState, private: Callable[[], PrivateMapping]) -> tuple[Any, Any]:
+    def finish(
+        self, state: DividedState, updates: int, private: Callable[[], PrivateMapping]
+    ) -> tuple[Any, Any]:
         """Return (logs, None), once all blocks are updated."""
         blocks = self._blocks
         if not self._others:
@@ -350,7 +360,7 @@ class TorchBlockUpdate:
             for number, group in enumerate(blocks.blocks.groups):
                 for i in group.offsets:
                     tensor = blocks.trained[i].value
-                    new = borrowed(group.elements_of(i, state.weights[number]))
+                    new = borrowed(group.elements_of(i, state.weights_after(updates)[number]))
                     tensor.copy_(new.reshape(tensor.shape))
             for variable, value in zip(blocks.others, self._others, strict=True):
                 variable.assign(value)

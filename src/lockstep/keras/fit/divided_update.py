@@ -4,7 +4,7 @@
                         reads them for the last step
     each      its shards: `lockstep.collectives.shared.divided_state`
     all       gather    who has updated its shards; if all have, the step is committed
-    each      copies the new weights
+    each      uses the new weights: those in the shared memory, or a copy
 
 Each host has all slots, and a worker updates an equal share of all shards, in the order of the workers of its
 host. So any host may be lost.
@@ -12,8 +12,8 @@ host. So any host may be lost.
 On PyTorch, the optimizer's variables show the shared memory between two updates. Before it is filled for
 other variables, they get copies of their values.
 
-Until the step is committed, the total stays in the memory of the exchange and each worker has the old
-weights. So when a worker is lost, the others update the blocks that are not counted. A worker that survives
+Until the step is committed, the total stays in the memory of the exchange and the old weights stay as they
+are. So when a worker is lost, the others update the blocks that are not counted. A worker that survives
 may still write a block of a shard that another worker of its host gets in the next view. So in each view, a
 worker begins only after a complete call, for which all workers of its host have left the earlier views. In a
 view in which it has not begun, it answers that it has not updated its shards, and another round follows. A
@@ -153,6 +153,9 @@ class DividedUpdate:
             hindrance, shares, layout = update, False, ""
         else:
             hindrance, shares, layout = "", self._shares(update), self._layout(update).text
+            if not shares:
+                # The next update may write to any part of the memory.
+                update.own_weights()
 
         def meet(view: View, communicator: Communicator) -> tuple[View, list[_Standing]]:
             worker, host = self._job.worker, self._host(view)[0]
@@ -166,7 +169,7 @@ class DividedUpdate:
         return standings
 
     def _layout(self, update: BlockUpdate) -> DividedLayout:
-        return DividedLayout(update.groups, update.elements, self._job.view.replicas)
+        return DividedLayout(update.groups, update.elements, self._job.view.replicas, update.versions)
 
     def _shares(self, update: BlockUpdate) -> bool:
         """Whether the slots of the update are in the shared memory."""
@@ -201,7 +204,7 @@ class DividedUpdate:
         self._number = (number or 0) + 1
         # If it ends with an error, some variables may show the memory.
         self._release = update.release
-        return update.finish(state, lambda: self._pool.map_privately(layout.size))
+        return update.finish(state, self._number, lambda: self._pool.map_privately(layout.size))
 
     def _host(self, view: View) -> tuple[int, ...]:
         """Return the workers of this worker's host."""
