@@ -1,15 +1,20 @@
 """What a worker learns of views while its script is busy elsewhere."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import StrategyInstalled
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.worker import (
     AbortExchange,
     AgentMessage,
     EnterView,
     SharedMemoryEndpoint,
+    StateGiven,
     WorkerMessage,
 )
 from lockstep.transport.local_channel import LocalChannel
@@ -51,3 +56,20 @@ def test_the_end_of_the_agent_is_kept_once(
     assert client.newest_view() is None
     assert client.newest_view() is None
     assert client.receive(0.0) == AbortExchange("the agent has ended")
+
+
+def test_reports_on_which_supervision_depends_wait_for_a_slow_agent() -> None:
+    """A joiner whose request is dropped would wait for ever, and so would members whose state is dropped."""
+    patience: list[float] = []
+    channel: Any = SimpleNamespace(send=lambda message, seconds=0.0: patience.append(seconds))
+    client = AgentClient(channel, 0)
+    client.started()
+    client.request_to_join(whole=True)
+    client.send_state(StateGiven(1, True, failure="no memory"))
+    client.broken(1, "lost", fatal=True)
+    client.failed(1, "E: x", "", blames=False, prints=True)
+    client.report(PublishedEvent(0.0, 0, StrategyInstalled("jax")))
+    client.finished()
+    client.awaits_last_line()
+    assert len(patience) == 8
+    assert min(patience) >= 60.0

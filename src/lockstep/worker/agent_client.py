@@ -37,14 +37,16 @@ from lockstep.protocol.worker import (
 from lockstep.system.event_loop import wait_for
 from lockstep.system.mounts import is_shared
 
-_PATIENCE = 1.0
+_PATIENCE = 60.0
+"""Seconds that a report waits for an agent that reads nothing. On a busy machine, that takes seconds."""
 _SHORT_PATIENCE = 0.2
 
 
 class AgentClient:
     """Sends the reports of this worker to its agent, from any thread, and receives its messages.
 
-    Reports never raise, and never block longer than a second: a worker does not depend on their delivery.
+    Reports never raise. Supervision depends on most of them: without its request, a joiner would wait for
+    ever. So they wait for an agent whose queue is full. Those that others follow are dropped then.
 
     Args:
         channel: to the agent.
