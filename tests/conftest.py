@@ -32,7 +32,11 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 # TensorFlow's output during its import has times and process ids.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ["LOCKSTEP_WITNESS"] = "off"
+# By default, threads of PyTorch that wait for each other keep their cores, which other tests need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+_LONGEST = ("test_invariance.py", "test_whole_batch.py", "test_tensorflow.py", "test_witness.py")
+"""Files that take half a minute or more. They begin first: the last one would keep only one core busy."""
 _LONG = ("training", "byhand", "notebook", "fuzz")
 """Folders whose files take minutes: they run first, so that the test processes end at the same time."""
 _WAITING = ("hosts", "ray")
@@ -75,6 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for kind in (_LONG, _WAITING):
         found = files.get(kind, [])
         places |= {path: number / len(found) for number, path in enumerate(found)}
+    places |= {path: _LONGEST.index(path.name) - len(_LONGEST) for path in places if path.name in _LONGEST}
     items.sort(key=lambda item: places[item.path])
 
 
