@@ -63,7 +63,8 @@ from lockstep.worker.job import Job, JobContext, by_itself
 from lockstep.worker.membership import AgentMembership, take_welcome, wait_policy
 
 STEPS = 12
-LIMITS = TimeLimits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0.01)
+# No worker stays stopped, so only a fault lasts until the timeout.
+LIMITS = TimeLimits(timeout=120.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0.01)
 
 
 @dataclass

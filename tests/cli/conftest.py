@@ -33,8 +33,8 @@ class Done:
 
     @property
     def notes(self) -> list[str]:
-        """Lockstep's notes among them, without the first two lines and rates."""
-        varies = "logs in |unless the script sets one|(examples|steps)/s with"
+        """Lockstep's notes among them, without the first two lines, rates, and waits on a slow machine."""
+        varies = r"logs in |unless the script sets one|(examples|steps)/s with|has waited \d+ s for "
         return [line for line in self.lines if line.startswith("lockstep: ") and not re.search(varies, line)]
 
     def log(self, worker: int) -> str:

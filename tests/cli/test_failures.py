@@ -94,9 +94,14 @@ def test_a_worker_that_exits_early_ends_the_job(lockstep: Any) -> None:
 
 @pytest.mark.ci
 def test_the_stack_of_a_stuck_worker_is_shown(lockstep: Any) -> None:
-    done = lockstep.run(
-        "--timeout", "1", lockstep.script(BLOCK + "if me == 1: blocked()\nbarrier(what='step 3')")
+    # Both open this before one of them waits: the limit does not count the start of the other.
+    os.mkfifo(lockstep.folder / "both")
+    script = lockstep.script(
+        BLOCK
+        + "os.close(os.open('both', os.O_RDONLY if me == 1 else os.O_WRONLY))\n"
+        + "if me == 1: blocked()\nbarrier(what='step 3')"
     )
+    done = lockstep.run("--timeout", "1", script)
     assert done.status == 1
     note = r"lockstep: worker 1 did not reach .*step 3: worker 0 has waited \d+ s \(--timeout 1\)"
     assert len(done.notes) == 1

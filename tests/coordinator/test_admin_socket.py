@@ -99,7 +99,7 @@ class AdminSockets:
     def connect(self, admin: AdminSocket, *packets: bytes) -> socket.socket:
         client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.clients.append(client)
-        client.settimeout(10)
+        client.settimeout(300)
         client.connect(address(admin.name))
         for packet in packets:
             client.send(packet)

@@ -453,7 +453,7 @@ def send_request(job: Job, request: AdminRequest) -> Reply:
     admin = job.coordinator._requests.admin
     assert admin is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
-        client.settimeout(10)
+        client.settimeout(300)
         client.connect(address(admin.name))
         client.send(encode(request))
         admin.serve()
