@@ -20,7 +20,7 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from lockstep.checkpoint.object_store import StoreLease
+from lockstep.checkpoint.object_store import Conflict, StoreLease
 from lockstep.cli import task_role
 from lockstep.coordinator import admin_socket
 from lockstep.coordinator.admin_client import call_job
@@ -118,6 +118,46 @@ def test_a_coordinator_that_cannot_lead_leaves_a_job_that_another_one_may_contin
         with pytest.raises(LockstepError) as caught:
             process.run()
         assert process.leaves(caught.value) is leaves
+
+
+@pytest.mark.parametrize(
+    ("led_at", "lives", "refused"),
+    [
+        ("10.0.0.2:7001", True, "the job continues at 10.0.0.2:7001, without this command"),
+        ("10.0.0.2:7001", False, "another job has begun"),
+        ("10.0.0.9:7000", True, "another job has begun .*, and its coordinator is at 10.0.0.9:7000, so"),
+        ("", True, "another job has begun with the same --checkpoint, so this one ends"),
+    ],
+)
+def test_a_command_begins_no_job_that_its_standby_has_just_taken_over(
+    monkeypatch: pytest.MonkeyPatch, led_at: str, lives: bool, refused: str
+) -> None:
+    """It was lost a short time ago, and is run again. The store names the standby once that leads."""
+    content = msgspec.json.encode(Leadership("another", "w", led_at, 2))
+    # A job that is not refused begins, and finds that the object has changed once more.
+    store = Mock(read=Mock(return_value=(content, "tag")), replace=Mock(side_effect=Conflict))
+    asked: list[str] = []
+
+    def is_led(address: str, encrypted: bool) -> bool:
+        asked.append(address)
+        return lives
+
+    monkeypatch.setattr(coordinator_process, "is_led_at", is_led)
+    monkeypatch.setattr(coordinator_process, "open_leased", lambda lease: store)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
+    channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
+    kept = KeepRecord(0, 1, b"")
+    record = Attachment.holding(record_of(SPEC))
+    keeper.send(Coordinate(kept, record, 1, 0, "run", False, "", None, None, None, None))
+    with EventLoop() as loop, closing(keeper), closing(channel):
+        process = CoordinatorProcess(channel, loop)
+        with pytest.raises(LockstepError, match=refused) as caught:
+            process.run()
+        assert not process.leaves(caught.value)
+    is_standby = led_at == SPEC.standby
+    assert asked == [SPEC.standby] * is_standby
+    assert store.replace.called is not (is_standby and lives)
 
 
 @pytest.fixture

@@ -188,6 +188,32 @@ def test_the_command_of_hosts_stands_still(begin: Begin, nodes: Sequence[Host]) 
 
 
 @pytest.mark.slow
+def test_the_command_of_hosts_that_is_run_again_begins_no_job_beside_that_of_its_standby(
+    begin: Begin, nodes: Sequence[Host]
+) -> None:
+    """It finds no standby at first. Before it begins the job, the standby has taken the old one over."""
+    job = begin("--hosts")
+    nodes[0].signal_all(signal.SIGKILL)
+    again = job.start(0)
+    again.wait_until(lambda: "looking for checkpoints in s3://bucket/job" in again.err)
+    stopped = nodes[0].processes()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    job.run = "run-standby"
+    assert wait_until(lambda: job.steps(nodes[1], 1) > 2, 300.0)
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    assert again.end() == 2, again.err
+    assert "the job continues at 10.119.0.2:7001, without this command" in again.err
+    for host in nodes[:3]:
+        (host.work / "fast").touch()
+    assert wait_until(lambda: not nodes[1].matching("lockstep"), 600.0), nodes[1].processes()
+    job.finish(agents=0)
+    for node in nodes[:3]:
+        node.remove_abandoned()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["node2", "node3"])
 def test_an_agent_over_ssh_that_the_lost_command_had_lost_before_joins_the_standby(
     begin: Begin, nodes: Sequence[Host], lost: str

@@ -170,16 +170,13 @@ def follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
 
 def _refuse_with_led_standby(standby: str, *, encrypted: bool) -> None:
     """Raise ConfigError if the standby has taken the job over, or cannot be on another host."""
-    from lockstep.hosts.standby import is_led_at
+    from lockstep.hosts.standby import continues_at, is_led_at
 
     with contextlib.suppress(NetworkError, OSError):
         if is_here(*resolve_host(*split_address(standby))):
             raise ConfigError(f"--standby {standby} is an address of this host; give that of another host")
     if is_led_at(standby, encrypted=encrypted):
-        raise ConfigError(
-            f"the job continues at {standby}, without this command: lockstep list there shows it, and a host "
-            f"takes part with lockstep agent --join {standby}"
-        )
+        raise ConfigError(continues_at(standby))
 
 
 def _evaluate(script: Script, options: Mapping[str, Any]) -> NoReturn:

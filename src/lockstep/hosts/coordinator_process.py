@@ -30,9 +30,17 @@ from lockstep.coordinator.host_agent import HostAgent
 from lockstep.coordinator.job_record import HostRecord, JobRecord, decode_record, newest, without_excess
 from lockstep.coordinator.notifications import notified
 from lockstep.coordinator.requests import WAITS
-from lockstep.errors import CheckpointError, LockstepError, SupersededError, UnfitError, with_code
+from lockstep.errors import (
+    CheckpointError,
+    ConfigError,
+    LockstepError,
+    SupersededError,
+    UnfitError,
+    with_code,
+)
 from lockstep.hosts.gathering import Stopped
 from lockstep.hosts.leadership import Leader
+from lockstep.hosts.standby import continues_at, is_led_at
 from lockstep.observability.bus import Bus, PublishedEvent, Subscriber
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import recorded
@@ -255,6 +263,11 @@ class CoordinatorProcess:
             following = [host for host, agent in enumerate(agents) if host in standings and not agent.is_gone]
             self._persist(partial(leader.take_over, first.term, following), show_life)
         elif leader is not None:
+            # The standby may have taken the job over since the command began.
+            if leader.other == spec.standby:
+                leads = partial(is_led_at, spec.standby, encrypted=not spec.plain)
+                if self._persist(leads, show_life):
+                    raise ConfigError(continues_at(spec.standby))
             self._persist(partial(leader.begin, first.term), show_life)
         self._leads, self._contested = True, leader is not None
         begins = len(record.hosts)

@@ -93,6 +93,11 @@ class Leader:
         seen = self._seen
         return term if seen is None or seen.job != self.job else max(term, seen.term + 1)
 
+    @property
+    def other(self) -> str:
+        """HOST:PORT of the coordinator that was seen to lead another job; empty for none."""
+        return self._seen.address if self._seen is not None and self._seen.job != self.job else ""
+
     def begin(self, term: int) -> None:
         """Begin to lead a new job, also in the place of an earlier one.
 
@@ -154,7 +159,8 @@ class Leader:
     def _superseded(self, by: Leadership | None) -> SupersededError:
         if by is None or by.job != self.job:
             self.is_replaced = True
-            return SupersededError("another job has begun with the same --checkpoint, so this one ends")
+            at = f", and its coordinator is at {by.address}" if by is not None and by.address else ""
+            return SupersededError(f"another job has begun with the same --checkpoint{at}, so this one ends")
         again = (
             f"to take part again, run here: lockstep agent --join {by.address}"
             if by.address

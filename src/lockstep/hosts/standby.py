@@ -228,6 +228,14 @@ class Standby:
         self._process = self._channel = None
 
 
+def continues_at(address: str) -> str:
+    """Return why a command does not begin a job that a coordinator at an address leads."""
+    return (
+        f"the job continues at {address}, without this command: lockstep list there shows it, and a host "
+        f"takes part with lockstep agent --join {address}"
+    )
+
+
 def is_led_at(address: str, *, encrypted: bool) -> bool:
     """Return whether a coordinator at an address leads the job, or does so within `_ANSWER`.
 
