@@ -146,6 +146,7 @@ def check_panels(browser: Browser) -> None:
         *("finished", "640\nexamples/s", "ab12", "2 of 2", "val_loss; not finite at 60"),
         *("12.3 ms", "321 µs", "worker 1 was killed by SIGKILL", "step 20 of fit 1", "1.5 s"),
         *("saved/step-40", "250 ms", "the needle is here", "GPU 0 of node1", "Cores in use on each host"),
+        "2.5 s for the start and the first step, 12.6 ms for pauses, 2.99 s for everything else",
         *("keras", "3.15.1", "seed", "paused", "view 3 with workers 0 and 2: worker 2 joined"),
     ):
         assert shown in text, shown

@@ -61,6 +61,10 @@ def test_a_run_in_parts(data: RunState) -> None:
     assert [text.partition(":")[0] for text in summary["remedies"]] == ["look for the cause in the program"]
     # The steps of 51 without the first one, without 0.1 s of other parts in 1.0 s, in 10 s.
     assert summary["effective"] == pytest.approx(5 * 0.9 / 10, abs=1e-6)
+    # The first measurement is at 2.5 s. The pauses of 12 ms are longer than a thousandth of the time.
+    assert summary["elsewhere"] == pytest.approx(
+        {"the start and the first step": 2.5, "pauses": 0.013, "everything else": 2.987}, abs=1e-3
+    )
     assert summary["troubles"] == ["not finite: val_loss, first seen at step 60"]
     # All measurements of training have this rate.
     assert summary["rate"] == pytest.approx(640.0)

@@ -96,6 +96,8 @@ def parts(run: RunState, *, active: bool) -> dict[str, Any]:
 
 
 _CHECKPOINT = ("path", "step", "seconds")
+_NOTABLE = 0.001
+"""The share of the time of a run from which it is named that something took it."""
 _TITLES = {"": "", "worker": "", "chief": " (chief)", "ps": " (parameter server)"}
 
 
@@ -140,6 +142,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         "before": totals.before,
         "resumed_from": _text(location_of(checkpoints)) if totals.before and checkpoints else "",
         "effective": effective_share(totals, run.seconds),
+        "elsewhere": _time_elsewhere(run),
         "advice": [_text(line) for line in advice(run, times)],
         "shares": {_text(part): round(share, 4) for part, share in shares_of_time(times).items()},
         "compared": _text(run.compared),
@@ -156,6 +159,22 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
         },
         "skipped": run.skipped,
     }
+
+
+def _time_elsewhere(run: RunState) -> dict[str, float]:
+    """Return the seconds of a run that are not effective training time, by what they were for.
+
+    Pauses in other calls than training also count as pauses.
+    """
+    totals = run.totals
+    ended = [info.steps.column("time") for _, info in run.workers.items()]
+    firsts = [float(times[times >= run.began][0]) for times in ended if (times >= run.began).any()]
+    if totals.effective <= 0 or not firsts:
+        return {}
+    start = min(firsts) - run.began
+    rest = run.seconds - totals.effective - start - totals.paused
+    spent = {"the start and the first step": start, "pauses": totals.paused, "everything else": rest}
+    return {name: round(seconds, 6) for name, seconds in spent.items() if seconds >= _NOTABLE * run.seconds}
 
 
 def _own_frames(traceback: str) -> str:

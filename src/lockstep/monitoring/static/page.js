@@ -994,8 +994,9 @@ function drawCosts(summary) {
   const changes = [summary.lost ? `${count(summary.lost)} lost` : "", summary.joined ? `${count(summary.joined)} joined` : "",
     summary.lost_hosts ? `${some(summary.lost_hosts, "host")} lost` : "", summary.retired_hosts ? `${some(summary.retired_hosts, "host")} retired` : "",
     summary.joined_hosts ? `${some(summary.joined_hosts, "host")} joined` : ""].filter(Boolean);
+  const elsewhere = Object.entries(summary.elsewhere).map(([what, seconds]) => `${duration(seconds)} for ${what}`).join(", ");
   const costs = [["Time", duration(summary.seconds ?? (summary.began ? Date.now() / 1000 - summary.began : null)), ""],
-    ["Effective training", effective === null ? "" : percent(effective), "", effective],
+    ["Effective training", effective === null ? "" : percent(effective), elsewhere, effective],
     ["Steps", count(summary.steps), summary.before ? `${count(summary.before)} of them before` : epochs ? `${ends > epochs ? `${count(epochs)} of ${some(ends, "epoch")}` : some(epochs, "epoch")}` : ""],
     [ended ? "Mean speed" : "Speed now", rate, rate && summary.rate_unit],
     ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`, changes.join(", ")],
