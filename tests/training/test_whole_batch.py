@@ -1184,6 +1184,67 @@ def test_a_program_that_computes_only_in_half_precision_is_tried_in_it(
     assert (trial.exact, trial.names, trial.growths.losses) == (exact, [], growths)
 
 
+class Rounded(keras.layers.Layer):
+    """Casts to half precision itself."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 3))
+
+    def call(self, x: Any) -> Any:
+        return ops.cast(ops.matmul(ops.cast(x, "bfloat16"), ops.cast(self.kernel, "bfloat16")), "float32")
+
+
+def rounded_mean(y: Any, p: Any) -> Any:
+    return ops.cast(ops.mean(ops.cast(ops.square(y - p), "bfloat16")), "float32")
+
+
+class RoundedMean(keras.Sequential):
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *_: Any, **__: Any) -> Any:
+        return rounded_mean(y, y_pred)
+
+
+@pytest.mark.parametrize("dtype", ["mixed_bfloat16", "float32"])
+@pytest.mark.parametrize(("kind", "loss"), [(keras.Sequential, rounded_mean), (RoundedMean, None)])
+def test_casts_of_the_program_to_half_precision_are_not_named(kind: Any, loss: Any, dtype: str) -> None:
+    model = kind([keras.Input((4,)), Rounded(dtype=dtype), keras.layers.Dense(1, dtype="float32")])
+    model.compile("sgd", loss)
+    trial = trial_of(model, X[:16], Y[:16])
+    assert (trial.exact, trial.names) == ([], [])
+
+
+def mean_of_known(y: Any, p: Any) -> Any:
+    """Return a mean without the rows of which the label is not known."""
+    known = ops.cast(ops.logical_and(ops.not_equal(y, -1), ops.not_equal(y, 255)), p.dtype)
+    return ops.sum(ops.square(ops.cast(y, p.dtype) - p) * known) / ops.sum(known)
+
+
+@pytest.mark.parametrize("ignored", [-1, 255])
+def test_labels_that_a_program_ignores_may_come_after_the_tried_rows(ignored: int) -> None:
+    labels = LABELS.copy()
+    labels[20:24] = ignored
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", mean_of_known)
+    trial = trial_of(model, X, labels)
+    assert (trial.exact, trial.names) == (["the loss mean_of_known"], [])
+
+
+@pytest.mark.parametrize(
+    ("labels", "tried"),
+    [
+        ([3, 4, 5, 6] * 7 + [255], [0, 3, 0, 255, 0, 4]),
+        ([[[3.0, 3.0], [4.0, np.nan]]] * 16 + [[[-1.0, 5.0], [5.0, 5.0]]], [[-1, -1], [5, 5], [3, 3]]),
+        ([[-2.0, 3.0, 5.0, np.inf]] * 17, [[-2, 3, 0, 0], [5, 3, 0, 0], [-2, 3, 0, 0]]),
+        ([True, False] * 9, [False, False, False, False]),
+    ],
+)
+def test_padded_rows_have_the_smallest_and_the_largest_label(labels: Any, tried: Any) -> None:
+    padded = TriedBatch(lambda: (np.ones((len(labels), 1)), np.array(labels))).padded()
+    assert padded is not None
+    _, y, _ = padded.whole.data
+    first = ops.convert_to_numpy(y)[: len(tried)]
+    np.testing.assert_array_equal(first[:, 0] if first.ndim == 3 else first, tried)
+
+
 @pytest.mark.parametrize(
     ("labels", "tried"),
     [

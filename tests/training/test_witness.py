@@ -112,6 +112,22 @@ class Mean(keras.layers.Layer):
         return x
 
 
+class Rounding(keras.layers.Layer):
+    """Casts to half precision itself."""
+
+    def call(self, x: Any) -> Any:
+        return ops.cast(ops.square(ops.cast(x, "bfloat16")), "float32")
+
+
+class OnlyHalf(keras.layers.Layer):
+    """Fails in another precision."""
+
+    def call(self, x: Any) -> Any:
+        if keras.backend.standardize_dtype(x.dtype) != "bfloat16":
+            raise TypeError
+        return x
+
+
 def first_error(y: Any, p: Any) -> Any:
     """Return one number for a batch."""
     return ops.mean(ops.abs(y - p)[:, 0])
@@ -169,6 +185,8 @@ EQUAL: dict[str, Callable[[], None]] = {
         y=3 * Y,
     ),
     "half precision": lambda: fit(built(hidden(dtype="mixed_bfloat16"))),
+    "casts to half precision": lambda: fit(built(hidden(), Rounding())),
+    "half precision only": lambda: fit(built(hidden(), OnlyHalf(dtype="mixed_bfloat16"))),
     "validation": lambda: fit(built(hidden()), validation_data=(X[:7], Y[:7])),
     "predictions": predicting,
 }

@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -84,11 +85,24 @@ class ComparedStep:
         self.whole = whole_batch(self.batch, job.view.replicas)
         self.function = function
         self.program = backend.program(model, kind)
+        self._single: Callable[[], AbstractContextManager[object]] = partial(single_precision, model)
+        self._computed: object = None
+        try:
+            self._begin()
+        except Exception:
+            if not self._computed:
+                raise
+            # The program can compute in half precision only.
+            self._single, self.function.made = nullcontext, None
+            self._begin()
+        self.exchanges = False
+
+    def _begin(self) -> None:
+        """Take the step of plain Keras."""
         self.epsilon = self._precision()
         with self.neutral(), self.first_values():
             self.before = self.state(None)
             self.reference = self.plain()
-        self.exchanges = False
 
     @property
     def updates(self) -> int:
@@ -107,7 +121,7 @@ class ComparedStep:
     @contextmanager
     def neutral(self) -> Iterator[None]:
         """Within the block, draws are constants, and rounding is as small as it can be."""
-        with neutral(self.model, lambda name: None, constant=True), single_precision(self.model):
+        with neutral(self.model, lambda name: None, constant=True), self._single() as self._computed:
             yield
 
     @contextmanager
@@ -285,10 +299,10 @@ class ComparedStep:
     def _precision(self) -> float:
         """Return the distance from 1 to the next number in the lowest precision of the comparison."""
         model = self.model
-        with single_precision(model) as changed:
+        with self._single() as computed:
             dtypes = {layer.compute_dtype for layer in layers_of(model)}
         dtypes |= {keras.backend.standardize_dtype(variable.dtype) for variable in model.variables}
-        if changed:
+        if computed:
             # The program may cast numbers to half precision itself, or may not be able to call its model.
             with contextlib.suppress(Exception), self.constant():
                 for layer_calls in self.layer_calls(self.batch).values():

@@ -5,6 +5,7 @@ last bits of inputs and outputs may be changed, which shows how far rounding goe
 """
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from lockstep.keras.backends.multi_update import Update, overrides_apply_gradien
 from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.patch_registry import replaced
+from lockstep.worker.tf_distribute_shim import is_library
 
 HALF_TYPES = ("float16", "bfloat16")
 
@@ -41,20 +43,31 @@ def computes_in_half(model: Any) -> bool:
 
 
 @contextmanager
-def single_precision(model: Any) -> Iterator[int]:
-    """Within the block, layers that compute in half precision compute in single precision.
+def single_precision(model: Any) -> Iterator[list[Any]]:
+    """Within the block, layers and casts of the program to half precision compute in single precision.
 
-    Rounding to half precision would hide differences of some percent. Yields the number of these layers.
+    Rounding to half precision would hide differences of some percent. Yields these layers, and the values
+    that are cast in the block.
     """
     policies = [
         (layer, layer.dtype_policy) for layer in layers_of(model) if layer.compute_dtype in HALF_TYPES
     ]
     # A policy of quantized weights has more than a type, and several layers share a map of policies.
     policies = [(layer, policy) for layer, policy in policies if type(policy) is keras.DTypePolicy]
+    original, computed = keras.ops.cast, [layer for layer, _ in policies]
+
+    def cast(x: Any, dtype: Any) -> Any:
+        half = keras.backend.standardize_dtype(dtype) in HALF_TYPES
+        if not half or is_library(sys._getframe(1).f_globals):
+            return original(x, dtype)
+        computed.append(x)
+        return original(x, "float32")
+
     try:
         for layer, _ in policies:
             layer.dtype_policy = keras.DTypePolicy("float32")
-        yield len(policies)
+        with replaced(keras.ops, "cast", cast):
+            yield computed
     finally:
         for layer, policy in policies:
             layer.dtype_policy = policy

@@ -62,6 +62,7 @@ class TriedModel:
         self.changes_values = False
         # Rounding to half precision would hide how values grow.
         self.precision: Callable[[], AbstractContextManager[object]] = partial(single_precision, model)
+        self._computed: object = None
         self.runs_python = runs_python(model)
 
     @property
@@ -81,9 +82,8 @@ class TriedModel:
                 except (DataError, PeerError):
                     raise
                 except Exception:
-                    with self.precision() as layers:
-                        if not layers:
-                            raise
+                    if not self._computed:
+                        raise
                     # A layer may have made constants in half precision, which others cannot be combined with.
                     precision, self.precision = self.precision, nullcontext
                     try:
@@ -157,7 +157,7 @@ class TriedModel:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """Within the block, rows do not depend on each other by random numbers, statistics or rounding."""
-        with random_numbers(0), neutral(self.model, self._name_draws), self.precision():
+        with random_numbers(0), neutral(self.model, self._name_draws), self.precision() as self._computed:
             yield
 
     def each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import keras
@@ -111,18 +111,22 @@ class TriedBatch:
             count = min(_ROWS, self.examples)
             step = self.examples // max(1, count)
             rows = _cut(self._batch, slice(0, count * step, max(1, step)))
-        if isinstance(rows, tuple | list) and len(rows) > 1:
-            parts = list(rows)
-            parts[1] = keras.tree.map_structure(_varied, parts[1])
-            return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
-        return rows
+        return _with_labels(rows, partial(keras.tree.map_structure, _varied))
 
     def padded(self) -> "TriedBatch | None":
         """Return the same rows, of which some have padding: elements that are 0. None if nothing changes.
 
-        Neither of the `parts`, and neither of the `halves`, has as much padding as the other one.
+        Some labels are the smallest and the largest one of the whole batch. The program may ignore such a
+        label, such as -1 or 255. Neither of the `parts`, and neither of the `halves`, has as much padding as
+        the other one.
         """
-        padded = keras.tree.map_structure(_padded, self._rows)
+        padded = keras.tree.map_structure(
+            _padded,
+            _with_labels(
+                self._rows,
+                lambda labels: keras.tree.map_structure(_with_extremes, labels, self._batch[1]),
+            ),
+        )
         pairs = zip(keras.tree.flatten(self._rows), keras.tree.flatten(padded), strict=True)
         return None if all(before is after for before, after in pairs) else TriedBatch(lambda: padded)
 
@@ -143,14 +147,26 @@ def _twice(leaf: Any) -> Any:
     return np.repeat(leaf, 2, axis=0) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _padded(leaf: Any) -> Any:
-    """Return an array with zeros in its first rows: at the end of each of them, or in every second one.
+def _with_labels(rows: Nest, change: Callable[[Nest], Nest]) -> Nest:
+    """Return rows with changed labels, if they have any."""
+    if not isinstance(rows, tuple | list) or len(rows) < 2:
+        return rows
+    parts = list(rows)
+    parts[1] = change(parts[1])
+    return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
 
-    Rows with a probability for each class, such as one-hot labels, have no padding.
-    """
+
+def _may_be_padded(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers, but no probabilities of classes, such as one-hot labels."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biuf" or not leaf.ndim:
-        return leaf
-    if leaf.ndim == 2 and leaf.shape[1] > 1 and np.all(leaf >= 0) and np.allclose(leaf.sum(1), 1, 0, 1e-3):
+        return False
+    of_classes = leaf.ndim == 2 and leaf.shape[1] > 1 and np.all(leaf >= 0)
+    return not (of_classes and np.allclose(leaf.sum(1), 1, 0, 1e-3))
+
+
+def _padded(leaf: Any) -> Any:
+    """Return an array with zeros in its first rows: at the end of each of them, or in every second one."""
+    if not _may_be_padded(leaf):
         return leaf
     padded, first = leaf.copy(), max(1, len(leaf) // 3)
     if leaf.ndim > 1 and leaf.shape[1] > 1:
@@ -158,6 +174,20 @@ def _padded(leaf: Any) -> Any:
     else:
         padded[:first:2] = 0
     return leaf if np.array_equal(leaf, padded) else padded
+
+
+def _with_extremes(leaf: Any, batch: Any) -> Any:
+    """Return labels with the smallest and the largest label of a batch in rows, or elements, not padded."""
+    if not _may_be_padded(leaf) or leaf.dtype.kind == "b":
+        return leaf
+    numbers = batch[np.isfinite(batch)]
+    changed, first = leaf.copy(), max(1, len(leaf) // 3)
+    for number, value in enumerate((numbers.min(), numbers.max()) if numbers.size else ()):
+        if leaf.ndim > 1 and leaf.shape[1] > 1 and number < first:
+            changed[number, :1] = value
+        elif 2 * number + 1 < first:
+            changed[2 * number + 1] = value
+    return leaf if np.array_equal(leaf, changed) else changed
 
 
 def _varied(leaf: Any) -> Any:

@@ -2,9 +2,10 @@
 
 So nobody has to trust a list of exact parts. Both compute from the same state and batch, and with the same
 random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages.
-Layers that compute in half precision do so in single precision, since rounding would hide differences. What
-differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between the training and that
-of one process. It is expected if a note has named the part of the program; any other difference is reported.
+What the program computes in half precision, it computes in single precision if it can, since rounding would
+hide differences. What differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between
+the training and that of one process. It is expected if a note has named the part of the program; any other
+difference is reported.
 
 The reference is Keras's own function for the kind of step, which knows nothing of replicas. The other side is
 the step of the training: `GlobalStep`, with one worker that computes all replicas. One file computes the step
