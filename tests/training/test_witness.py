@@ -20,12 +20,14 @@ from lockstep.data import batch as batches
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.jax import JaxProgram
-from lockstep.keras.fit import global_step, introductions, mirrored, outputs, witness
+from lockstep.keras.fit import global_step, introductions, mirrored, outputs
+from lockstep.keras.fit.compared_step import ComparedStep
 from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.part_names import explaining
 from lockstep.keras.fit.plain_function import rounded_outputs
 from lockstep.keras.fit.random_rows import equal_draws
+from lockstep.keras.fit.step_comparison import StepComparison
 from lockstep.keras.fit.trials import Trial
 from lockstep.keras.private.common import mask_of
 from lockstep.keras.rounds import Round
@@ -308,9 +310,9 @@ def test_the_name_of_an_optimizer_does_not_hide_the_state_of_a_layer(
 ) -> None:
     monkeypatch.setattr(introductions, "summed_occurrences", lambda model: [OCCURRENCES])
     # As if a gradient were a list of occurrences, from which plain Keras may make another update.
-    monkeypatch.setattr(witness._Comparison, "_updated", lambda self, replicas: {})
+    monkeypatch.setattr(ComparedStep, "expected_update", lambda self, replicas: {})
     # As if the rows of a replica could not be computed alone.
-    monkeypatch.setattr(witness._Comparison, "_unexplained", lambda self, *args, **options: {})
+    monkeypatch.setattr(StepComparison, "_unexplained", lambda self, *args, **options: {})
     for fault in ("the state of a layer is added up", "an update is too large"):
         FAULTS[fault].plant(monkeypatch)
     fit(eager(hidden(), Mean()))
@@ -320,18 +322,18 @@ def test_the_name_of_an_optimizer_does_not_hide_the_state_of_a_layer(
     assert {name for part, name in named.items() if not part.endswith("/mean")} == {OCCURRENCES}
 
 
-@pytest.mark.parametrize("method", ["_uncombined", "_plain"])
+@pytest.mark.parametrize(("owner", "method"), [(StepComparison, "_uncombined"), (ComparedStep, "plain")])
 def test_only_a_failure_of_the_program_lets_a_name_explain_all(
-    method: str, compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
+    owner: type, method: str, compared: Callable[[], list[StepCompared]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = getattr(witness._Comparison, method)
+    original = getattr(owner, method)
 
     def failing(self: Any, *args: Any, **options: Any) -> Any:
         if method == "_uncombined" or options.get("batch") is not None:
             raise KeyError("dense")
         return original(self, *args, **options)
 
-    monkeypatch.setattr(witness._Comparison, method, failing)
+    monkeypatch.setattr(owner, method, failing)
     fit(eager(hidden(), Centered(name="centered")))
     (step,) = compared()
     assert bool(step.reason) == (method == "_uncombined")
