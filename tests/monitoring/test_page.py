@@ -268,8 +268,19 @@ def test_the_first_look_says_how_a_run_went_what_it_cost_and_what_to_do(
         browser.run("choose('night')")
         browser.wait("byId('title').textContent === 'night'")
         assert browser.text("#costs").split("\n") == [
-            *("Time", "10 s", "Effective training", "45 %", "Steps", "60", "20 of them before"),
-            *("Mean speed", "640", "examples/s", "Workers", "2 of 2", "1 lost, 1 joined"),
+            *("Time", "10 s", "Effective training", "45 %"),
+            "2.5 s for the start and the first step, 12.6 ms for pauses, 2.99 s for everything else",
+            *(
+                "Steps",
+                "60",
+                "20 of them before",
+                "Mean speed",
+                "640",
+                "examples/s",
+                "Workers",
+                "2 of 2",
+                "1 lost, 1 joined",
+            ),
             *("Pauses", "2", "12.6 ms in all", "Checkpoints", "1", "the newest has step 40"),
         ]
         assert browser.text("#tags") == "lr=1"
