@@ -18,7 +18,7 @@ def test_a_subscriber_receives_each_step_with_its_parts(
     run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=thorough_backend)
     assert run.status == 0, run.stderr
     counted = {"call", "number", "trained", "examples", "replicas"}
-    others = {"seconds", "calls", "compiled", "staleness", "logs"}
+    others = {"seconds", "paused", "calls", "compiled", "staleness", "logs"}
     assert set(StepEnded.__struct_fields__) == {*counted, *PARTS, *others}
     steps_of = {}
     for worker in (0, 1):
