@@ -284,8 +284,7 @@ class CheckedJob(Job):
             named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
             assert re.search(named, notes), f"no note names the lost worker {worker}"
         if self.state.size.wanted < self.target and not self.state.admission.unreported and not self.mute:
-            # It is too late to start a worker again once another one has succeeded.
-            what = r"start it again|the others? had succeeded" if self.state.size.by_hand else r" replaced \("
+            what = "start it again" if self.state.size.by_hand else r" replaced \("
             assert re.search(what, notes), f"no note says: {what}"
 
 

@@ -359,6 +359,7 @@ def _hosts_retire(state: State, hosts: tuple[int, ...], reason: str, now: float)
     dropped = tuple(worker for worker in state.joiners if state.workers[worker].host in hosts)
     state, kills = _without_joiners(replace(state, retiring=state.retiring.union(hosts)), dropped)
     there = tuple(worker for worker in state.staying if state.workers[worker].host in hosts)
+    lacks = state.filled < state.size.wanted and not state.too_late_to_join
     if there and state.outgoing:
         reason += f"; {name_workers(there)} leave{'s' * (len(there) == 1)} at the end of a step"
     elif there:
@@ -367,7 +368,7 @@ def _hosts_retire(state: State, hosts: tuple[int, ...], reason: str, now: float)
         state = replace(
             state, size=replace(state.size, wanted=max(len(state.staying) - len(state.outgoing), 1))
         )
-    elif state.filled < state.size.wanted and state.roomiest_host() is None:
+    elif lacks and state.roomiest_host() is None:
         reason += f"; {_NO_ROOM}"
     reported = Decision(state, (ShowMessage(reason),), reason)
     return (_admit(state, now, reason) if state.admission.given else reported).after(*kills)
@@ -439,10 +440,11 @@ def _with_missing(state: State, lost: int) -> State:
     size, admission = state.size, state.admission
     arrivals = tuple(host for host in admission.arrivals if host != lost)
     there, then = state.filled + len(arrivals), ""
-    if size.by_hand and there < size.wanted:
-        size, then = replace(size, wanted=max(there, 1)), "" if state.too_late_to_join else _no_more(size)
-    elif there < size.wanted and state.roomiest_host() is None:
-        then = _NO_ROOM
+    if there < size.wanted and not state.too_late_to_join:
+        if size.by_hand:
+            size, then = replace(size, wanted=max(there, 1)), _no_more(size)
+        elif state.roomiest_host() is None:
+            then = _NO_ROOM
     if lost in admission.holders:
         # Perhaps others have not received all of it.
         admission = admission.without_state()
