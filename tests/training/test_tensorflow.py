@@ -51,6 +51,7 @@ if HERE:
     from lockstep.keras.changed_values import ChangedValues
     from lockstep.keras.fit.exactness import summed_occurrences
     from lockstep.keras.fit.other_values import changed, other_values
+    from lockstep.keras.fit.random_rows import equal_draws
     from lockstep.keras.fit.trials import Trial
     from lockstep.keras.fit.tried_rows import TriedBatch
     from lockstep.keras.parameter_server.function_results import pack_result, unpack_results
@@ -997,3 +998,16 @@ def test_numpy_sees_scalars_of_bfloat16() -> None:
     for scalar in (tf.constant(1.5, tf.bfloat16), tf.Variable(tf.constant(1.5, tf.bfloat16))):
         seen = TensorFlowBackend().to_numpy(scalar)
         assert (seen.shape, seen.dtype.name, float(seen)) == ((), "bfloat16", 1.5)
+
+
+@here
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_draw_of_tensorflow_repeats_its_row_unless_the_program_has_replaced_it(
+    monkeypatch: pytest.MonkeyPatch, constant: bool
+) -> None:
+    monkeypatch.setattr(tf.random, "normal", lambda like: 2 * like)
+    with equal_draws(lambda name: None, constant=constant):
+        np.testing.assert_array_equal(tf.random.normal(X), 2 * X)
+        for draw in (tf.random.uniform, tf.random.truncated_normal):
+            rows = draw((4, 2)).numpy()
+            np.testing.assert_array_equal(rows, rows[[0, 0, 0, 0]])

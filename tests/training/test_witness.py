@@ -1,6 +1,7 @@
 """A step of replicas is compared with plain Keras: what is equal, what is named, and every planted fault."""
 
 import errno
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -399,6 +400,41 @@ def test_a_constant_draw_of_a_row_does_not_depend_on_the_others(name: str) -> No
         whole, part = draw(x, 1), draw(x[7:], 2)
     np.testing.assert_array_equal(whole[7:], part)
     assert whole.dtype == draw(x, 1).dtype
+
+
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_truncated_draw_of_jax_repeats_its_row(constant: bool, by_name: bool) -> None:
+    def drawn(rows: int) -> Any:
+        key, shape = jax.random.key(1), (rows, 2)
+        if by_name:
+            return jax.random.truncated_normal(key, -2.0, 2.0, shape=shape)
+        return jax.random.truncated_normal(key, -2.0, 2.0, shape)
+
+    with equal_draws(lambda function: None, constant=constant):
+        whole, part = drawn(5), drawn(3)
+    assert whole.shape == (5, 2)
+    np.testing.assert_array_equal(whole[2:], part)
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_function_of_the_program_in_place_of_a_draw_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, constant: bool
+) -> None:
+    """Its arguments may differ, and it need not draw anything."""
+    normal = jax.random.normal
+
+    @functools.wraps(normal)
+    def like(array: Any, scale: float = 2.0) -> Any:
+        return scale * array
+
+    monkeypatch.setattr(jax.random, "normal", like)
+    monkeypatch.setattr(jax.random, "uniform", functools.partial(np.full, fill_value=3.0))
+    notes: list[str] = []
+    with equal_draws(notes.append, constant=constant):
+        np.testing.assert_array_equal(jax.random.normal(X), 2.0 * X)
+        np.testing.assert_array_equal(jax.random.uniform(4), np.full(4, 3.0))
+    assert notes == []
 
 
 ALWAYS, OCCURRENCES = (

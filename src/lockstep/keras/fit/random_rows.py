@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import FrameType
 from typing import Any
 
@@ -28,9 +28,10 @@ _DROPOUT = "torch.nn.modules.dropout"
 def equal_draws(note: Callable[[str], object], *, constant: bool) -> Iterator[None]:
     """Within the block, operations that draw an array draw one row of it and repeat the row.
 
-    These are the operations of Keras, which its layers use, and the usual ones of the backend. `note` gets
-    the name of each function of the program that draws numbers, but not those of layers or modules of a
-    library.
+    These are the operations of Keras, which its layers use, and the usual ones of the backend. One that the
+    program has replaced by a function of its own is left alone, like its other functions: its arguments may
+    differ. `note` gets the name of each function of the program that draws numbers, but not those of layers
+    or modules of a library.
 
     Args:
         note: receives names.
@@ -42,7 +43,9 @@ def equal_draws(note: Callable[[str], object], *, constant: bool) -> Iterator[No
             stack.enter_context(replaced(BACKEND_RANDOM, name, mean))
         for owner, name, wrap in (*_of_keras(), *_of_backend()):
             draw = getattr(owner, name)
-            repeated = wrap(_constant(draw) if constant else draw)
+            if not _is_original(owner, draw):
+                continue
+            repeated = wrap(_constant(owner, name, draw) if constant else draw)
 
             def noted(*args: Any, repeated: Draw = repeated, **kwargs: Any) -> Any:
                 if (drawing := _drawing_function()) is not None:
@@ -93,17 +96,32 @@ parameters of the row."""
 _SEED, _PRIME = 1337, 1009
 
 
-def _constant(draw: Draw) -> Draw:
+def _is_original(owner: Any, draw: Draw) -> bool:
+    """Return whether an operation is that of its library, not a function that the program has put there."""
+    # A function with `functools.wraps` claims to be of the module of the one that it calls.
+    module = getattr(draw, "__globals__", {}).get("__name__") or draw.__module__
+    # A function in C may have no module.
+    return module is None or module.partition(".")[0] == owner.__name__.partition(".")[0]
+
+
+def _constant(owner: Any, name: str, draw: Draw) -> Draw:
     """Return an operation that draws the same numbers each time. For dropout, it returns its input.
 
     The numbers of an operation of Keras are equal on all backends.
+
+    Args:
+        owner: the module that has the operation.
+        name: its name there.
+        draw: the operation.
     """
-    if draw.__name__ == "dropout":
+    backend = keras.backend.backend()
+    if name == "dropout":
         return lambda inputs, *args, **kwargs: inputs
-    backend, library = keras.backend.backend(), (draw.__module__ or "").partition(".")[0]
-    if library == "jax":
+    if owner is BACKEND_RANDOM:
+        return _constant_of_keras(name, draw)
+    if backend == "jax":
         return lambda key, *args, **kwargs: draw(sys.modules["jax"].random.key(_SEED), *args, **kwargs)
-    if library != "keras" and backend == "torch":
+    if backend == "torch":
         torch = sys.modules["torch"]
 
         def seeded(*args: Any, **kwargs: Any) -> Any:
@@ -112,16 +130,17 @@ def _constant(draw: Draw) -> Draw:
                 return draw(*args, **kwargs)
 
         return seeded
-    if library != "keras":
-        name = draw.__name__.removeprefix("random_")
-        stateless = getattr(sys.modules["tensorflow"].random, f"stateless_{name}")
-        parameters = inspect.signature(draw)
+    stateless = getattr(owner, f"stateless_{name}")
+    parameters = inspect.signature(draw)
 
-        def of_tensorflow(*args: Any, **kwargs: Any) -> Any:
-            arguments = parameters.bind(*args, **kwargs).arguments
-            return stateless(**{**arguments, "seed": (_SEED, 0)})
+    def of_tensorflow(*args: Any, **kwargs: Any) -> Any:
+        arguments = parameters.bind(*args, **kwargs).arguments
+        return stateless(**{**arguments, "seed": (_SEED, 0)})
 
-        return of_tensorflow
+    return of_tensorflow
+
+
+def _constant_of_keras(name: str, draw: Draw) -> Draw:
     signature = inspect.signature(draw)
 
     @wraps(draw)
@@ -130,15 +149,15 @@ def _constant(draw: Draw) -> Draw:
         bound.apply_defaults()
         arguments = bound.arguments
         fractions = _fractions(arguments["shape"])
-        if draw.__name__.endswith("normal"):
+        if name.endswith("normal"):
             # A truncated one has no numbers beyond two standard deviations.
-            within = math.erf(math.sqrt(2)) if draw.__name__ == "truncated_normal" else 1.0
+            within = math.erf(math.sqrt(2)) if name == "truncated_normal" else 1.0
             units = math.sqrt(2) * keras.ops.erfinv(within * (2 * fractions - 1))
             numbers = arguments["mean"] + arguments["stddev"] * units
         else:
             low, high = arguments["minval"], arguments["maxval"]
             numbers = low + (high - low) * fractions
-            numbers = keras.ops.floor(numbers) if draw.__name__ == "randint" else numbers
+            numbers = keras.ops.floor(numbers) if name == "randint" else numbers
         return keras.ops.cast(numbers, arguments["dtype"] or keras.config.floatx())
 
     return of_keras
@@ -166,8 +185,9 @@ def _of_backend() -> Iterator[tuple[Any, str, Callable[[Draw], Draw]]]:
             yield random, name, _with_shape_first
     elif backend == "jax":
         random = sys.modules["jax"].random
-        for name in ("normal", "uniform", "truncated_normal"):
-            yield random, name, _of_jax
+        for name in ("normal", "uniform"):
+            yield random, name, partial(_of_jax, 0)
+        yield random, "truncated_normal", partial(_of_jax, 2)
     elif backend == "torch":
         torch = sys.modules["torch"]
         for name in ("randn", "rand"):
@@ -185,9 +205,7 @@ def _with_shape_first(draw: Draw) -> Draw:
     return repeated
 
 
-def _of_jax(draw: Draw) -> Draw:
-    shape_at = 2 if draw.__name__ == "truncated_normal" else 0
-
+def _of_jax(shape_at: int, draw: Draw) -> Draw:
     def repeated(key: Any, *args: Any, **kwargs: Any) -> Any:
         rest = list(args)
         named = kwargs if "shape" in kwargs or len(rest) <= shape_at else None
