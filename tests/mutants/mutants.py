@@ -8,6 +8,7 @@ again with each of the faults alone. So a fault costs a minute, and all that are
 Results are kept in `.mutants/results.json`, and a run that was stopped continues there.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -239,4 +240,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     main()
