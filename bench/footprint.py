@@ -26,6 +26,8 @@ from turns import FailedError
 HERE = Path(__file__).parent
 SETTLED = 20
 """The first steps, which do not count: code is compiled, and memory is taken for the first time."""
+EPOCH = 10
+"""The steps of an epoch."""
 SAMPLE_SECONDS = 0.5
 LONGEST_SECONDS = 1800.0
 
@@ -38,7 +40,7 @@ class Row:
         model: its name in `MODELS`.
         replicas: of each job.
         workers: of each job.
-        steps: of the training.
+        steps: of the training, a multiple of those of an epoch.
         divided: the workers of jobs on JAX and PyTorch that divide the update.
     """
 
@@ -47,6 +49,12 @@ class Row:
     workers: tuple[int, ...]
     steps: int
     divided: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.steps % EPOCH or self.steps <= SETTLED:
+            raise ValueError(
+                f"{self.model}: {self.steps} steps are not more than {SETTLED} and a multiple of {EPOCH}"
+            )
 
 
 ROWS = {
@@ -93,7 +101,7 @@ def measure(backend: str, row: Row, workers: int, *options: str) -> Footprint:
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name,
         watching(Path(name), environment(backend, 1)) as watch,
     ):
-        script = [str(HERE / "footprint_training.py"), row.model, str(row.steps)]
+        script = [str(HERE / "footprint_training.py"), row.model, str(row.steps // EPOCH), str(EPOCH)]
         numbers = ["-n", str(workers), "--replicas", str(row.replicas), "--threads-per-worker", "1"]
         command = [
             sys.executable,
@@ -113,7 +121,12 @@ def measure(backend: str, row: Row, workers: int, *options: str) -> Footprint:
         if process.wait():
             raise FailedError(f"{row.model} with {workers} workers:\n{log[-2000:]}")
     own = of(watch.steps[0].pid, watch.steps)
-    settled = [size for size, steps in samples if steps >= SETTLED * max(1, workers)]
+    processes = max(1, workers)
+    settled = [size for size, steps in samples if SETTLED * processes <= steps < row.steps * processes]
+    if not settled:
+        raise FailedError(
+            f"{row.model} with {workers} workers: no sample of memory in its steps after the first {SETTLED}"
+        )
     digest = re.search(r"digest (\w{64})", log)
     return Footprint(
         statistics.median(settled),
