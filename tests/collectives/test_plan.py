@@ -12,7 +12,7 @@ from reference_sums import DTYPES, FLOATS, leaves_of, reference, sha
 
 from lockstep.collectives.adder import Adder, Bytes, flat
 from lockstep.collectives.contract import Span
-from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
+from lockstep.collectives.layout import ALIGNMENT, Layout, Piece, allocate
 from lockstep.collectives.plan import ReducePlan, Step, Sum, cover, halves
 from lockstep.collectives.shared import packed_reduce
 from lockstep.collectives.shared.packed_reduce import PackedReduce
@@ -130,11 +130,12 @@ def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
     # In one part, and in parts with a line of a slice or none.
     for room in (1 << 25, 1 << 9):
         placements = SlicePlacement.parts(layout, plan, room)
-        memory = nans(layout.size), nans(max(placement.size for placement in placements))
+        total = layout.views(nans(layout.size))
+        outside = nans(max(placement.size for placement in placements))
         adder = Adder()
         for placement in placements:
             reduces = [
-                SliceReduce.of(layout, plan, placement, rank, tuple(of_member), memory)
+                SliceReduce.of(layout, plan, placement, rank, tuple(of_member), total, outside)
                 for rank, of_member in enumerate(partials)
             ]
             with np.errstate(all="ignore"):
@@ -142,7 +143,7 @@ def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
                     reduce.publish(own, adder)
                 for reduce, own in zip(reduces, owns, strict=True):
                     reduce.sum(own, adder)
-        totals.add(sha(layout.shaped(layout.views(memory[0]))))
+        totals.add(sha(layout.shaped(total)))
     return sorted(totals)
 
 
@@ -228,3 +229,22 @@ def test_slices_contain_every_element_once_and_are_even(
             assert piece.start * layout.dtypes[piece.leaf].itemsize % ALIGNMENT == 0
             count[piece.leaf][piece.start : piece.stop] += 1
     assert all((each == 1).all() for each in count)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(leaves=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6), data=st.data())
+def test_pieces_are_the_elements_that_begin_in_a_range(
+    leaves: list[tuple[tuple[int, ...], str]], data: st.DataObject
+) -> None:
+    layout = Layout.of(leaves_of(0, 0, [a for a, _ in leaves], [b for _, b in leaves]))
+    lines = st.integers(0, layout.size // ALIGNMENT)
+    start, stop = (line * ALIGNMENT for line in sorted((data.draw(lines), data.draw(lines))))
+    expected = []
+    for leaf, (offset, size, dtype) in enumerate(
+        zip(layout.offsets, layout.sizes, layout.dtypes, strict=True)
+    ):
+        begins = range(offset, offset + size, dtype.itemsize)
+        inside = [i for i, begin in enumerate(begins) if start <= begin < stop]
+        if inside:
+            expected.append(Piece(leaf, inside[0], inside[-1] + 1))
+    assert layout.pieces(start, stop) == tuple(expected)

@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -133,10 +134,13 @@ class Layout:
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
         """Return the elements in the bytes `[start, stop)`; both are multiples of `ALIGNMENT`."""
         pieces = []
-        for leaf, (offset, size, dtype) in enumerate(zip(self.offsets, self.sizes, self.dtypes, strict=True)):
-            first, last = max(start - offset, 0), min(stop - offset, size)
+        # The last leaf that begins at or before `start`: all leaves before it also end there.
+        first_leaf = max(bisect_right(self.offsets, start) - 1, 0)
+        for leaf in range(first_leaf, bisect_left(self.offsets, stop)):
+            offset, itemsize = self.offsets[leaf], self.dtypes[leaf].itemsize
+            first, last = max(start - offset, 0), min(stop - offset, self.sizes[leaf])
             if first < last:
-                pieces.append(Piece(leaf, first // dtype.itemsize, last // dtype.itemsize))
+                pieces.append(Piece(leaf, first // itemsize, last // itemsize))
         return tuple(pieces)
 
     def views(self, memory: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[Any], ...]:

@@ -90,11 +90,12 @@ class Buffers:
 
         def make() -> tuple[Sequence[SliceReduce], Leaves]:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
+            leaves = layout.views(total)
             reduces = [
-                SliceReduce.of(layout, plan, placement, rank, local_spans, (total, outside))
+                SliceReduce.of(layout, plan, placement, rank, local_spans, leaves, outside)
                 for placement in placements
             ]
-            return reduces, layout.shaped(layout.views(total))
+            return reduces, layout.shaped(leaves)
 
         return cached(self._sliced, (layout, local_spans), make)
 

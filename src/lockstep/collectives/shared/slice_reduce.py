@@ -114,7 +114,8 @@ class SliceReduce:
         placement: SlicePlacement,
         rank: int,
         local_spans: Collection[Span],
-        memory: tuple[Bytes, Bytes],
+        total: Sequence[Array],
+        outside: Bytes,
     ) -> Self:
         """Plan what the member at `rank` does, which passes partials over `local_spans`.
 
@@ -124,14 +125,13 @@ class SliceReduce:
             placement: where the parts of the slices are.
             rank: the rank of this member.
             local_spans: the spans of its partials.
-            memory: the memory of the total, and the memory of the places outside it.
+            total: the flat leaves of the total.
+            outside: the memory of the places outside of the total.
         """
-        total, outside = memory
-        flat = layout.views(total)
 
         def place(owner: int, span: Span, pieces: Sequence[Piece]) -> list[Array]:
             if placement.inside[owner] == span:
-                return [flat[piece.leaf][piece.start : piece.stop] for piece in pieces]
+                return [total[piece.leaf][piece.start : piece.stop] for piece in pieces]
             start = placement.outside[owner, span] - placement.bounds[owner][0]
             arrays = []
             for piece in pieces:
@@ -142,12 +142,11 @@ class SliceReduce:
             return arrays
 
         local_sums = []
+        published = list(zip(plan.published[rank], plan.local_sums(rank, local_spans), strict=True))
         for other in range(plan.members):
             if other != rank:
                 pieces = layout.pieces(*placement.bounds[other])
-                for span, local_sum in zip(
-                    plan.published[rank], plan.local_sums(rank, local_spans), strict=True
-                ):
+                for span, local_sum in published:
                     none = (None,) * len(local_sum.operands)
                     for piece, out in zip(pieces, place(other, span, pieces), strict=True):
                         local_sums.append(PieceSum(local_sum, piece, none, out))
@@ -159,7 +158,7 @@ class SliceReduce:
             operands = tuple(
                 foreign[span][index] if span in foreign else None for span in everything.operands
             )
-            totals.append(PieceSum(everything, piece, operands, flat[piece.leaf][piece.start : piece.stop]))
+            totals.append(PieceSum(everything, piece, operands, total[piece.leaf][piece.start : piece.stop]))
         return cls(tuple(local_sums), tuple(totals))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
