@@ -1228,21 +1228,67 @@ def test_labels_that_a_program_ignores_may_come_after_the_tried_rows(ignored: in
     assert (trial.exact, trial.names) == (["the loss mean_of_known"], [])
 
 
+def mean_of_numbered(y: Any, p: Any) -> Any:
+    """Labels are a class of three, and a number: a mean without the rows whose number is 0 or 255."""
+    weight = ops.take(ops.convert_to_tensor([1.0, 2.0, 3.0]), ops.cast(y[:, 0], "int32"))
+    known = ops.cast(ops.logical_and(ops.not_equal(y[:, 1], 0), ops.not_equal(y[:, 1], 255)), p.dtype)
+    return ops.sum(known * weight * ops.square(p[:, 0] - ops.cast(y[:, 1], p.dtype))) / ops.sum(known)
+
+
+def mean_of_large(y: Any, p: Any) -> Any:
+    """Labels are a large number, and a class: a mean without the rows whose class is 255."""
+    known = ops.cast(ops.not_equal(y[:, 1], 255), p.dtype)
+    return ops.sum(known * ops.square(p[:, 0] - ops.cast(y[:, 0], p.dtype) / 1000)) / ops.sum(known)
+
+
+@pytest.mark.parametrize("loss", [mean_of_numbered, mean_of_large])
+def test_elements_of_labels_may_have_different_ranges(loss: Any) -> None:
+    """The program fails, or has no number, if an element has the label of another one."""
+    numbers, classes = 1 + np.arange(29) * 7 % 40, np.arange(29) % 3
+    if loss is mean_of_large:
+        labels = np.stack([1000 + numbers, np.where(np.arange(29) > 25, 255, classes)], 1)
+    else:
+        labels = np.stack([classes, numbers], 1)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    model.compile("sgd", loss)
+    trial = trial_of(model, X, labels.astype("int32"))
+    assert (trial.exact, trial.names) == ([f"the loss {loss.__name__}"], [])
+
+
 @pytest.mark.parametrize(
-    ("labels", "tried"),
+    ("labels", "numbers"),
     [
-        ([3, 4, 5, 6] * 7 + [255], [0, 3, 0, 255, 0, 4]),
-        ([[[3.0, 3.0], [4.0, np.nan]]] * 16 + [[[-1.0, 5.0], [5.0, 5.0]]], [[-1, -1], [5, 5], [3, 3]]),
-        ([[-2.0, 3.0, 5.0, np.inf]] * 17, [[-2, 3, 0, 0], [5, 3, 0, 0], [-2, 3, 0, 0]]),
-        ([True, False] * 9, [False, False, False, False]),
+        ([3, 4, 5, 6] * 7 + [255], [28]),
+        ([3] * 8 + [7] * 8 + [5, 9, 2], [18, 17]),
+        ([[[3.0, 3.0], [4.0, np.nan]]] * 16 + [[[-1.0, 5.0], [5.0, 5.0]]], [16]),
+        ([[1000, 3], [500, 4]] * 8 + [[600, 255], [700, 5]], [16]),
+        ([[-2.0, 3.0, 5.0, np.inf]] * 17, []),
+        ([np.nan] * 17, []),
+        ([True, False] * 9, []),
+        ([[1], [2]], []),
     ],
 )
-def test_padded_rows_have_the_smallest_and_the_largest_label(labels: Any, tried: Any) -> None:
-    padded = TriedBatch(lambda: (np.ones((len(labels), 1)), np.array(labels))).padded()
-    assert padded is not None
-    _, y, _ = padded.whole.data
-    first = ops.convert_to_numpy(y)[: len(tried)]
-    np.testing.assert_array_equal(first[:, 0] if first.ndim == 3 else first, tried)
+def test_examples_with_extreme_labels_are_tried(labels: Any, numbers: list[int]) -> None:
+    places = np.arange(len(labels))
+    batch = TriedBatch(lambda: (places, np.array(labels), None)).with_extremes()
+    if not numbers:
+        assert batch is None
+        return
+    assert batch is not None
+    x, y, _ = batch.whole.data
+    np.testing.assert_array_equal(x, [*numbers, *places[len(numbers) : 16]])
+    np.testing.assert_array_equal(y, np.array(labels)[ops.convert_to_numpy(x)])
+
+
+def test_examples_with_extremes_of_several_labels_are_whole() -> None:
+    labels = {"first": np.r_[np.zeros(16), 1, 2, 3], "second": np.r_[np.ones(17), 2, 1], "last": None}
+    batch = TriedBatch(lambda: [np.arange(19), labels]).with_extremes()
+    assert batch is not None
+    x, y, _ = batch.whole.data
+    np.testing.assert_array_equal(ops.convert_to_numpy(x)[:3], [18, 17, 2])
+    np.testing.assert_array_equal(ops.convert_to_numpy(y["second"])[:3], [1, 2, 1])
+    assert TriedBatch(lambda: [np.arange(19), None]).with_extremes() is None
+    assert TriedBatch(lambda: np.arange(19)).with_extremes() is None
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class TriedModel:
         names: the names of the parts of the program that compare examples, or could not be tried.
         failed: whether an attempt has failed.
         changes_values: whether an attempt runs with other rows, or other values of numbers.
-        precision: returns the context of an attempt, in which layers compute in single precision.
+        precision: returns the context of an attempt, in which layers and casts compute in single precision.
         runs_python: whether the program's Python runs in each step. In a compiled step, it runs once.
     """
 
@@ -91,7 +91,7 @@ class TriedModel:
                     except BaseException:
                         self.precision = precision
                         raise
-                return [*results, *self._padded(attempt), *self._repeated(attempt, read)]
+                return [*results, *self._with_other_rows(attempt), *self._repeated(attempt, read)]
         except (DataError, PeerError):  # Workers may read the batch together.
             raise
         except Exception:  # The program may call its parts in another way than the trial does.
@@ -107,21 +107,23 @@ class TriedModel:
         with self.undisturbed(), reads_observed_by(lambda v: read.setdefault(id(v), v)):
             return attempt(), list(read.values())
 
-    def _padded(self, attempt: Callable[[], list[Any]]) -> list[Any]:
-        """Return the results of a trial with rows of which some have padding.
+    def _with_other_rows(self, attempt: Callable[[], list[Any]]) -> list[Any]:
+        """Return the results of a trial with rows of which some have padding, and with other labels.
 
-        Rows without padding do not show a mean over the elements that a mask of the program's own keeps.
+        Rows without them do not show a mean over the elements that a mask of the program's own keeps.
         """
-        batch, padded = self.batch, self.batch.padded()
-        if padded is not None:
-            self.changes_values, self.batch = True, padded
-            try:
-                # The program may not be made for padding.
-                with suppress(Exception, SystemExit), self.undisturbed(), bounded():
-                    return attempt()
-            finally:
-                self.changes_values, self.batch = False, batch
-        return []
+        batch = self.batch
+        results: list[Any] = []
+        for rows in (batch.padded(), batch.with_extremes()):
+            if rows is not None:
+                self.changes_values, self.batch = True, rows
+                try:
+                    # The program may not be made for padding.
+                    with suppress(Exception, SystemExit), self.undisturbed(), bounded():
+                        results += attempt()
+                finally:
+                    self.changes_values, self.batch = False, batch
+        return results
 
     def _repeated(self, attempt: Callable[[], list[Any]], read: Sequence[Any]) -> list[Any]:
         """Return the results of a trial with other values of the numbers that the program may change.

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
+from itertools import chain, zip_longest
 from typing import Any
 
 import keras
@@ -111,24 +112,46 @@ class TriedBatch:
             count = min(_ROWS, self.examples)
             step = self.examples // max(1, count)
             rows = _cut(self._batch, slice(0, count * step, max(1, step)))
-        return _with_labels(rows, partial(keras.tree.map_structure, _varied))
+        if not _has_labels(rows):
+            return rows
+        parts = list(rows)
+        parts[1] = keras.tree.map_structure(_varied, parts[1])
+        return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
 
     def padded(self) -> "TriedBatch | None":
         """Return the same rows, of which some have padding: elements that are 0. None if nothing changes.
 
-        Some labels are the smallest and the largest one of the whole batch. The program may ignore such a
-        label, such as -1 or 255. Neither of the `parts`, and neither of the `halves`, has as much padding as
-        the other one.
+        Neither of the `parts`, and neither of the `halves`, has as much padding as the other one.
         """
-        padded = keras.tree.map_structure(
-            _padded,
-            _with_labels(
-                self._rows,
-                lambda labels: keras.tree.map_structure(_with_extremes, labels, self._batch[1]),
-            ),
-        )
+        padded = keras.tree.map_structure(_padded, self._rows)
         pairs = zip(keras.tree.flatten(self._rows), keras.tree.flatten(padded), strict=True)
         return None if all(before is after for before, after in pairs) else TriedBatch(lambda: padded)
+
+    def with_extremes(self) -> "TriedBatch | None":
+        """Return the rows, of which some give way to examples with extreme labels. None if nothing changes.
+
+        The program may ignore such a label, such as -1 or 255, which none of the rows has. The examples are
+        whole, because elements of labels may have different ranges, or belong to the inputs.
+        """
+        batch, rows = self._batch, self._rows
+        leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+        if not _has_labels(batch) or not all(isinstance(leaf, np.ndarray) for leaf in leaves):
+            return None
+        labels = zip(keras.tree.flatten(batch[1]), keras.tree.flatten(rows[1]), strict=True)
+        extremes = zip_longest(*(_extremes(leaf, tried) for leaf, tried in labels if _may_be_padded(leaf)))
+        numbers = [number for number in dict.fromkeys(chain.from_iterable(extremes)) if number is not None]
+        # They are in one of the `halves`.
+        numbers = numbers[: self.count // 2]
+        if not numbers:
+            return None
+        changed = keras.tree.map_structure(
+            lambda leaf, tried: (
+                None if leaf is None else np.concatenate([leaf[numbers], tried[len(numbers) :]])
+            ),
+            batch,
+            rows,
+        )
+        return TriedBatch(lambda: changed)
 
     def _part(self, start: int, stop: int) -> TriedRows:
         rows = slice(start, stop)
@@ -147,13 +170,8 @@ def _twice(leaf: Any) -> Any:
     return np.repeat(leaf, 2, axis=0) if isinstance(leaf, np.ndarray) else leaf
 
 
-def _with_labels(rows: Nest, change: Callable[[Nest], Nest]) -> Nest:
-    """Return rows with changed labels, if they have any."""
-    if not isinstance(rows, tuple | list) or len(rows) < 2:
-        return rows
-    parts = list(rows)
-    parts[1] = change(parts[1])
-    return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
+def _has_labels(batch: Nest) -> bool:
+    return isinstance(batch, tuple | list) and len(batch) > 1
 
 
 def _may_be_padded(leaf: Any) -> bool:
@@ -176,18 +194,23 @@ def _padded(leaf: Any) -> Any:
     return leaf if np.array_equal(leaf, padded) else padded
 
 
-def _with_extremes(leaf: Any, batch: Any) -> Any:
-    """Return labels with the smallest and the largest label of a batch in rows, or elements, not padded."""
-    if not _may_be_padded(leaf) or leaf.dtype.kind == "b":
-        return leaf
-    numbers = batch[np.isfinite(batch)]
-    changed, first = leaf.copy(), max(1, len(leaf) // 3)
-    for number, value in enumerate((numbers.min(), numbers.max()) if numbers.size else ()):
-        if leaf.ndim > 1 and leaf.shape[1] > 1 and number < first:
-            changed[number, :1] = value
-        elif 2 * number + 1 < first:
-            changed[2 * number + 1] = value
-    return leaf if np.array_equal(leaf, changed) else changed
+def _extremes(labels: Any, tried: Any) -> list[int]:
+    """Return the examples with the smallest and the largest label, if the tried ones do not have these.
+
+    The elements along the last axis may mean different things, so those of each also count if they are few.
+    """
+    of_all, of_tried = (
+        np.ma.masked_invalid(array.reshape(len(array), -1, array.shape[-1] if array.ndim > 1 else 1))
+        for array in (labels, tried)
+    )
+    numbers: list[int] = []
+    columns = of_all.shape[-1]
+    for column in (slice(None), *range(columns if columns <= _ROWS else 0)):
+        elements = of_all[..., column]
+        for value in (elements.min(), elements.max()):
+            if value is not np.ma.masked and not (of_tried[..., column] == value).any():
+                numbers.append(int(np.argwhere(elements == value)[0, 0]))
+    return numbers
 
 
 def _varied(leaf: Any) -> Any:
