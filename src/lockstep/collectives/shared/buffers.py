@@ -92,7 +92,7 @@ class Buffers:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
             leaves = layout.views(total)
             reduces = [
-                SliceReduce.of(layout, plan, placement, rank, local_spans, leaves, outside)
+                SliceReduce.of(layout, plan, placement, rank, local_spans, total=leaves, outside=outside)
                 for placement in placements
             ]
             return reduces, layout.shaped(leaves)
