@@ -128,7 +128,9 @@ class Witness:
         try:
             with replaced(model, "steps_per_execution", 1):
                 function, plainly = self._function(model, kind), partial(self._as_keras, model, kind)
-                step = ComparedStep(self._job, self._backend, model, kind, batch, function, plainly)
+                step = ComparedStep(
+                    self._job, self._backend, model, kind, batch, function=function, plainly=plainly
+                )
                 replicated = partial(self._step, model, kind)
                 comparison = StepComparison(step, self._job.view.replicas, replicated)
                 of_others = self._of_backends(call, step, BackendComparison(step, comparison))
