@@ -13,7 +13,7 @@ from checkpoint_samples import DTYPES, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.values import pack, unpack
+from lockstep.checkpoint.values import pack, packable, unpack
 from lockstep.errors import CheckpointError
 
 
@@ -68,6 +68,7 @@ values = st.recursive(
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(values)
 def test_values_are_restored_with_the_same_types_and_bits(value: Any) -> None:
+    assert packable(value)
     packed, found = pack(value, "callbacks")
     text = json.dumps(packed, allow_nan=False)
     assert same(unpack(json.loads(text), found), value)
@@ -120,6 +121,7 @@ def endless() -> list[Any]:
 def test_unsupported_values_are_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         pack(make(), "x")
+    assert not packable(make())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import round_verification, state_verification, verification
+from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.host_report import HostReport
 from lockstep.keras.round_verification import TotalPart, Verifier
 from lockstep.keras.rounds import Round
@@ -453,6 +455,21 @@ def test_a_worker_can_join_only_in_the_first_round_of_a_step_of_a_loop() -> None
     verifications._job.exchange(lambda *_: None)
     verifications.begin_round()
     assert not verifications.can_repeat
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "joins"), [("float32", True), ("complex64", False), ("<U1", False), (">f4", False)]
+)
+def test_a_worker_joins_in_a_prediction_only_if_it_can_get_weights_and_outputs(
+    dtype: str, joins: bool, compiled: bool
+) -> None:
+    outputs = [{"a": [np.zeros(2, "float32"), np.zeros(2, dtype)]}]
+    call = SimpleNamespace(at_end=False, outputs=outputs, metrics=None)
+    calls = SimpleNamespace(current=call, stack=[None, call])
+    step: Any = SimpleNamespace(kind="predict", calls=calls, model=SimpleNamespace(compiled=compiled))
+    admits: Any = GlobalStep._admits_workers
+    assert admits.fget(step) == (joins and compiled)
 
 
 def test_an_evaluation_within_a_step_does_not_count_as_the_step() -> None:

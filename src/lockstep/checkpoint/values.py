@@ -51,6 +51,15 @@ def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
         raise TypeError(f"{prefix} is nested too deeply, or contains itself") from None
 
 
+def packable(value: Any) -> bool:
+    """Whether `pack` can pack a value."""
+    try:
+        pack(value, "")
+    except TypeError:
+        return False
+    return True
+
+
 def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
     """Restore a value from a result of `pack`; its arrays are those in `arrays`, not copies.
 

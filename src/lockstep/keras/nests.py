@@ -36,13 +36,6 @@ def leaves_of(nest: Nest) -> list[Any]:
     return [leaf for leaf in parts_of(nest)[0] if leaf is not None]
 
 
-def is_plain(nest: Nest) -> bool:
-    """Whether a nest consists of lists, tuples, dicts with texts as keys, and arrays of NumPy."""
-    if type(nest) is dict:
-        return all(type(key) is str for key in nest) and all(map(is_plain, nest.values()))
-    return all(map(is_plain, nest)) if type(nest) in (list, tuple) else isinstance(nest, np.ndarray)
-
-
 def has_weights(batch: Nest) -> bool:
     """Whether a batch (x, y, sample_weight) has sample weights. A batch of another form has none."""
     weights = batch[2] if isinstance(batch, tuple | list) and len(batch) == 3 else None

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.checkpoint.values import packable
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import Batch, LocalBatches, Share
 from lockstep.keras.backends.contract import Backend, StepKind, Total
@@ -26,7 +27,6 @@ from lockstep.keras.fit.divided_update import DividedUpdate
 from lockstep.keras.fit.outputs import OutputTrials, ReplicaOutputs, joined, leaves_by_path
 from lockstep.keras.fit.step_round import StepPrograms, StepRound, repeated_share
 from lockstep.keras.input.readings import read_batch
-from lockstep.keras.nests import is_plain
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.python_replicas import python_facts
 from lockstep.keras.round_verification import Verifier
@@ -238,8 +238,11 @@ class GlobalStep(StepPrograms):
     @property
     def _admits_workers(self) -> bool:
         """Whether a worker can join before a step, with the state before it."""
-        if self.kind == "predict" and self.calls.current.at_end:
-            return False
+        if self.kind == "predict":
+            call = self.calls.current
+            # A worker that joins gets the values of compiled models, and the outputs of the steps before.
+            if call.at_end or not (self.model.compiled and packable(call.outputs[-1:])):
+                return False
         # A `fit` of a callback cannot be resumed, nor its validation.
         return len(self.calls.stack) == (2 if self.calls.current.metrics is None else 3)
 
@@ -352,10 +355,7 @@ class GlobalStep(StepPrograms):
         self.timer.stop()
         batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
         self._verifications.begin(number, trains=False)
-        outputs_before = self.calls.current.outputs
-        self._verifications.can_repeat = (
-            self._admits_workers and self.model.compiled and is_plain(outputs_before[-1:])
-        )
+        self._verifications.can_repeat = self._admits_workers
         self.program.outputs()  # Drops those of a step that failed.
         if self.program.varies:
             self.python.begin()

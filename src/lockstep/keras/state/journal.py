@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lockstep.checkpoint.values import pack
+from lockstep.checkpoint.values import packable
 from lockstep.errors import CheckpointError
 from lockstep.keras.randomness import random_states, same_states
 
@@ -310,8 +310,8 @@ def failure_of(error: BaseException, call: str) -> Failure:
         "call": call,
         "module": error_class.__module__,
         "class": error_class.__qualname__,
-        "args": arguments if _is_plain(arguments) else (),
-        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
+        "args": arguments if packable(arguments) else (),
+        "attributes": {name: value for name, value in vars(error).items() if packable(value)},
         "text": str(error),
     }
 
@@ -355,11 +355,3 @@ def _made(error_class: type[BaseException], failure: Failure) -> BaseException |
 
 def _initializes(error_class: type[BaseException]) -> bool:
     return isinstance(error_class.__init__, FunctionType)
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        pack(value, "error")
-    except TypeError:
-        return False
-    return True
