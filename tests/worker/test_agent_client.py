@@ -1,11 +1,14 @@
 """What a worker learns of views while its script is busy elsewhere."""
 
+import socket
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.errors import PeerLostError
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import StrategyInstalled
 from lockstep.protocol.channel import Attachment
@@ -18,6 +21,8 @@ from lockstep.protocol.worker import (
     WorkerMessage,
 )
 from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
+from lockstep.worker import agent_client
 from lockstep.worker.agent_client import AgentClient
 
 
@@ -61,7 +66,12 @@ def test_the_end_of_the_agent_is_kept_once(
 def test_reports_on_which_supervision_depends_wait_for_a_slow_agent() -> None:
     """A joiner whose request is dropped would wait for ever, and so would members whose state is dropped."""
     patience: list[float] = []
-    channel: Any = SimpleNamespace(send=lambda message, seconds=0.0: patience.append(seconds))
+
+    def send(message: WorkerMessage, seconds: float = 0.0) -> bool:
+        patience.append(seconds)
+        return True
+
+    channel: Any = SimpleNamespace(send=send)
     client = AgentClient(channel, 0)
     client.started()
     client.request_to_join(whole=True)
@@ -72,4 +82,23 @@ def test_reports_on_which_supervision_depends_wait_for_a_slow_agent() -> None:
     client.finished()
     client.awaits_last_line()
     assert len(patience) == 8
-    assert min(patience) >= 60.0
+    assert min(patience) > 59.0
+
+
+def test_a_report_for_which_others_wait_is_not_dropped_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_client, "_PATIENCE", 0.05)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    agent = PacketChannel[AgentMessage, WorkerMessage](ours, WorkerMessage)
+    worker = PacketChannel[WorkerMessage, AgentMessage](theirs, AgentMessage)
+    client = AgentClient(worker, 0)
+    state = StateGiven(1, True, failure="no memory")
+    while worker.send(state):
+        pass
+    client.finished()
+    for send in (partial(client.request_to_join, whole=True), partial(client.send_state, state)):
+        with pytest.raises(PeerLostError, match=r"the agent of this host has read nothing for 0\.05 s"):
+            send()
+    agent.close()
+    client.send_state(state)
+    assert client.receive(None) == AbortExchange("the agent has ended")
+    worker.close()

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from pathlib import Path
 
-from lockstep.errors import InternalError
+from lockstep.errors import InternalError, PeerLostError
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
     JoinRequested,
@@ -45,8 +45,9 @@ _SHORT_PATIENCE = 0.2
 class AgentClient:
     """Sends the reports of this worker to its agent, from any thread, and receives its messages.
 
-    Reports never raise. Supervision depends on most of them: without its request, a joiner would wait for
-    ever. So they wait for an agent whose queue is full. Those that others follow are dropped then.
+    Supervision depends on most reports, so they wait for an agent whose queue is full. Dropped instead are
+    measurements, digests, and a report that a later one replaces. Reports do not raise, except for a request
+    to join and the state for joiners: without these, another process would wait for ever.
 
     Args:
         channel: to the agent.
@@ -79,7 +80,7 @@ class AgentClient:
         self._channel.send(EventReport(event), patience)
 
     def waiting(self, call: str, workers: tuple[int, ...], seconds: float) -> None:
-        """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""
+        """Report the workers for which this one waits; dropped if the agent is slow: a later one follows."""
         self._channel.send(EventReport(WaitReported(self._worker, call, workers, seconds)))
 
     def broken(self, view: int, reason: str, *, fatal: bool) -> None:
@@ -122,21 +123,27 @@ class AgentClient:
 
     def wait_for_end(self) -> None:
         """Wait until the agent has ended, without reading messages."""
-        poll = select.poll()
-        poll.register(self._channel.fileno(), 0)
-        poll.poll()
+        self._has_ended(None)
 
     def answers_at(self, entrance: bytes) -> None:
         """Announce the address at which this worker answers workers of other hosts."""
         self._channel.send(AnswersAt(entrance), _PATIENCE)
 
     def request_to_join(self, *, whole: bool) -> None:
-        """Request the position of the members or, if `whole`, admission with the whole state."""
-        self._channel.send(EventReport(JoinRequested(self._worker, whole)), _PATIENCE)
+        """Request the position of the members or, if `whole`, admission with the whole state.
+
+        Raises:
+            PeerLostError: the agent does not take the request in time.
+        """
+        self._send_needed(EventReport(JoinRequested(self._worker, whole)))
 
     def send_state(self, report: StateGiven) -> None:
-        """Send the state, or the position."""
-        self._channel.send(report, _PATIENCE)
+        """Send the state, or the position.
+
+        Raises:
+            PeerLostError: the agent does not take it in time.
+        """
+        self._send_needed(report)
 
     def next_view(self, seconds: float) -> AgentMessage | None:
         """Wait for the coordinator's decision after a view has ended; for the main thread.
@@ -187,6 +194,25 @@ class AgentClient:
         It also returns None once one of the descriptors `wakes` is readable.
         """
         return self._kept.popleft() if self._kept else self._take(seconds, *wakes)
+
+    def _send_needed(self, message: WorkerMessage) -> None:
+        until = time.monotonic() + _PATIENCE
+        # Reports of other threads may fill the queue again.
+        while not self._channel.send(message, max(0.0, until - time.monotonic())):
+            if self._has_ended(0.0):
+                # The next message says so.
+                return
+            if time.monotonic() >= until:
+                raise PeerLostError(
+                    f"the agent of this host has read nothing for {_PATIENCE:g} s: find out why its process "
+                    "does not run"
+                )
+
+    def _has_ended(self, seconds: float | None) -> bool:
+        """Return whether the agent ends in this time; None for no limit."""
+        poll = select.poll()
+        poll.register(self._channel.fileno(), 0)
+        return bool(poll.poll(None if seconds is None else 1000 * seconds))
 
     def _take(self, seconds: float | None, *wakes: int) -> AgentMessage | None:
         channel = self._channel.fileno()
