@@ -142,7 +142,6 @@ def test_a_host_that_is_reached_later_is_no_failure() -> None:
             pass
 
 
-@pytest.mark.usefixtures("closes_descriptors")
 def test_no_attempt_begins_without_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now, attempts = 0.0, list[float]()
 
@@ -167,6 +166,7 @@ def test_an_address_needs_no_name_service(monkeypatch: pytest.MonkeyPatch) -> No
     assert resolve_host("::1", 7, patience=0.0)[0] == socket.AF_INET6
 
 
+@pytest.mark.usefixtures("closes_descriptors")
 def test_a_host_that_drops_packets_is_named() -> None:
     # The kernel drops the packets of connections that its full queue has no room for.
     with socket.socket() as full, contextlib.ExitStack() as queued:

@@ -212,7 +212,7 @@ def _reach(
         try:
             return connect(address, greeting, credentials, min(_ATTEMPT, left), check)
         except NetworkError as error:
-            failure = error
+            failure = str(error)
         time.sleep(_SLICE)
         # An attempt that has no time would only fail with a worse reason.
         if (left := until - time.monotonic()) <= _SLICE:
