@@ -45,6 +45,7 @@ from lockstep.collectives.network.frames import (
 )
 from lockstep.collectives.network.last_call import KeptResult
 from lockstep.collectives.network.memory import Extents, NetworkBuffers
+from lockstep.collectives.network.streams import Outgoing
 from lockstep.collectives.plan import HostPlan, ReducePlan
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
@@ -544,6 +545,34 @@ def test_silence_within_the_data_of_another_host_counts_as_waiting() -> None:
         communicator.close()
         for each in (view, *workers.values()):
             each.close()
+
+
+def test_time_in_which_own_data_leave_is_not_waiting() -> None:
+    class Slow(Outgoing):
+        """A stream on which data leave for some time."""
+
+        is_idle = False
+        error = None
+        answers = iter((False, False, True))
+
+        def __init__(self) -> None:
+            pass
+
+        def flush(self, seconds: float) -> bool:
+            return next(self.answers)
+
+    hosts = hosts_of((1, 1))
+    view, workers = ConnectedView(2, hosts), workers_of(hosts)
+    communicator = view.entrances[0].enter(workers[0])
+    lane = communicator._lane
+    assert lane is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(lane._outgoing, 1, Slow())
+        lane.flush(CollectiveCall("reduce", "reduce"))
+    assert communicator.waited == 0.0
+    communicator.close()
+    for each in (view, *workers.values()):
+        each.close()
 
 
 @pytest.mark.parametrize("size", [-1, LENGTH_LIMIT + 1, (1 << 63) - 1])

@@ -194,13 +194,18 @@ class Lane:
         Raises:
             PeerLostError, PeerStuckError: as `Communicator` states.
         """
-        for host, outgoing in self._outgoing.items():
-            if not outgoing.is_idle:
-                with self.wait(call, [host]) as wait:
-                    while not outgoing.flush(MAX_BLOCK_SECONDS):
-                        if outgoing.error is not None:
-                            raise self._lost(host, call, outgoing.error)
-                        wait.blocked()
+        before = self.waited
+        try:
+            for host, outgoing in self._outgoing.items():
+                if not outgoing.is_idle:
+                    with self.wait(call, [host]) as wait:
+                        while not outgoing.flush(MAX_BLOCK_SECONDS):
+                            if outgoing.error is not None:
+                                raise self._lost(host, call, outgoing.error)
+                            wait.blocked()
+        finally:
+            # The data of this worker may have left all the time.
+            self.waited = before
 
     def wait(self, call: CollectiveCall, remaining: Sequence[int]) -> "HostWait":
         """Return a wait for the hosts in `remaining`, from which the caller may remove hosts."""
