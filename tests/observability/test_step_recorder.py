@@ -60,11 +60,11 @@ class Recorded:
             )
         )
 
-    def rest(self, call: str, seconds: float) -> None:
-        """End a call with a validation of this time."""
+    def rest(self, call: str, seconds: float, paused: float = 0.0) -> None:
+        """End a call with a validation of this time, in which training paused."""
         self.clock.advance(seconds)
         parts = dict.fromkeys(STEP_PARTS, 0.0) | {"nested": seconds}
-        self.bus.publish(RestEnded(call=call, calls={"validation": seconds}, **parts))
+        self.bus.publish(RestEnded(call=call, calls={"validation": seconds}, paused=paused, **parts))
         self.bus.publish(CallEnded(call))
 
     @property
@@ -97,14 +97,16 @@ def test_the_time_after_the_last_step_counts_for_the_last_measurement() -> None:
     recorded = Recorded()
     for number in range(1, 4):
         recorded.step("fit 1", number)
-    recorded.rest("fit 1", 8.0)
+    recorded.rest("fit 1", 8.0, paused=4.0)
     last = recorded.steps[-1]
+    assert last.paused == 4.0
     assert (last.count, last.seconds, last.nested, last.calls) == (2, 8.5, 8.0, {"validation": 8.0})
     # After a single step, which is measured alone, it has a measurement without steps, if it is worth one.
     recorded.step("fit 2", 1)
     recorded.rest("fit 2", 2.0)
     last = recorded.steps[-1]
     assert (last.call, last.number, last.count, last.seconds, last.began) == ("fit 2", 1, 0, 2.0, 1009.0)
+    assert last.paused == 0.0
     recorded.step("fit 3", 1)
     recorded.rest("fit 3", 0.001)
     assert (recorded.steps[-1].call, recorded.steps[-1].count) == ("fit 3", 1)

@@ -202,6 +202,7 @@ def test_the_time_after_the_last_step_is_the_rest_of_the_call(timed: Timed) -> N
         with timer.within("validation"):
             clock.advance(5)
         clock.wait(7)
+        timer.note_pause(6)
         timer.end_call()
         clock.advance(100)
     # No call is in progress: nothing follows.
@@ -209,6 +210,7 @@ def test_the_time_after_the_last_step_is_the_rest_of_the_call(timed: Timed) -> N
     assert [event.event for event in rests.take(0)[0]] == [
         RestEnded(
             call="fit 1",
+            paused=6,
             input=0,
             compute=0,
             wait=7,

@@ -608,7 +608,7 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
 
 
 class RestEnded(_Event, frozen=True, kw_only=True, tag="rest"):
-    """A worker ends a call: the time since its last step. The parts are those of `StepEnded`."""
+    """A worker ends a call: the time since its last step. The parts and pauses are those of `StepEnded`."""
 
     call: str
     input: float
@@ -619,6 +619,7 @@ class RestEnded(_Event, frozen=True, kw_only=True, tag="rest"):
     other: float
     nested: float = 0.0
     calls: Mapping[str, float] = {}
+    paused: float = 0.0
 
 
 class StepsMeasured(_Event, frozen=True, kw_only=True, tag="steps"):

@@ -127,7 +127,6 @@ class _Sums:
         self.count += 1
         self.last = step
         self._examples += step.examples
-        self._paused += step.paused
         parts = self._sum(step)
         if step.compiled:
             self._compiled += 1
@@ -154,6 +153,7 @@ class _Sums:
             added.nested,
         )
         self._parts = list(map(add, self._parts, parts))
+        self._paused += added.paused
         for method, seconds in added.calls.items():
             self._within[method] = self._within.get(method, 0.0) + seconds
         return parts

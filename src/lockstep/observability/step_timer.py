@@ -80,7 +80,9 @@ class StepTimer:
         """Publish the time since the last step of the call, of which no step follows."""
         if self._call is not None:
             self.lap("other")
-            self._events.publish(RestEnded(call=self._call, calls=self._calls, **self._parts))
+            self._events.publish(
+                RestEnded(call=self._call, calls=self._calls, paused=self._paused, **self._parts)
+            )
             self._call = None
 
     def lap(self, part: Part) -> None:
