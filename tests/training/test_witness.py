@@ -4,6 +4,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
@@ -26,7 +27,7 @@ from lockstep.keras.fit.compared_step import ComparedStep
 from lockstep.keras.fit.deviations import deviation
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.fit.part_names import explaining
-from lockstep.keras.fit.plain_function import rounded_outputs
+from lockstep.keras.fit.plain_function import rounded_outputs, single_precision
 from lockstep.keras.fit.random_rows import equal_draws
 from lockstep.keras.fit.step_comparison import StepComparison
 from lockstep.keras.fit.trials import Trial
@@ -129,6 +130,16 @@ class OnlyHalf(keras.layers.Layer):
         if keras.backend.standardize_dtype(x.dtype) != "bfloat16":
             raise TypeError
         return x
+
+
+class HalfProduct(OnlyHalf):
+    """Has a weight."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], 8), name="kernel")
+
+    def call(self, x: Any) -> Any:
+        return ops.tanh(ops.matmul(super().call(x), ops.cast(self.kernel, x.dtype)))
 
 
 def first_error(y: Any, p: Any) -> Any:
@@ -400,6 +411,27 @@ def test_a_constant_draw_of_a_row_does_not_depend_on_the_others(name: str) -> No
         whole, part = draw(x, 1), draw(x[7:], 2)
     np.testing.assert_array_equal(whole[7:], part)
     assert whole.dtype == draw(x, 1).dtype
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_other_threads_draw_and_cast_as_always(constant: bool) -> None:
+    """They may read data ahead."""
+    x = ops.convert_to_tensor(np.abs(X))
+
+    def read() -> list[Any]:
+        values = [draw(x, 1) for draw in DRAWS.values()]
+        return [*values, keras.random.normal((3, 2), seed=1), ops.cast(x, "bfloat16")]
+
+    layer = keras.layers.Dense(1)
+    with ThreadPoolExecutor(1) as other, single_precision(layer) as computed:
+        with equal_draws(lambda function: None, constant=constant):
+            values = other.submit(read).result()
+        assert computed == []
+        assert ops.cast(x, "bfloat16").dtype == "float32"
+        assert computed == [True]
+    for value, expected in zip(values, read(), strict=True):
+        assert value.dtype == expected.dtype
+        np.testing.assert_array_equal(value, expected)
 
 
 @pytest.mark.parametrize("constant", [False, True])
@@ -1017,6 +1049,20 @@ def test_a_validation_is_compared_once(
     model = built(hidden(), loss=lambda y, p: ops.mean(ops.square(y - p)), run_eagerly=True)
     model.fit(X, Y, batch_size=29, verbose=0, validation_data=Batches([(X[:8], Y[:8])]))
     assert [(step.call.split()[0], step.kind) for step in compared()] == [("fit", "train"), ("fit", "test")]
+
+
+def test_later_calls_are_also_compared_in_half_precision(
+    compared: Callable[[], list[StepCompared]], job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled functions of a program that computes only in half precision last for several calls."""
+    check("every-fit", job_of_one_worker, monkeypatch)
+    model = built(hidden(), HalfProduct(dtype="mixed_bfloat16"))
+    for _ in range(3):
+        fit(model)
+    model.evaluate(X, Y, batch_size=29, verbose=0)
+    steps = compared()
+    assert [step.kind for step in steps] == ["train", "train", "train", "test"]
+    assert differing(steps) == {}
 
 
 def test_only_the_first_batches_of_a_check_train(

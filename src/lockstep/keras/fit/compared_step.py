@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
@@ -85,17 +84,20 @@ class ComparedStep:
         self.whole = whole_batch(self.batch, job.view.replicas)
         self.function = function
         self.program = backend.program(model, kind)
-        self._single: Callable[[], AbstractContextManager[object]] = partial(single_precision, model)
         self._computed: object = None
         try:
             self._begin()
         except Exception:
             if not self._computed:
                 raise
-            # The program can compute in half precision only.
-            self._single, self.function.made = nullcontext, None
+            # Compiled functions, also those of replicas, go on in this precision in later calls.
+            self.function.only_half, self.function.made = True, None
             self._begin()
         self.exchanges = False
+
+    def _single(self) -> AbstractContextManager[object]:
+        """Return a context in which the model computes in single precision, if it can."""
+        return nullcontext() if self.function.only_half else single_precision(self.model)
 
     def _begin(self) -> None:
         """Take the step of plain Keras."""

@@ -1,11 +1,12 @@
 """Plain Keras's own function for a step, as the reference of a comparison.
 
-It knows nothing of replicas. Its logs also have the gradients, layers compute in single precision, and the
-last bits of inputs and outputs may be changed, which shows how far rounding goes.
+It knows nothing of replicas. Its logs also have the gradients, layers and casts compute in single precision,
+and the last bits of inputs and outputs may be changed, which shows how far rounding goes.
 """
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -43,24 +44,24 @@ def computes_in_half(model: Any) -> bool:
 
 
 @contextmanager
-def single_precision(model: Any) -> Iterator[list[Any]]:
+def single_precision(model: Any) -> Iterator[list[bool]]:
     """Within the block, layers and casts of the program to half precision compute in single precision.
 
-    Rounding to half precision would hide differences of some percent. Yields these layers, and the values
-    that are cast in the block.
+    Rounding to half precision would hide differences of some percent. Casts of other threads, such as those
+    that read data ahead, are not changed. Yields a list with an element for each of these layers and casts.
     """
     policies = [
         (layer, layer.dtype_policy) for layer in layers_of(model) if layer.compute_dtype in HALF_TYPES
     ]
     # A policy of quantized weights has more than a type, and several layers share a map of policies.
     policies = [(layer, policy) for layer, policy in policies if type(policy) is keras.DTypePolicy]
-    original, computed = keras.ops.cast, [layer for layer, _ in policies]
+    original, thread, computed = keras.ops.cast, threading.get_ident(), [True] * len(policies)
 
     def cast(x: Any, dtype: Any) -> Any:
-        half = keras.backend.standardize_dtype(dtype) in HALF_TYPES
+        half = threading.get_ident() == thread and keras.backend.standardize_dtype(dtype) in HALF_TYPES
         if not half or is_library(sys._getframe(1).f_globals):
             return original(x, dtype)
-        computed.append(x)
+        computed.append(True)
         return original(x, "float32")
 
     try:
@@ -122,12 +123,14 @@ class FunctionWithGradients:
         made: the function, once it was made.
         updated: the updates, once the step was traced or has run.
         has_occurrences: whether a gradient is a list of occurrences, as of an Embedding on TensorFlow.
+        only_half: whether the program can compute in half precision only, so that the function does.
     """
 
     def __init__(self, model: Any) -> None:
         self.made: Any = None
         self.updated: list[Update] = []
         self.has_occurrences = False
+        self.only_half = False
         self._model = model
         self._jax = keras.backend.backend() == "jax"
         self._recorded: dict[str, Any] = {}

@@ -3,6 +3,7 @@
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -31,23 +32,31 @@ def equal_draws(note: Callable[[str], object], *, constant: bool) -> Iterator[No
     These are the operations of Keras, which its layers use, and the usual ones of the backend. One that the
     program has replaced by a function of its own is left alone, like its other functions: its arguments may
     differ. `note` gets the name of each function of the program that draws numbers, but not those of layers
-    or modules of a library.
+    or modules of a library. Draws of other threads, such as those that read data ahead, are not changed.
 
     Args:
         note: receives names.
         constant: whether all draws of an operation are equal, so that they do not depend on a seed, and
             dropout does not drop anything.
     """
+    thread = threading.get_ident()
     with ExitStack() as stack:
         for name, mean in _MEANS.items() if constant else ():
-            stack.enter_context(replaced(BACKEND_RANDOM, name, mean))
+            draw = getattr(BACKEND_RANDOM, name)
+
+            def most_likely(*args: Any, draw: Draw = draw, mean: Draw = mean, **kwargs: Any) -> Any:
+                return (mean if threading.get_ident() == thread else draw)(*args, **kwargs)
+
+            stack.enter_context(replaced(BACKEND_RANDOM, name, most_likely))
         for owner, name, wrap in (*_of_keras(), *_of_backend()):
             draw = getattr(owner, name)
             if not _is_original(owner, draw):
                 continue
             repeated = wrap(_constant(owner, name, draw) if constant else draw)
 
-            def noted(*args: Any, repeated: Draw = repeated, **kwargs: Any) -> Any:
+            def noted(*args: Any, draw: Draw = draw, repeated: Draw = repeated, **kwargs: Any) -> Any:
+                if threading.get_ident() != thread:
+                    return draw(*args, **kwargs)
                 if (drawing := _drawing_function()) is not None:
                     note(drawing)
                 return repeated(*args, **kwargs)
