@@ -11,6 +11,7 @@ from keras.src.utils.tracking import TrackedList
 import lockstep
 from lockstep.errors import ModelError
 from lockstep.keras.backends.jax import JaxBackend, refuse_unsupported
+from lockstep.keras.fit import global_step
 
 
 def test_a_model_is_built_with_the_dtypes_that_jax_computes_with() -> None:
@@ -67,6 +68,20 @@ def test_keras_does_not_search_the_state_of_a_training_for_layers() -> None:
     model.jax_state_sync()
     assert model.get_weights()[0].tolist() == [[3.0], [3.0]]
     assert int(model.optimizer.iterations.numpy()) == 7
+
+
+def test_the_memory_of_the_compiler_is_returned_after_the_steps_that_it_has_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(global_step, "return_freed_memory", lambda: seen.append("returned"))
+    step = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append("step"))
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    for epochs in (2, 1):
+        model.fit(np.ones((6, 2)), np.ones((6, 1)), batch_size=3, epochs=epochs, verbose=0, callbacks=[step])
+    assert seen == ["returned", *["step"] * 6]
 
 
 class ListsTwice(keras.Sequential):
