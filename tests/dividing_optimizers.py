@@ -167,7 +167,6 @@ def divide_on_jax(
     functions: Any, weights: list[Any], values: list[Any], gradients: Sequence[Sequence[Array]]
 ) -> tuple[list[Any], list[Any]]:
     """Return the weights and the optimizer's values after updates by blocks."""
-
     from lockstep.keras.backends.jax_blocks import JaxBlockUpdate
 
     def unused() -> NoReturn:

@@ -145,11 +145,11 @@ def test_blocks_have_the_bits_of_the_whole_update_on_pytorch(
     assert [line for line in lines if not line.endswith(": equal")] == []
 
 
-def test_operations_get_copies_of_a_shared_slot_and_numpy_its_memory() -> None:
+def test_operations_get_copies_of_a_shared_value_and_numpy_its_memory() -> None:
     memory = np.ones(4, np.float32)
-    slot = SharedValue(DividedState(DividedLayout((), 64, 1), np.zeros(64, np.uint8)), memory)
-    copied = jax.numpy.asarray(slot)
-    seen = np.asarray(slot)
+    value = SharedValue(DividedState(DividedLayout((), 64, 1), np.zeros(64, np.uint8)), memory)
+    copied = jax.numpy.asarray(value)
+    seen = np.asarray(value)
     memory[:] = 2
     assert copied.tolist() == [1.0] * 4
     assert seen.tolist() == [2.0] * 4

@@ -330,7 +330,7 @@ class JaxBlockUpdate:
 
     @property
     def release(self) -> Callable[[], None]:
-        """Does nothing: Keras copies the slots into the optimizer's variables at the end of a `fit`."""
+        """Does nothing: Keras copies the weights and the slots into variables at the end of a `fit`."""
         return lambda: None
 
     def finish(
