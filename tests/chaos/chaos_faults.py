@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from lockstep.checkpoint import checkpoint_files as folder
 from lockstep.checkpoint.scheduler import CheckpointScheduler
 from lockstep.collectives.contract import Span
 from lockstep.collectives.shared import barrier, communicator, futex
+from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.packed_reduce import PackedReduce
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.transport.state_memory import MemoryTransport
@@ -27,6 +28,7 @@ POINTS = (
     "summed",
     "after reduce",
     "after apply",
+    "between two parts",
     "growing the memory",
     "in a gather",
     "before the next view",
@@ -154,6 +156,19 @@ def prepare(faults: Faults) -> None:
         faults.passing("after reduce")
         return total
 
+    reduces_of_parts = Buffers.slice_reduces
+
+    def in_parts(self: Buffers, *args: Any) -> Any:
+        reduces, total = reduces_of_parts(self, *args)
+
+        def parts() -> Iterator[SliceReduce]:
+            for number, part in enumerate(reduces):
+                if number:
+                    faults.passing("between two parts")
+                yield part
+
+        return parts(), total
+
     publish, add_up = PackedReduce.publish, PackedReduce.sum
 
     def published(self: PackedReduce, partials: Mapping[Span, Any], adder: Any) -> None:
@@ -186,6 +201,7 @@ def prepare(faults: Faults) -> None:
     communicator.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
     halfway("publish", "local_sums", "halfway through publishing", "published")
     halfway("sum", "total", "halfway through summing", "summed")
+    Buffers.slice_reduces = in_parts  # type: ignore[method-assign]
     PackedReduce.publish = published  # type: ignore[method-assign]
     PackedReduce.sum = summed  # type: ignore[method-assign]
     futex.adder = arriving

@@ -12,6 +12,7 @@ from chaos_faults import Faults
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, Span
+from lockstep.collectives.shared import communicator as communicator_module
 from lockstep.observability.events import LastStepEnded
 from lockstep.topology import View, split_evenly
 from lockstep.worker.job import Job
@@ -19,6 +20,8 @@ from lockstep.worker.job import Job
 Array = npt.NDArray[Any]
 # Small and large totals use different reduces.
 LARGE, SMALL = 20000, 40
+# So that a large total has several parts, if there are three workers or more.
+communicator_module.ROOM = 1 << 15
 
 
 def examples(step: int, replica: int, replicas: int) -> list[int]:
