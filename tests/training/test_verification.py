@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from hypothesis import strategies as some
 
 import flips
 from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.values import PackError
 from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.plan import ReducePlan
@@ -29,6 +31,7 @@ from lockstep.errors import DisagreementError, PeerLostError
 from lockstep.keras import round_verification, state_verification, verification
 from lockstep.keras.fit.global_step import GlobalStep
 from lockstep.keras.host_report import HostReport
+from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.round_verification import TotalPart, Verifier
 from lockstep.keras.rounds import Round
 from lockstep.keras.verdicts import Answer, Roles, Verdict, VerificationPlan, judge, judge_again, judge_sum
@@ -470,6 +473,28 @@ def test_a_worker_joins_in_a_prediction_only_if_it_can_get_weights_and_outputs(
     step: Any = SimpleNamespace(kind="predict", calls=calls, model=SimpleNamespace(compiled=compiled))
     admits: Any = GlobalStep._admits_workers
     assert admits.fget(step) == (joins and compiled)
+
+
+@pytest.mark.parametrize("error", [PackError, TypeError])
+def test_only_a_result_that_cannot_be_packed_keeps_workers_out_of_a_loop(error: type[TypeError]) -> None:
+    def kept(loop: Any, arrays: Any) -> Any:
+        raise error
+
+    loops: Any = SimpleNamespace(
+        _verifications=of_one_worker(Verification(1)),
+        _calls=SimpleNamespace(where=lambda: "step 2"),
+        _states=SimpleNamespace(begin=lambda *_, **__: SimpleNamespace(arrays={})),
+        _job=SimpleNamespace(view=place(REPLICAS, (0, 1))),
+        _snapshots=SimpleNamespace(kept=kept),
+    )
+    call, loop = SimpleNamespace(steps=1), SimpleNamespace(owners=[])
+    begin = partial(StepLoops._begin_step, loops, call, loop, 2)  # type: ignore[arg-type]
+    if error is TypeError:
+        with pytest.raises(TypeError):
+            begin()
+    else:
+        assert begin() is not None
+    assert not loops._verifications.can_repeat
 
 
 def test_an_evaluation_within_a_step_does_not_count_as_the_step() -> None:

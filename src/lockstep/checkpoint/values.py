@@ -29,6 +29,10 @@ Array = npt.NDArray[Any]
 _NAN = struct.pack(">d", math.nan)
 
 
+class PackError(TypeError):
+    """A part of a value cannot be packed; the message names the part and its location."""
+
+
 def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
     """Split `value` into JSON-able data and arrays.
 
@@ -42,20 +46,20 @@ def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
         slashes. The arrays are those of `value`, not copies.
 
     Raises:
-        TypeError: a part cannot be packed; the message names the part and its location.
+        PackError: a part cannot be packed.
     """
     packer = _Packer()
     try:
         return packer.pack(value, prefix), packer.arrays
     except RecursionError:
-        raise TypeError(f"{prefix} is nested too deeply, or contains itself") from None
+        raise PackError(f"{prefix} is nested too deeply, or contains itself") from None
 
 
 def packable(value: Any) -> bool:
     """Whether `pack` can pack a value."""
     try:
         pack(value, "")
-    except TypeError:
+    except PackError:
         return False
     return True
 
@@ -86,7 +90,7 @@ class _Packer:
             return self._scalar(value, where)
         make = self._MAKERS.get(kind)
         if make is None:
-            raise TypeError(
+            raise PackError(
                 f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be saved in a checkpoint"
             )
         return make(self, value, where)
@@ -116,7 +120,7 @@ class _Packer:
     def _dict(self, value: dict[Any, Any], where: str) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be saved")
+                raise PackError(f"{where}: a key is {key!r}, but only str and int keys can be saved")
         if all(type(key) is str and plain(key) and not key.startswith("$") for key in value):
             return {key: self.pack(item, f"{where}/{key}") for key, item in value.items()}
         return {
@@ -144,7 +148,7 @@ class _Packer:
     @staticmethod
     def _check(dtype: "np.dtype[Any]", where: str) -> None:
         if not storable(dtype):
-            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be saved in a checkpoint")
+            raise PackError(f"{where}: NumPy's dtype {dtype} cannot be saved in a checkpoint")
 
     _MAKERS: Mapping[type, Callable[["_Packer", Any, str], Any]] = {
         int: _int,

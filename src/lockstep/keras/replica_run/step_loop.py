@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.checkpoint.values import PackError
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.model_digest import LastModel
@@ -147,7 +148,7 @@ class StepLoops:
         if before is not None and call.steps and not has_joined and len(self._job.view.workers) > 1:
             try:
                 kept = self._snapshots.kept(loop, before.arrays)
-            except TypeError:
+            except PackError:
                 # The result of an earlier call cannot be packed, so no worker can join at all.
                 return before
             verifications.admit_within(lambda: self._snapshots.admit(kept))

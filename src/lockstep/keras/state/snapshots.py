@@ -3,7 +3,7 @@
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -49,6 +49,8 @@ from lockstep.worker.program_sources import own_sources
 
 _POSITION = ("journal", "steps", "looks", "passes", "states", "turn", "growths", "traces")
 """The parts of the state that a process needs before it arrives."""
+_OMITTED = ("settings", "sources")
+"""Parts that take long, and do not change in a step; workers that join do not compare settings."""
 
 
 class Part(NamedTuple):
@@ -107,7 +109,7 @@ class Snapshots:
 
     def kept(self, program: TrainingState, state: Any) -> Contents:
         """Return the state before a step, for `admit`. The step may change the values of other models."""
-        contents = self._for_joiners(self.take(True, None, None, program, state))
+        contents = self._for_joiners(self.take(True, None, None, program, state, omitted=_OMITTED))
         arrays = contents.arrays.items()
         return replace(
             contents, arrays={k: v if k.startswith("current/") else np.array(v) for k, v in arrays}
@@ -115,7 +117,8 @@ class Snapshots:
 
     def admit(self, kept: Contents) -> None:
         """Let a worker join within a step, before which it begins; see `Verifications.admit`."""
-        entries, arrays = pack({"doubt": verifications_of(self._job).packed_doubt}, "training")
+        late = {"doubt": verifications_of(self._job).packed_doubt, "sources": own_sources()}
+        entries, arrays = pack(late, "training")
         manifest = {**kept.manifest, "training": {**kept.manifest["training"], **entries}}
         contents = replace(kept, manifest=manifest, arrays={**kept.arrays, **arrays})
         self._job.change_workers(lambda whole: contents)
@@ -152,11 +155,13 @@ class Snapshots:
         state: Any = None,
         *,
         callbacks_done: bool = False,
+        omitted: Collection[str] = (),
     ) -> Contents:
         """Return the state at the end of a step of `model`, or of a call without `program`.
 
         The next step may change the arrays. If not `whole`, return only the position. With `callbacks_done`,
-        callbacks have processed the end of the step, and the state is in the variables of `model`.
+        callbacks have processed the end of the step, and the state is in the variables of `model`. Parts with
+        names in `omitted` are left out.
         """
         parts = self._parts(model, program, logs, callbacks_done)
         if not whole:
@@ -165,7 +170,8 @@ class Snapshots:
         arrays = {f"current/{name}": value for name, value in values_of_model.items()}
         # Before a call for a single batch is repeated, `load_models` has these values.
         apart = None if program is not None and self._calls.current.at_end else model
-        packed, converted = self._packed(parts, parts, arrays | self.models.values(apart_from=apart))
+        names = [name for name in parts if name not in omitted]
+        packed, converted = self._packed(parts, names, arrays | self.models.values(apart_from=apart))
         manifest = {"job": self.job_facts(), **packed}
         if (verifications := verifications_of(self._job)).plan.verification.every:
             manifest["verified"] = verifications.up_to
