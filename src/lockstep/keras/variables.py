@@ -36,6 +36,9 @@ class VariableState:
         """Assign the values of `arrays` to the variables."""
         assign(self._model, arrays, whole=True)
 
+    def prepare_load(self, state: Any) -> None:
+        """Do nothing: values are assigned to variables."""
+
     def lasting_variables(self) -> Mapping[str, Any]:
         """Return the variables of the model and its optimizers, by path."""
         variables = all_variables(self._model)

@@ -140,6 +140,9 @@ class TrainingState(Protocol):
             CheckpointError: the values do not fit the model.
         """
 
+    def prepare_load(self, state: Any) -> None:
+        """Compile now what `load` needs to use the memory of `state`, whose values stay."""
+
     def lasting_variables(self) -> Mapping[str, Any]:
         """Return the variables on which later steps depend, by name: those of metrics are not included."""
 

@@ -235,13 +235,24 @@ class JaxState:
         old = [value for group in state for value in group]
         new = [arrays[name] for name in list(named)[: len(old)]]
         distributes = keras.distribution.distribution() is not None
-        values = iter(map(jnp.array, new) if distributes or not in_place else _written(old, new))
+        values = iter(_written(old, new) if in_place and self._reuses() else _copies(new))
         loaded = tuple([next(values) for _ in group] for group in state)
         if not distributes:
             return loaded
         return jax.tree_util.tree_map(
             lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
         )
+
+    def prepare_load(self, state: Any) -> None:
+        """Compile the function that `load` calls to use the memory of this state."""
+        if self._reuses():
+            values = [value for group in state for value in group]
+            _copier(_kinds([values[i] for i in _reusable(values)]))
+
+    def _reuses(self) -> bool:
+        """Whether memory of a state is used again: without compiled steps, anything may refer to it."""
+        distributes = keras.distribution.distribution() is not None
+        return is_compiled(self._model) and not distributes and jax.default_backend() == "cpu"
 
     def present(self) -> Any:
         """Return Keras's tuple with the values of the variables."""
@@ -289,8 +300,7 @@ class JaxProgram(JaxState):
         self, model: Any, kind: StepKind, pending: list[jax.Array], trace: Trace | None = None
     ) -> None:
         super().__init__(model, kind)
-        compiled = model.jit_compile and not model.run_eagerly
-        self._compiled = compiled
+        self._compiled = compiled = is_compiled(model)
         self._seeds = seed_positions(model)
         self._compute = jax.jit(self._packed_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
@@ -350,7 +360,7 @@ class JaxProgram(JaxState):
         totals = [self.parts(number, total) for number, total in enumerate(totals)]
         if not self._compiled:
             # The memory of totals is reused, and uncompiled operations may keep the array itself.
-            totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
+            totals = [dict(zip(total, _copies(total.values()), strict=True)) for total in totals]
         state = self._with_shared(state, owned)
         logs, state, done = self._apply(state, totals, self._clipped(state, totals))
         self._pending.append(done)
@@ -442,9 +452,9 @@ class JaxProgram(JaxState):
     ) -> Any:
         """Return a state with these arrays."""
         others = list(state[1])
-        for name, array in layers.items():
-            others[int(name.partition("/")[2])] = jnp.asarray(array)
-        return [jnp.asarray(array) for array in weights], others, *state[2:]
+        for name, array in zip(layers, _copies(layers.values()), strict=True):
+            others[int(name.partition("/")[2])] = array
+        return _copies(weights), others, *state[2:]
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
         """Add the metrics of a total."""
@@ -744,23 +754,53 @@ def _joined(parts: Iterable[tuple[Any, int]]) -> Any:
     return jnp.concatenate([part for pair in flat for part in pair if part.size])
 
 
+def is_compiled(model: Any) -> bool:
+    """Whether JAX compiles the steps of a model."""
+    return bool(model.jit_compile and not model.run_eagerly)
+
+
+def _copies(arrays: Iterable[npt.NDArray[Any]]) -> list[jax.Array]:
+    """Return copies of memory that may change afterwards.
+
+    `jnp.array` may return before it has read its argument, if other computations run.
+    """
+    copies: list[jax.Array] = jax.block_until_ready([jnp.array(array) for array in arrays])
+    return copies
+
+
 def _written(old: Sequence[Any], new: Sequence[npt.NDArray[Any]]) -> list[Any]:
-    """Return `new` as arrays of JAX, in the memory of `old` where JAX can use it."""
-    if jax.default_backend() != "cpu":
-        return [jnp.array(array) for array in new]
-    arrays = [(i, array) for i, array in enumerate(old) if isinstance(array, jax.Array)]
-    # A function cannot get the same memory twice.
-    reused = {array.unsafe_buffer_pointer(): i for i, array in arrays if not array.is_deleted()}
-    places = sorted(reused.values())
+    """Return copies of `new`, in the memory of `old` where JAX can use it."""
+    places = _reusable(old)
+    copier = _copier(_kinds([old[i] for i in places]))
     # The arrays may change afterwards.
-    copied = jax.block_until_ready(_copied([old[i] for i in places], [new[i] for i in places]))
+    copied = jax.block_until_ready(copier([old[i] for i in places], [new[i] for i in places]))
     written = dict(zip(places, copied, strict=True))
-    return [written[i] if i in written else jnp.array(array) for i, array in enumerate(new)]
+    others = iter(_copies([array for i, array in enumerate(new) if i not in written]))
+    return [written[i] if i in written else next(others) for i in range(len(new))]
 
 
-@functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
-def _copied(old: list[Any], new: list[Any]) -> list[Any]:
-    return [jnp.copy(array) for array in new]
+def _reusable(values: Sequence[Any]) -> list[int]:
+    """Return the positions of the arrays whose memory can be used again."""
+    arrays = [(i, array) for i, array in enumerate(values) if isinstance(array, jax.Array)]
+    # A function cannot get the same memory twice.
+    return sorted(
+        {array.unsafe_buffer_pointer(): i for i, array in arrays if not array.is_deleted()}.values()
+    )
+
+
+_Kinds = tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+
+
+def _kinds(arrays: Sequence[Any]) -> _Kinds:
+    return tuple((array.shape, np.dtype(array.dtype)) for array in arrays)
+
+
+@functools.lru_cache(maxsize=4)
+def _copier(kinds: _Kinds) -> Any:
+    """Return a compiled function that copies its second list into the memory of its first one."""
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]
+    copied = jax.jit(lambda old, new: [jnp.copy(array) for array in new], donate_argnums=0, keep_unused=True)
+    return copied.lower(structs, structs).compile()
 
 
 def _form(state: Any, total: Mapping[str, Any]) -> Form:
@@ -804,7 +844,7 @@ class JaxEagerBackend:
         if isinstance(leaf, jax.Array):
             return leaf
         array = np.asarray(leaf)
-        return leaf if array.dtype.kind in "OSUM" else jnp.array(array, copy=True)
+        return leaf if array.dtype.kind in "OSUM" else _copies([array])[0]
 
     def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
@@ -837,7 +877,8 @@ class JaxEagerBackend:
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update from copies, because operations may still read the gradients when it returns."""
-        update.apply([None if g is None else jnp.array(g, copy=True) for g in gradients])
+        copies = iter(_copies([gradient for gradient in gradients if gradient is not None]))
+        update.apply([None if gradient is None else next(copies) for gradient in gradients])
 
 
 def _refuse_tracing() -> NoReturn:

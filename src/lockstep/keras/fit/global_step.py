@@ -4,17 +4,14 @@ It is the same for every backend, whose program computes and applies. What a rep
 `step_round.py`. With one replica, Keras's own train function takes the step; see `one_replica.py`.
 """
 
-import mmap
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import keras
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from lockstep.checkpoint.values import packable
 from lockstep.collectives.contract import Communicator
@@ -196,8 +193,7 @@ class GlobalStep(StepPrograms):
             _, state = self._step(state, batch)
         self.backend.settle()
         if state is not None and self.kind == "train":
-            # Compiles the function that loads the state of the others.
-            state = self.program.load(state, _zeros_like(self.program.named_state(state)), in_place=True)
+            self.program.prepare_load(state)
         if self._snapshots.resumable.join():
             # The step has reused the memory of the variables' values.
             with self.program.published(state):
@@ -430,13 +426,3 @@ class GlobalStep(StepPrograms):
                 lambda whole: self._snapshots.take(whole, self.model, logs, self.program, state)
             )
         return state
-
-
-def _zeros_like(arrays: Mapping[str, Any]) -> dict[str, npt.NDArray[Any]]:
-    """Return arrays of zeros of these shapes and dtypes, in the same memory."""
-    # JAX would copy memory that is not aligned.
-    largest = max(array.nbytes for array in arrays.values())
-    memory = np.frombuffer(mmap.mmap(-1, max(1, largest)), np.uint8)
-    return {
-        name: memory[: array.nbytes].view(array.dtype).reshape(array.shape) for name, array in arrays.items()
-    }

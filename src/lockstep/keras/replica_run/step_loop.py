@@ -295,6 +295,9 @@ class LoopState:
         """Return the present values of the parts."""
         return list(self.named_state(None).values())
 
+    def prepare_load(self, state: Any) -> None:
+        """Do nothing: parts are set."""
+
     def load(self, state: Any, arrays: Arrays, *, in_place: bool = False) -> None:
         """Set the parts to the values that `named_state` has returned, perhaps in another process.
 

@@ -348,7 +348,7 @@ class Snapshots:
             # Some steps build optimizers when they apply them.
             build_optimizers(model, current)
         if program is not None:
-            state = program.load(state, current, in_place=True)
+            state = program.load(state, current, in_place=resumption.joined)
         else:
             assign(model, current, whole=True)
         if before_validation:
