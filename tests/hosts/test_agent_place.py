@@ -1,4 +1,4 @@
-"""The place of an agent on its host, which a later agent of the same job takes."""
+"""The place of an agent on its host, which a later agent takes."""
 
 from collections.abc import Iterator
 
@@ -29,3 +29,20 @@ def test_an_agent_of_another_job_does_not(loop: EventLoop) -> None:
     assert not first.is_wanted
     first.close()
     other.close()
+
+
+def test_a_job_that_leads_takes_the_places_of_others_with_its_store(loop: EventLoop) -> None:
+    old, other, none, leads = (
+        AgentPlace(b"old", loop, "s3://bucket/job"),
+        AgentPlace(b"other", loop, "s3://bucket/another"),
+        AgentPlace(b"none", loop),
+        AgentPlace(b"new", loop, "s3://bucket/job"),
+    )
+    loop.turn(0.0)
+    assert not old.is_wanted
+    leads.replace_other_jobs()
+    none.replace_other_jobs()
+    loop.turn(0.0)
+    assert [place.is_wanted for place in (old, other, none, leads)] == [True, False, False, False]
+    for place in (old, other, none, leads):
+        place.close()

@@ -189,7 +189,10 @@ def test_only_the_standby_takes_over_a_job_of_hosts() -> None:
 def test_an_agent_over_ssh_whose_place_was_wanted_stays_with_a_standby_that_leads() -> None:
     """Until then, a first command that has started another agent here may lead."""
     with contact_of([], "") as contact:
-        place = contact.agent_place = SimpleNamespace(is_wanted=True)
+        told = list[bool]()
+        place = contact.agent_place = SimpleNamespace(
+            is_wanted=True, replace_other_jobs=lambda: told.append(contact.session.leads)
+        )
         contact.process.joined = False
         for contact._moved, contact.session.leads in ((False, True), (True, False)):
             contact._due = 0.0
@@ -198,6 +201,8 @@ def test_an_agent_over_ssh_whose_place_was_wanted_stays_with_a_standby_that_lead
         contact.session.leads, contact._due = True, 0.0
         contact.serve()
         assert not place.is_wanted
+        # Once, and only after a coordinator leads.
+        assert told == [True]
 
 
 class Processes:

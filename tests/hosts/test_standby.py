@@ -210,6 +210,58 @@ def test_the_command_of_hosts_that_is_run_again_begins_no_job_beside_that_of_its
 
 
 @pytest.mark.slow
+def test_the_command_of_hosts_is_run_again_at_once(begin: Begin, nodes: Sequence[Host]) -> None:
+    """It begins the job anew, or the standby continues it: one of them trains, and the other one ends."""
+    job = begin("--hosts")
+    nodes[0].signal_all(signal.SIGKILL)
+    again, standby = job.start(0), nodes[1].work / "run-standby"
+
+    def is_decided() -> bool:
+        output = standby / "output.log"
+        is_over = output.exists() and "another job has begun with the same --checkpoint" in output.read_text()
+        return is_over or again.process.poll() is not None
+
+    assert wait_until(is_decided, 300.0), again.err
+    for host in nodes[:3]:
+        (host.work / "fast").touch()
+    if again.end() == 2:
+        assert "the job continues at 10.119.0.2:7001, without this command" in again.err
+        job.run = "run-standby"
+        job.finish(agents=0)
+    else:
+        job.agents = [again]
+        job.finish(nodes[0].work / "run", agents=1)
+    for node in nodes[:3]:
+        node.remove_abandoned()
+
+
+@pytest.mark.slow
+def test_old_agents_end_after_the_command_of_hosts_that_is_run_again_leads(
+    begin: Begin, nodes: Sequence[Host]
+) -> None:
+    """No coordinator can continue their job, so they wait for none, also if they come too late to hear it."""
+    job = begin("--hosts")
+    nodes[0].signal_all(signal.SIGKILL)
+    for node in nodes[1:3]:
+        node.signal_all(signal.SIGSTOP)
+    old = [node.processes() for node in nodes[1:3]]
+    again = job.start(0)
+    again.wait_until(lambda: "logs in run" in again.err and 5 < job.steps(nodes[0], 2) < STEPS)
+
+    def let_end(node: Host, waiting: dict[int, str]) -> None:
+        node.signal_all(signal.SIGCONT)
+        assert wait_until(lambda: not node.processes().keys() & waiting.keys(), 200.0), node.processes()
+
+    # The host of the standby first, so that no coordinator is left that could end the others.
+    for node, waiting in zip(nodes[1:3], old, strict=True):
+        let_end(node, waiting)
+    job.agents = [again]
+    job.finish(nodes[0].work / "run", agents=1)
+    for node in nodes[:3]:
+        node.remove_abandoned()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["node2", "node3"])
 def test_an_agent_over_ssh_that_the_lost_command_had_lost_before_joins_the_standby(
     begin: Begin, nodes: Sequence[Host], lost: str

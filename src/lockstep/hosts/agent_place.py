@@ -2,13 +2,18 @@
 
 A host that was cut off may get a new agent while its old one still waits for the coordinator. The old agent
 waits for `--timeout`, or until the new agent of the job takes its place on the host.
+
+A command of `--hosts` that is run again may begin another job in the place of one that a standby could have
+continued. Once it leads, no coordinator can continue the old job, and its agents that wait for one end, too.
 """
 
 import contextlib
+import hashlib
 import os
 import secrets
 import select
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.system.event_loop import ARRIVES, EventLoop, arrived
@@ -23,22 +28,35 @@ class AgentPlace:
     Args:
         job: the id of the job.
         loop: serves the socket.
+        store: the URL of the store that decides which job leads; empty for none.
 
     Attributes:
         is_wanted: whether another agent has come since this was last set to False.
     """
 
-    def __init__(self, job: bytes, loop: EventLoop) -> None:
+    def __init__(self, job: bytes, loop: EventLoop, store: str = "") -> None:
         self.is_wanted = False
         self._loop = loop
-        prefix = f"lockstep/{os.geteuid()}/agent/{job.hex()}/"
-        _tell_others(prefix)
+        self._agents = f"lockstep/{os.geteuid()}/agent/"
+        self._job = f"{self._agents}{job.hex()}/"
+        self._store = f"/{hashlib.blake2b(store.encode(), digest_size=8).hexdigest()}/" if store else ""
+        prefix = f"{self._job.rstrip('/')}{self._store or '/'}"
+        _tell(lambda name: name.startswith(self._job))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{prefix}{secrets.token_hex(8)}".encode())
         self._listener.listen(_BACKLOG)
         self._arrivals = select.epoll()
         self._arrivals.register(self._listener, ARRIVES)
         loop.watch(self._arrivals.fileno(), self._serve)
+
+    def replace_other_jobs(self) -> None:
+        """Tell the agents of other jobs with the same store that this job leads there."""
+        if self._store:
+            _tell(
+                lambda name: (
+                    name.startswith(self._agents) and self._store in name and not name.startswith(self._job)
+                )
+            )
 
     def close(self) -> None:
         """Leave the place."""
@@ -53,11 +71,11 @@ class AgentPlace:
                 self.is_wanted = self.is_wanted or is_of_this_user(connection)
 
 
-def _tell_others(prefix: str) -> None:
-    """Connect to the sockets of all agents whose addresses begin with `prefix`."""
+def _tell(is_told: Callable[[str], bool]) -> None:
+    """Connect to the sockets without a file whose names are chosen."""
     for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
         address = line.rpartition(" ")[2]
-        if address.startswith(f"@{prefix}"):
+        if address.startswith("@") and is_told(address[1:]):
             with (
                 contextlib.suppress(OSError),
                 socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection,

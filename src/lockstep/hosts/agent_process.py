@@ -58,6 +58,7 @@ from lockstep.protocol.host import (
     SendCheckpoint,
     TakeCheckpoint,
 )
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.system.clock import Clock
 from lockstep.system.descendants import LinuxDescendants
@@ -388,7 +389,7 @@ class AgentProcess:
         leaves, retires, stop = math.inf, False, 0
         with (
             contextlib.closing(agent),
-            self._take_place(prepare.job) as agent_place,
+            self._take_place(prepare.job, begin.spec) as agent_place,
             contextlib.closing(
                 _Contact(self, session, agent, agent_place, patience=patience, offer=running, standby=standby)
             ) as contact,
@@ -425,11 +426,12 @@ class AgentProcess:
                 standby.see_off()
             return agent.status
 
-    def _take_place(self, job: bytes) -> contextlib.AbstractContextManager[AgentPlace | None]:
+    def _take_place(self, job: bytes, spec: JobSpec) -> contextlib.AbstractContextManager[AgentPlace | None]:
         """Return the place of this agent, or None if an engine ensures that a host has one agent."""
         if self.engine is not None:
             return contextlib.nullcontext()
-        return contextlib.closing(AgentPlace(job, self.loop))
+        decides = spec.checkpoints.location if spec.standby and spec.checkpoints is not None else ""
+        return contextlib.closing(AgentPlace(job, self.loop, decides))
 
     def _offer(self, session: CoordinatorSession, prepare: Prepare, begin: BeginJob) -> HostOffer:
         """Return the offer to a coordinator process that is started again."""
@@ -465,6 +467,7 @@ class _Contact:
     _limit: float = _STARTING
     _starts_after: int = 0
     _moved: bool = False
+    _replaces: bool = False
 
     def __post_init__(self) -> None:
         self._silence = _Silence(self.process.channel, self.process.clock)
@@ -511,6 +514,9 @@ class _Contact:
                 self.agent_place.is_wanted = False
         if pauses:
             self._note(f"the coordinator has not answered for {self.agent.spec.hold:g} s", seconds)
+        if self.agent_place is not None and self.session.leads and not self._replaces:
+            self._replaces = True
+            self.agent_place.replace_other_jobs()
         if self.agent.spec.standby and not self.session.lost and seconds > self._given_up:
             self.session.leave(f"the coordinator has been silent for {seconds:.0f} s")
         if seconds <= min(self._limit, self.patience):
