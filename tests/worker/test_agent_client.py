@@ -96,7 +96,7 @@ def test_a_report_for_which_others_wait_is_not_dropped_silently(monkeypatch: pyt
         pass
     client.finished()
     for send in (partial(client.request_to_join, whole=True), partial(client.send_state, state)):
-        with pytest.raises(PeerLostError, match=r"the agent of this host has read nothing for 0\.05 s"):
+        with pytest.raises(PeerLostError, match=r"no report of this worker was read for 0\.05 s"):
             send()
     agent.close()
     client.send_state(state)

@@ -204,8 +204,8 @@ class AgentClient:
                 return
             if time.monotonic() >= until:
                 raise PeerLostError(
-                    f"the agent of this host has read nothing for {_PATIENCE:g} s: find out why its process "
-                    "does not run"
+                    f"no report of this worker was read for {_PATIENCE:g} s: find out why the agent of "
+                    "this host does not run"
                 )
 
     def _has_ended(self, seconds: float | None) -> bool:
