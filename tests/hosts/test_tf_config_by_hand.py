@@ -61,7 +61,7 @@ def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
         lambda: "worker 1 waits for worker 0 (node1:2222): node1:2222 refuses conn" in second.err
     )
     assert "must let TCP connections to port 2222 through" in second.err
-    first = start(1, 0, "0:6:after apply:hold")
+    first = start(1, 0, "0:6:after apply:hold", "0:7:after apply:crawl")
     waits = "worker 0 waits for worker 2 (node2:2223)"
     first.wait_until(lambda: waits in first.err)
     second.wait_until(lambda: waits.replace("worker 0", "worker 1", 1) in second.err)
@@ -75,6 +75,8 @@ def test_workers_on_two_hosts(start: Start, hosts: Sequence[Host]) -> None:
     (events,) = hosts[0].work.glob("runs/*/events.jsonl")
     first.wait_until(lambda: '"event":"asks","worker":3' in events.read_text())
     (hosts[0].work / "go-6").touch()
+    first.wait_until(lambda: "worker 3 joined" in first.err)
+    (hosts[0].work / "fast").touch()
     for one in (first, second, again):
         assert one.end() == 0, one.err
         assert digest(one) == wanted
