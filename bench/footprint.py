@@ -40,7 +40,7 @@ class Row:
         model: its name in `MODELS`.
         replicas: of each job.
         workers: of each job.
-        steps: of the training, a multiple of those of an epoch.
+        steps: the number of training steps, a multiple of the steps of an epoch.
         divided: the workers of jobs on JAX and PyTorch that divide the update.
     """
 

@@ -1,5 +1,6 @@
 """Keras on JAX."""
 
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -160,6 +161,27 @@ def test_copies_are_complete_while_other_computations_run() -> None:
         for value in training.named_state(loaded).values():
             assert (np.asarray(value) == 5).all()
         jax.block_until_ready(busy)
+
+
+def test_variables_do_not_share_the_memory_of_a_loaded_state() -> None:
+    """Keras alone takes over memory that is aligned."""
+    model = keras.Sequential([keras.layers.Input((256,)), keras.layers.Dense(256)])
+    model.compile("sgd", "mse")
+    state = JaxBackend().training_state(model)
+    memory = {name: page_of(value) for name, value in numbered(state, None).items()}
+    state.load(None, memory)
+    expected = {name: array.copy() for name, array in memory.items()}
+    for array in memory.values():
+        array[...] = 0
+    for name, value in state.named_state(None).items():
+        np.testing.assert_array_equal(np.asarray(value), expected[name])
+
+
+def page_of(array: Any) -> Any:
+    """Return a copy in memory of its own that begins with a page."""
+    page = np.frombuffer(mmap.mmap(-1, max(1, array.nbytes)), array.dtype, array.size).reshape(array.shape)
+    page[...] = array
+    return page
 
 
 def compiled_state(**options: Any) -> tuple[Any, Any]:

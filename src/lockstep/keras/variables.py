@@ -6,6 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import keras
+import numpy as np
 
 from lockstep.errors import CheckpointError
 from lockstep.keras.private.common import layers_of, seed_generators
@@ -137,7 +138,8 @@ def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> Non
     expected = variables if whole else {name: variables[name] for name in arrays if name in variables}
     refuse_misfits(expected, arrays)
     for name, value in arrays.items():
-        variables[name].assign(value)
+        # On JAX, a variable may take over the memory of what it is assigned. Others may change this.
+        variables[name].assign(np.array(value))
 
 
 def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:

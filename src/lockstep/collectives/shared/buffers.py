@@ -86,7 +86,7 @@ class Buffers:
         rank: int,
         local_spans: LocalSpans,
     ) -> tuple[Sequence[SliceReduce], Leaves]:
-        """Return what this member does in each part of the reduce of a large total, and it, read-only."""
+        """Return the reduce of each part of a large total for this member, and the total, read-only."""
 
         def make() -> tuple[Sequence[SliceReduce], Leaves]:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]

@@ -86,7 +86,7 @@ class DividedLayout:
         groups: all blocks.
         elements: the number of elements of each block, whose bytes are whole cache lines.
         replicas: the number of shards.
-        versions: of the weights: 1, or 2 if those before an update are in the memory, too.
+        versions: how many versions of the weights there are: 1, or 2 if an update keeps the old weights.
     """
 
     groups: tuple[BlockGroup, ...]

@@ -228,7 +228,8 @@ class JaxState:
         refuse_misfits(named, arrays)
         for name, variable in named.items():
             if state is None or any(variable is other for other in momentum):
-                variable.assign(arrays[name])
+                # A variable may take over the memory of what it is assigned.
+                variable.assign(np.array(arrays[name]))
         if state is None:
             return None
         # In the order of `named`, without the momentum.
