@@ -59,7 +59,6 @@ class EagerRunner:
     """A `lockstep.keras.replica_run.runner.Runner` for functions that run eagerly."""
 
     def __init__(self, job: Job) -> None:
-        assignments.install()
         self._job = job
         self._replicas = job.view.replicas
         self._backend = adapter().functions()

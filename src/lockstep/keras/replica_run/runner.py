@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import keras
 
+from lockstep.keras import assignments
 from lockstep.keras.per_replica import Values, ValueStore
 from lockstep.keras.replica_run import merges
 from lockstep.keras.replica_run.merges import Op, Replica, SingleReplicaMerger, computing_as
@@ -100,6 +101,7 @@ _runners: list[Runner] = []
 
 def runner_of(job: Job) -> Runner:
     """Return the runner of this process, created by the first call."""
+    assignments.install()
     merges.install()
     if not _runners:
         _runners.append(_new_runner(job))
