@@ -51,6 +51,13 @@ SCALED = "scaled/"
 RARE = "rare/"
 """The prefix of names of arrays that are mostly zeros on all replicas, and then not sent."""
 
+DENSITY = "density"
+"""The name of the array with the density of the loss, if it has its own denominator; see
+`lockstep.keras.backends.losses`."""
+
+PRESENT = "present"
+"""The name of the array that says of each gradient whether the step has it, on PyTorch."""
+
 VARIABLE = "variable"
 """The first part of the names of variables that a chief has changed; see `ServedProgram.put`."""
 

@@ -26,6 +26,7 @@ from lockstep.keras.backends.common import (
     shapes_of,
 )
 from lockstep.keras.backends.contract import (
+    DENSITY,
     EQUAL,
     GRADIENTS,
     LOGS,
@@ -235,10 +236,9 @@ class JaxState:
         # In the order of `named`, without the momentum.
         old = [value for group in state for value in group]
         new = [arrays[name] for name in list(named)[: len(old)]]
-        distributes = keras.distribution.distribution() is not None
         values = iter(_written(old, new) if in_place and self._reuses() else _copies(new))
         loaded = tuple([next(values) for _ in group] for group in state)
-        if not distributes:
+        if not _has_distribution():
             return loaded
         return jax.tree_util.tree_map(
             lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
@@ -252,8 +252,7 @@ class JaxState:
 
     def _reuses(self) -> bool:
         """Whether memory of a state is used again: without compiled steps, anything may refer to it."""
-        distributes = keras.distribution.distribution() is not None
-        return is_compiled(self._model) and not distributes and jax.default_backend() == "cpu"
+        return is_compiled(self._model) and not _has_distribution() and jax.default_backend() == "cpu"
 
     def present(self) -> Any:
         """Return Keras's tuple with the values of the variables."""
@@ -378,7 +377,7 @@ class JaxProgram(JaxState):
         whole = self._whole_gradients[form]
         if whole is None or not whole.clips:
             return None
-        return whole.compute(state[2], total.get("density"), _gradients(total))[1]
+        return whole.compute(state[2], total.get(DENSITY), _gradients(total))[1]
 
     def _undivided(self, totals: Sequence[Total]) -> str:
         """Return why workers cannot divide an update, whatever the optimizer is, or an empty string."""
@@ -410,7 +409,7 @@ class JaxProgram(JaxState):
             blocks,
             state,
             gradients,
-            total.get("density"),
+            total.get(DENSITY),
             lambda: self._apply_rest(state[1], state[3], rest),
             self._pending,
         )
@@ -720,6 +719,11 @@ def refuse_unsupported(model: Any, kind: StepKind) -> None:
     _replace_distribution()
     if kind == "train":
         refuse_overwriting_gradients(model)
+
+
+def _has_distribution() -> bool:
+    """Whether Keras places the arrays of models on devices."""
+    return keras.distribution.distribution() is not None
 
 
 def _replace_distribution() -> None:

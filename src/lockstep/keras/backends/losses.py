@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.backends.contract import GRADIENTS, METRICS, StepKind
+from lockstep.keras.backends.contract import DENSITY, GRADIENTS, METRICS, StepKind
 from lockstep.keras.backends.growth import LIKE_LOSS, growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
@@ -199,7 +199,7 @@ def by_density(
         return partial
     density = densities[0]
     share = density * keras.ops.cast(weight, "float32")
-    partial = {**partial, "density": share, **({_SCALED: share} if scaled else {})}
+    partial = {**partial, DENSITY: share, **({_SCALED: share} if scaled else {})}
     followers = {
         name: partial[name] * keras.ops.cast(density, keras.backend.standardize_dtype(partial[name].dtype))
         for name in names_like_loss(model, kind, partial)
@@ -209,9 +209,9 @@ def by_density(
 
 def divided(model: Any, kind: StepKind, total: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a total of NumPy or JAX arrays, divided by the densities that weighted its partials, if any."""
-    if "density" not in total:
+    if DENSITY not in total:
         return total
-    density = total["density"]
+    density = total[DENSITY]
     # With a density of zero, the values that are proportional to the loss are zero.
     density = density + (density == 0)
     followers = {

@@ -51,6 +51,7 @@ from lockstep.keras.backends.common import (
     without_effects,
 )
 from lockstep.keras.backends.contract import (
+    DENSITY,
     EQUAL,
     GATHERED,
     GRADIENTS,
@@ -301,12 +302,12 @@ class GlobalUpdate:
         The scale is 1 if the total has no density. Either all totals of a program have one, or none has.
         """
         gradients = gradients_in(total, self._update)
-        in_place = "density" not in total and self._update.kernel is not None
+        in_place = DENSITY not in total and self._update.kernel is not None
         self._update.apply(gradients if in_place else scaled(gradients, scale))
 
     def apply_separately(self, scale: Any, total: Mapping[str, Any], *, xla: bool) -> None:
         """Make the same update in a separate graph, which XLA compiles if `xla`."""
-        used = {name: t for name, t in total.items() if name.startswith(GRADIENTS) or name == "density"}
+        used = {name: t for name, t in total.items() if name.startswith(GRADIENTS) or name == DENSITY}
         if self._function is not None:
             self._function(scale, used)
             return
@@ -543,7 +544,7 @@ class TensorFlowProgram(VariableState):
 
     def _scale(self, unit: Any, total: Mapping[str, Any]) -> Any:
         """Return the factor for values proportional to the loss: `unit` divided by the loss's denominator."""
-        return tf.math.divide_no_nan(unit, total["density"]) if "density" in total else unit
+        return tf.math.divide_no_nan(unit, total[DENSITY]) if DENSITY in total else unit
 
     def _tensors(self, totals: Sequence[Total]) -> list[dict[str, Any]]:
         to_tensor = tf.constant if self._eager else borrowed

@@ -50,6 +50,7 @@ from lockstep.keras.backends.contract import (
     EQUAL,
     GRADIENTS,
     METRICS,
+    PRESENT,
     STATES,
     VARIABLE,
     BlockUpdate,
@@ -512,7 +513,7 @@ class TorchProgram(TorchState):
         positions = {id(variable): i for i, variable in enumerate(blocks.trained)}
         gradients = {
             positions[id(variable)]: total[f"{GRADIENTS}{i}"]
-            for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
+            for i, (variable, present) in enumerate(zip(update.variables, total[PRESENT], strict=True))
             if present
         }
         if not any(gradient.size for gradient in gradients.values()):
@@ -714,7 +715,7 @@ class TorchProgram(TorchState):
             return {}
         present = [float(gradient is not None) for gradient in recorder.gradients]
         gradients = weighted(recorder.gradients, [v.value for v in recorder.update.variables], weight)
-        return {"present": torch.tensor(present)} | {f"{GRADIENTS}{i}": g for i, g in enumerate(gradients)}
+        return {PRESENT: torch.tensor(present)} | {f"{GRADIENTS}{i}": g for i, g in enumerate(gradients)}
 
     def _repeat(self, update: Update, total: Total, before: VariablesBefore) -> None:
         """Make the update of an earlier round, which lasts until the end of the step."""
@@ -732,7 +733,7 @@ class TorchProgram(TorchState):
     def _update(self, update: Update, total: Total) -> None:
         gradients = [
             borrowed(total[f"{GRADIENTS}{i}"], variable.value.device) if present else None
-            for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
+            for i, (variable, present) in enumerate(zip(update.variables, total[PRESENT], strict=True))
         ]
         if not only_reads_gradients(update.optimizer):
             gradients = [None if g is None else g.clone() for g in gradients]

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.keras.backends.contract import GRADIENTS, Backend, StepKind, Total
+from lockstep.keras.backends.contract import DENSITY, GRADIENTS, Backend, StepKind, Total
 from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.whole_batch import is_gather
 from lockstep.keras.fit.global_step import GlobalStep
@@ -234,7 +234,7 @@ class ComparedStep:
             outcome = self._outcome(result, state)
             rounds = [(number, total) for number, total in enumerate(totals) if not is_gather(total)]
             self.exchanges = len(rounds) < len(totals) or any(
-                "density" in step.program.parts(number, total) for number, total in rounds
+                DENSITY in step.program.parts(number, total) for number, total in rounds
             )
             for update, (number, total) in enumerate(rounds):
                 named: Total = divided(self.model, self.kind, step.program.parts(number, total))

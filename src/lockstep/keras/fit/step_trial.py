@@ -11,7 +11,16 @@ import numpy.typing as npt
 
 from lockstep.data.batch import Share
 from lockstep.keras.backends.common import has_own
-from lockstep.keras.backends.contract import GATHERED, GRADIENTS, LOGS, METRICS, STATE_CHANGES, StepKind
+from lockstep.keras.backends.contract import (
+    DENSITY,
+    GATHERED,
+    GRADIENTS,
+    LOGS,
+    METRICS,
+    PRESENT,
+    STATE_CHANGES,
+    StepKind,
+)
 from lockstep.keras.backends.growth import LIKE_LOSS, MEAN, Growths, nearest_growth, set_growths
 from lockstep.keras.backends.losses import names_like_loss, observed_denominators, thinned_denominators
 from lockstep.keras.backends.whole_batch import is_gather
@@ -164,8 +173,8 @@ class StepTrial:
                 growth = self._tried.growth(values, _HALVES, half=half)
                 if group[0] in names_like_loss(self._model, kind, arrays[0]):
                     with_loss = False
-                if with_loss and growth in (MEAN, None) and all("density" in each for each in arrays):
-                    densities = [each["density"] for each in arrays]
+                if with_loss and growth in (MEAN, None) and all(DENSITY in each for each in arrays):
+                    densities = [each[DENSITY] for each in arrays]
                     weighted = [value * density for value, density in zip(values, densities, strict=True)]
                     if self._tried.growth(weighted, _HALVES, half=half) == MEAN:
                         if growth == MEAN:
@@ -356,7 +365,7 @@ def _unweighted(arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:
     What is proportional to a loss with its own denominator keeps the density as a factor. So it is a mean
     over examples, also where replicas have unequal densities.
     """
-    return {name: array / weight for name, array in arrays.items() if name != "present"}
+    return {name: array / weight for name, array in arrays.items() if name != PRESENT}
 
 
 @contextmanager

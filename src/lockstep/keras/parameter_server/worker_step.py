@@ -7,7 +7,7 @@ import keras
 import numpy.typing as npt
 
 from lockstep.data.batch import Batch
-from lockstep.keras.backends.contract import GRADIENTS, ServedProgram
+from lockstep.keras.backends.contract import DENSITY, GRADIENTS, PRESENT, ServedProgram
 from lockstep.keras.parameter_server.dispatcher import as_arrays
 from lockstep.keras.parameter_server.embedding_tables import LookedUpRows
 from lockstep.keras.parameter_server.process import FitProcess
@@ -92,8 +92,8 @@ class WorkerStep:
         }
         self.state = self._program.put(self.state, self.rows.placed(weights), layers_of_step)
         results = dict(self._process.computed(self._program, self.state, step, data))
-        results.pop("density", None)
-        present = results.pop("present", None)
+        results.pop(DENSITY, None)
+        present = results.pop(PRESENT, None)
         gradients = {
             i: results.pop(f"{GRADIENTS}{i}")
             for i in range(len(self._process.model.trainable_variables))
