@@ -1,12 +1,13 @@
 """Jobs with `--standby`: the first host is lost for good, or seems to be, and the bits stay."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import chaos_steps
@@ -125,6 +126,17 @@ class StandbyJob:
         self.nodes[4].signal_all(signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def standing_still(host: Host) -> Iterator[None]:
+    """Stop all processes of a host, and let them continue after the block."""
+    stopped = host.processes()
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    yield
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+
+
 Begin = Callable[..., StandbyJob]
 
 
@@ -176,12 +188,8 @@ def test_the_command_of_hosts_and_its_host_are_lost_for_good(begin: Begin, nodes
 def test_the_command_of_hosts_stands_still(begin: Begin, nodes: Sequence[Host]) -> None:
     """When it wakes up, it changes nothing, and ends by name."""
     job = begin("--hosts")
-    stopped = nodes[0].processes()
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    job.await_continuation(1)
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
+    with standing_still(nodes[0]):
+        job.await_continuation(1)
     assert job.first.end() == LEFT_OUT, job.first.err
     assert STANDBY in job.first.err
     job.finish(agents=0)
@@ -196,12 +204,8 @@ def test_the_command_of_hosts_that_is_run_again_begins_no_job_beside_that_of_its
     nodes[0].signal_all(signal.SIGKILL)
     again = job.start(0)
     again.wait_until(lambda: "looking for checkpoints in s3://bucket/job" in again.err)
-    stopped = nodes[0].processes()
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    job.await_continuation(1)
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
+    with standing_still(nodes[0]):
+        job.await_continuation(1)
     assert again.end() == 2, again.err
     assert "the job continues at 10.119.0.2:7001, without this command" in again.err
     job.finish(agents=0)
@@ -348,12 +352,8 @@ def test_a_coordinator_that_stands_still_is_replaced_on_its_host(begin: Begin, n
 def test_the_first_host_stands_still(begin: Begin, nodes: Sequence[Host]) -> None:
     """When it wakes up, it changes nothing, and ends by name. The same command joins the job again."""
     job = begin()
-    stopped = nodes[0].processes()
-    for pid in stopped:
-        os.kill(pid, signal.SIGSTOP)
-    job.await_takeover()
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
+    with standing_still(nodes[0]):
+        job.await_takeover()
     assert job.first.end() == LEFT_OUT, job.first.err
     assert STANDBY in job.first.err
     again = job.start(0)
