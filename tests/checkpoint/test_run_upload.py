@@ -14,10 +14,8 @@ from lockstep.checkpoint import run_upload
 from lockstep.checkpoint.object_store import ObjectStore
 from lockstep.checkpoint.run_files import (
     EVERY,
-    FETCHED,
     INDEX,
     LARGE,
-    MARK,
     RATE,
     FileState,
     RunIndex,
@@ -25,11 +23,11 @@ from lockstep.checkpoint.run_files import (
     changed,
     due,
     is_kept,
-    is_recorded,
     read_index,
 )
 from lockstep.checkpoint.run_upload import RunUpload, fetch_run, files_of, prepare
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.system.paths import RunPaths, is_recorded
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
 
@@ -78,10 +76,11 @@ def test_files_that_only_a_running_job_needs_stay_here() -> None:
         "lock",
         "saved/0123456789abcdef0123456789abcdef",
         "saved/keras_tuner.lock",
-        f"{FETCHED}/events.jsonl",
+        ".lockstep-fetched/events.jsonl",
         "comparison/lock",
+        "comparison/saved/keras_tuner.lock",
         "comparison/temporary/x",
-        MARK,
+        ".lockstep-store",
         INDEX,
         "a\nb",
         "\udcff",
@@ -90,6 +89,8 @@ def test_files_that_only_a_running_job_needs_stay_here() -> None:
     own = [
         "events.jsonl",
         "worker-12.log",
+        "worker-3.stack",
+        "output.log",
         "comparison.json",
         "digests/000001.jsonl",
         "order/ps-0",
@@ -158,7 +159,7 @@ class Uploads:
         self.notes: list[str] = []
         folder.mkdir(exist_ok=True)
         prepare(URL, folder, 0)
-        (holder,) = (folder / MARK).read_text().split()
+        (holder,) = RunPaths(folder).store_mark.read_text().split()
         self.upload = RunUpload(
             folder, URL, holder, lambda url: self.store, self.notes.append, lambda: self.seconds, self.wait
         )
@@ -237,7 +238,7 @@ def test_a_job_that_never_began_leaves_nothing(tmp_path: Path, backing: Any) -> 
     assert refused.finish() == ""
     assert list(obstore.list(backing)) == []
     assert list(files_of(refused.folder)) == ["sources/a.py"]
-    assert not (refused.folder / MARK).exists()
+    assert not RunPaths(refused.folder).store_mark.exists()
 
 
 def test_a_file_that_grows_during_its_upload_is_uploaded_again(uploads: Uploads, backing: Any) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.object_store import name_for
-from lockstep.checkpoint.run_files import INDEX, MARK
+from lockstep.checkpoint.run_files import INDEX
+from lockstep.system.paths import RunPaths
 from object_server import SECRET, FaultyServer, s3_server
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
@@ -71,7 +72,7 @@ def local(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder / "runs" / name_for(URL)).as_posix(): path.read_bytes()
         for path in files
-        if path.name != MARK
+        if path != RunPaths(path.parent).store_mark
     }
 
 

@@ -32,7 +32,8 @@ def counted(saver: Any, prefix: str, **how: Any) -> Any:
 
 TrackableSaver.save = counted
 strategy = lockstep.MultiWorkerMirroredStrategy()
-# Before the strategy does anything else: a variable of Keras begins as in one process, also one like a metric's.
+# Before the strategy does anything else: a variable of Keras begins as in one process, also one like a
+# metric's.
 with strategy.scope():
     counter = keras.Variable(1.0, trainable=False, synchronization="on_read", aggregation="sum")
 assert float(counter) == 1

@@ -4,7 +4,6 @@ Logs grow at their end, but a store replaces whole objects. So a large file is u
 them together take at most `RATE` on average, and a log of 100 MB is at most 100 s behind.
 """
 
-import re
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -12,13 +11,10 @@ from typing import NamedTuple
 import msgspec
 
 from lockstep.errors import CheckpointError, UnknownFormatError
+from lockstep.system.paths import is_transient
 
 INDEX = ".lockstep-run.json"
 """The object that lists the others."""
-MARK = ".lockstep-store"
-"""The file of the local folder with the tokens of runs of which it has everything, the latest first."""
-FETCHED = ".lockstep-fetched"
-"""The folder, in the local one, with files of an earlier run until all have arrived."""
 EVERY = 30.0
 """Seconds between two uploads of a file that grows, at least."""
 LARGE = 1_000_000
@@ -29,14 +25,6 @@ LAST_SECONDS = 60.0
 """Seconds that the rest has at the end, besides those for its bytes at `RATE`."""
 
 _FORMAT = 1
-_TRANSIENT = re.compile(
-    r"(comparison/)?(lock|saved/([0-9a-f]{32}|keras_tuner\.lock))|comparison/temporary/.*|"
-    rf"{re.escape(MARK)}|{re.escape(INDEX)}|{re.escape(FETCHED)}/.*"
-)
-_RECORDED = re.compile(
-    r"(events|measurements)\.jsonl|(worker-\d+|output)\.log|worker-\d+\.stack|comparison\.json|downloaded|"
-    r"(digests|order|sources)/[^/]+"
-)
 
 
 class RunIndex(msgspec.Struct, frozen=True):
@@ -87,17 +75,7 @@ def due(files: Mapping[str, FileState], uploaded: Mapping[str, UploadedFile], no
 
 def is_kept(name: str) -> bool:
     """Whether a file of a run folder belongs in the store: it has a printable name, and outlives the run."""
-    return name.isprintable() and not _TRANSIENT.fullmatch(name)
-
-
-def is_recorded(name: str) -> bool:
-    """Whether Lockstep has written a file of a run folder; commands that show a run read only such files."""
-    return _RECORDED.fullmatch(name) is not None
-
-
-def is_verdict(name: str) -> bool:
-    """Whether a file is of the comparison with one process, which each run replaces."""
-    return name == "comparison.json" or name.startswith("comparison/")
+    return name.isprintable() and name != INDEX and not is_transient(name)
 
 
 def read_index(data: bytes, url: str) -> RunIndex:

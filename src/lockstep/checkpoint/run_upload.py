@@ -7,8 +7,8 @@ rest within a limit.
 An index (`RunIndex`) lists the objects, and has the token of the run that uploads. Each command puts a new
 token there before its job begins. A process that finds another token uploads no more, so that an earlier run
 which still exists on some machine changes nothing: it is fenced like a writer of checkpoints (`mirror.py`).
-The folder records the token, too (`MARK`), so that the next command knows whether the store or the folder
-has the newest files.
+The folder records the token, too (`store_mark`), so that the next command knows whether the store or the
+folder has the newest files.
 
 The module is not forked after the store was used: the library has threads of its own.
 """
@@ -33,11 +33,9 @@ import msgspec
 from lockstep.checkpoint.object_store import Conflict, ObjectStore
 from lockstep.checkpoint.run_files import (
     EVERY,
-    FETCHED,
     INDEX,
     LARGE,
     LAST_SECONDS,
-    MARK,
     RATE,
     FileState,
     RunIndex,
@@ -45,7 +43,6 @@ from lockstep.checkpoint.run_files import (
     changed,
     due,
     is_kept,
-    is_verdict,
     read_index,
 )
 from lockstep.errors import CheckpointError, ConfigError, UnfitError
@@ -53,7 +50,7 @@ from lockstep.system.child_process import command_of
 from lockstep.system.exit_status import STOP_SIGNALS, describe_exit
 from lockstep.system.files import FOLDER_MODE, open_regular, replace
 from lockstep.system.notes import NOTE_EVERY, note
-from lockstep.system.paths import RunPaths
+from lockstep.system.paths import RunPaths, is_verdict
 from lockstep.system.prose import count
 
 _PAUSE = 5.0
@@ -125,7 +122,7 @@ def prepare(url: str, folder: Path, retries: int) -> None:
 
 def _replace_files(store: ObjectStore, index: RunIndex, folder: Path) -> None:
     """Move the files of a folder aside, and fetch those of a store."""
-    fetched = folder / FETCHED
+    fetched = RunPaths(folder).fetched
     shutil.rmtree(fetched, ignore_errors=True)
     try:
         fetched.mkdir(FOLDER_MODE)
@@ -174,7 +171,7 @@ def _move_files(folder: Path, to: Path) -> None:
     """Move all but the lock of a run folder."""
     to.mkdir(FOLDER_MODE, exist_ok=True)
     for path in folder.iterdir():
-        if path.name not in (RunPaths(folder).lock.name, FETCHED):
+        if path not in (RunPaths(folder).lock, RunPaths(folder).fetched):
             path.rename(to / path.name)
 
 
@@ -226,13 +223,13 @@ def _fetch(store: ObjectStore, index: RunIndex, folder: Path, wanted: Callable[[
 
 def _marks(folder: Path) -> tuple[str, ...]:
     try:
-        return tuple((folder / MARK).read_text().split())
+        return tuple(RunPaths(folder).store_mark.read_text().split())
     except (OSError, ValueError):
         return ()
 
 
 def _mark(folder: Path, *holders: str) -> None:
-    path = folder / MARK
+    path = RunPaths(folder).store_mark
     try:
         replace(path, " ".join(holders).encode())
     except OSError as error:
@@ -394,7 +391,7 @@ class RunUpload:
             index, _ = _read(store)
             if index is not None and index.holder == self._holder and not index.files:
                 store.delete([INDEX])
-                (self._folder / MARK).unlink(missing_ok=True)
+                RunPaths(self._folder).store_mark.unlink(missing_ok=True)
 
     def _fail(self, why: str) -> None:
         self._failures, self._reason = self._failures + 1, why

@@ -9,7 +9,7 @@ import click
 
 from lockstep.errors import ConfigError
 from lockstep.system.notes import note
-from lockstep.system.paths import RunPaths
+from lockstep.system.paths import RunPaths, is_recorded
 from lockstep.system.prose import printable
 
 PARTS = click.IntRange(min=1, max=4096)
@@ -62,7 +62,6 @@ class Run(click.types.StringParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the text, or the path of the folder in which the run is until the command ends."""
         from lockstep.checkpoint.object_store import is_url, parse_url
-        from lockstep.checkpoint.run_files import is_recorded
         from lockstep.checkpoint.run_upload import fetch_run
 
         text = super().convert(value, param, ctx)

@@ -65,8 +65,6 @@ _LOOK_EVERY = 1.0
 _MEMORY_FACTOR = 2.0
 """Memory of a comparison, in that of a worker: it keeps the state before the step, too."""
 _TAIL = 20
-_FOLDER = "comparison"
-_TEMPORARY = "temporary"
 _WAS_KILLED = "the comparison was killed by"
 _KILLED = re.compile(r"was killed by (\w+)")
 
@@ -93,7 +91,7 @@ def compare(
     paths = RunPaths(folder)
     # The folder may have the events of an earlier comparison.
     begun = time.time()
-    log, temporary = folder / "output", folder / _TEMPORARY
+    log, temporary = folder / "output", paths.temporary
     temporary.mkdir(exist_ok=True)
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -213,7 +211,7 @@ def witness_beside(
         yield
     finally:
         kill_family(process)
-        shutil.rmtree(paths.root / _FOLDER / _TEMPORARY, ignore_errors=True)
+        shutil.rmtree(paths.comparing.temporary, ignore_errors=True)
 
 
 def _become_witness(
@@ -248,7 +246,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
         _tell(paths, {"compared": [], "ended": reason, "failed": ""})
         return
     _step_back(calls)
-    folder = paths.root / _FOLDER
+    folder = paths.comparing.root
     folder.mkdir(exist_ok=True)
     noted = False
 
@@ -261,7 +259,7 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
             _tell(paths, result, mode)
 
     result = compare(words, program, folder, calls, tell)
-    result["sources"] = _sources(RunPaths(folder))
+    result["sources"] = _sources(paths.comparing)
     if noted:
         save_verdict(paths, verdict(result, mode), result)
     else:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from lockstep.system.files import open_regular
 from lockstep.system.output import LinePrefixer
+from lockstep.system.paths import RunPaths, worker_of_log
 
-_NAME = re.compile(r"worker-(0|[1-9][0-9]*)\.log")
 _PIECE = 256 * 1024
 
 Write = Callable[[bytes], object]
@@ -20,8 +20,9 @@ def list_logs(folder: Path) -> dict[int, Path]:
     Raises:
         OSError: the folder cannot be read.
     """
-    logs = {int(name[1]): path for path in folder.iterdir() if (name := _NAME.fullmatch(path.name))}
-    return {worker: path for worker, path in sorted(logs.items()) if path.is_file() and not path.is_symlink()}
+    workers = (worker for path in folder.iterdir() if (worker := worker_of_log(path.name)) is not None)
+    logs = {worker: RunPaths(folder).log(worker) for worker in sorted(workers)}
+    return {worker: path for worker, path in logs.items() if path.is_file() and not path.is_symlink()}
 
 
 class WorkerLogs:

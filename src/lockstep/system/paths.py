@@ -1,7 +1,8 @@
-"""The paths of a run's files."""
+"""The paths of a run's files, and what becomes of each file. Pure."""
 
 import hashlib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,6 +68,31 @@ class RunPaths:
         return self.root / "comparison.json"
 
     @property
+    def comparing(self) -> "RunPaths":
+        """The run of the process that compares, which ends with `temporary`."""
+        return RunPaths(self.root / "comparison")
+
+    @property
+    def temporary(self) -> Path:
+        """Temporary files of a process that compares; removed at its end."""
+        return self.root / "temporary"
+
+    @property
+    def claim(self) -> Path:
+        """The id of the job over hosts that holds the lock of the folder."""
+        return self.root / ".lockstep-job"
+
+    @property
+    def store_mark(self) -> Path:
+        """The tokens of runs in an object store of which the folder has everything, the latest first."""
+        return self.root / ".lockstep-store"
+
+    @property
+    def fetched(self) -> Path:
+        """Files of an earlier run until all have arrived from an object store."""
+        return self.root / ".lockstep-fetched"
+
+    @property
     def output(self) -> Path:
         """The output of a detached command, which it would otherwise write to a terminal."""
         return self.root / "output.log"
@@ -78,6 +104,51 @@ class RunPaths:
     def stack(self, worker: int) -> Path:
         """The Python stacks that `worker` wrote on request."""
         return self.root / f"worker-{worker}.stack"
+
+
+_RUN = RunPaths(Path())
+_RECORDED = {
+    str(path) for path in (_RUN.events, _RUN.measurements, _RUN.comparison, _RUN.output, _RUN.downloaded)
+}
+_RECORDED_FOLDERS = {str(path) for path in (_RUN.digests, _RUN.orders, _RUN.sources)}
+_OF_WORKER = re.compile(r"worker-(0|[1-9][0-9]*)\.(log|stack)")
+_SAVED_RECORD = re.compile("[0-9a-f]{32}")
+"""File names of the records of saved models; see `lockstep.keras.shared_saves`."""
+
+
+def is_recorded(name: str) -> bool:
+    """Whether Lockstep has written a file of a run folder; commands that show a run read only such files."""
+    folder, _, file = name.rpartition("/")
+    in_folder = folder in _RECORDED_FOLDERS and file != ""
+    return name in _RECORDED or in_folder or _OF_WORKER.fullmatch(name) is not None
+
+
+def is_transient(name: str) -> bool:
+    """Whether a file of a run folder is used only while a run, or a transfer to this machine, is active."""
+    of_comparing = name.removeprefix(f"{_RUN.comparing.root}/")
+    folder, _, file = of_comparing.rpartition("/")
+    return (
+        of_comparing in (str(_RUN.lock), str(_RUN.tuner_lock))
+        or (folder == str(_RUN.saved) and is_saved_record(file))
+        or name == str(_RUN.store_mark)
+        or name.startswith((f"{_RUN.comparing.temporary}/", f"{_RUN.fetched}/"))
+    )
+
+
+def is_verdict(name: str) -> bool:
+    """Whether a file is of the comparison with one process, which each run replaces."""
+    return name == str(_RUN.comparison) or name.startswith(f"{_RUN.comparing.root}/")
+
+
+def is_saved_record(file: str) -> bool:
+    """Whether a file in `saved` is the record of a model that workers save together."""
+    return _SAVED_RECORD.fullmatch(file) is not None
+
+
+def worker_of_log(file: str) -> int | None:
+    """Return the worker whose log a file of a run folder is, or None."""
+    match = _OF_WORKER.fullmatch(file)
+    return int(match[1]) if match is not None and match[2] == "log" else None
 
 
 def kept_source(sources: Path, file: Path) -> Path:

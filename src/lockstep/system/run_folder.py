@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import re
 import secrets
 import shutil
 import stat
@@ -15,19 +14,15 @@ from pathlib import Path
 from lockstep.errors import ConfigError
 from lockstep.system.files import FOLDER_MODE, closed_after, open_own, read_regular
 from lockstep.system.locks import try_lock, wait_for_lock
-from lockstep.system.paths import RunPaths
+from lockstep.system.paths import RunPaths, is_saved_record
 
 RUNS = Path("runs")
 """The folder, in the current one, in which a command makes run folders."""
-_HOLDER = ".lockstep-job"
-"""The name of a file with the id of the job over hosts that holds the lock of a folder."""
 _SIGNS_WITHIN = 2.0
 _LOOK_EVERY = 0.05
 _LETS_GO = 4.0
 """Seconds in which a process that has lost its lifeline ends."""
 _TEMPORARY = "lockstep-agent-"
-_RECORD = re.compile("[0-9a-f]{32}")
-"""File names of the records of saved models; see `lockstep.keras.shared_saves`."""
 
 
 class FolderInUse(ConfigError):
@@ -161,7 +156,7 @@ def claim_for_job(folder: Path, job: str, description: str, option: str) -> int 
             descriptor = claim_folder(folder, description, option)
         except ConfigError:
             with contextlib.suppress(OSError):
-                if read_regular(folder / _HOLDER) == job.encode():
+                if read_regular(RunPaths(folder).claim) == job.encode():
                     return None
             # Another host of the job may have taken the lock just now.
             if time.monotonic() >= give_up:
@@ -175,7 +170,7 @@ def claim_for_job(folder: Path, job: str, description: str, option: str) -> int 
 def sign_claim(folder: Path, job: str) -> None:
     """Record in a locked folder which job holds its lock, for the job's hosts that share the folder."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-    with contextlib.suppress(OSError), closed_after(open_own(folder / _HOLDER, flags)) as descriptor:
+    with contextlib.suppress(OSError), closed_after(open_own(RunPaths(folder).claim, flags)) as descriptor:
         os.write(descriptor, job.encode())
 
 
@@ -194,7 +189,7 @@ def gone_if_refused(folder: Path | None) -> Iterator[None]:
         for each in missing:
             with contextlib.suppress(OSError):
                 RunPaths(each).lock.unlink(missing_ok=True)
-                (each / _HOLDER).unlink(missing_ok=True)
+                RunPaths(each).claim.unlink(missing_ok=True)
                 each.rmdir()
         raise
 
@@ -255,7 +250,7 @@ def leave_folder(folder: Path) -> None:
     with contextlib.suppress(OSError):
         paths.tuner_lock.unlink(missing_ok=True)
         for file in paths.saved.iterdir():
-            if _RECORD.fullmatch(file.name):
+            if is_saved_record(file.name):
                 file.unlink()
         paths.saved.rmdir()
     with contextlib.suppress(OSError):
@@ -278,7 +273,7 @@ def remove_unused(folder: Path) -> None:
 
 def remove_unused_claim(folder: Path) -> None:
     """Remove a folder in which a job has left nothing but its claim; for the command that created it."""
-    claim = {RunPaths(folder).lock, folder / _HOLDER}
+    claim = {RunPaths(folder).lock, RunPaths(folder).claim}
     with contextlib.suppress(OSError):
         if set(folder.iterdir()) <= claim:
             for file in claim:
