@@ -39,9 +39,10 @@ from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of
 from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.checkpoint.latest import Latest
 from lockstep.checkpoint.object_store import Conflict, ObjectStore, StoreLease
-from lockstep.checkpoint.store import FOLDER_PREFIX, Store
+from lockstep.checkpoint.store import FOLDER_PREFIX, Store, is_among_kept
 from lockstep.errors import CheckpointError, SupersededError, UnknownFormatError
 from lockstep.system.clock import SystemClock
+from lockstep.system.prose import size_text
 
 _HEAD = "head.json"
 _FORMAT = 1
@@ -115,9 +116,12 @@ class Head(msgspec.Struct, frozen=True):
         """Return this head with a checkpoint, and without older ones, except the newest verified one."""
         every = [each for each in self.checkpoints if each.step != added.step] + [added]
         every.sort(key=lambda each: each.step)
-        oldest = min(added.step, every[-max(keep, 1) :][0].step)
-        verified = max((each.step for each in every if each.step <= added.verified), default=None)
-        kept = tuple(each for each in every if each.step >= oldest or each.step == verified)
+        steps, verified = [each.step for each in every], added.verified
+        kept = tuple(
+            each
+            for each in every
+            if is_among_kept(each.step, steps, added.step, keep=keep, verified=verified)
+        )
         return msgspec.structs.replace(self, checkpoints=kept)
 
     def up_to(self, step: int) -> "Head":
@@ -259,7 +263,7 @@ def _discard(folder: Path, head: Head | None, report: Callable[[str], None]) -> 
 def _download(
     store: ObjectStore, stored: StoredCheckpoint, folder: Path, keep: int, report: Callable[[str], None]
 ) -> None:
-    report(f"fetching {store.url}/{stored.folder}, {stored.bytes / 1e6:,.1f} MB")
+    report(f"fetching {store.url}/{stored.folder}, {size_text(stored.bytes)}")
     arriving = ArrivingCheckpoint(folder, stored.held, keep)
     try:
         for number, part in _complete_parts(store, stored):

@@ -4,7 +4,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -344,22 +344,36 @@ class Store:
     def _prune(
         self, written: Path, manifest: Mapping[str, Any], not_removed: _NotRemoved = lambda path, why: None
     ) -> None:
-        """Remove checkpoints older than the newest `keep` complete ones and than the one just written.
-
-        Newer damaged ones stay: they may become readable again, or are replaced. The job may have to roll
-        back to the newest one whose step is not later than `verified` in the `manifest` of the one written.
-        """
-        complete = [path for path in self._paths() if _looks_complete(path)]
-        oldest = min(_step(path) for path in [*complete[-max(self._keep, 1) :], written])
-        verified = [path for path in complete if _step(path) <= manifest.get("verified", -1)][-1:]
+        """Remove the checkpoints that are not kept now that one was written, which has the `manifest`."""
+        complete = [_step(path) for path in self._paths() if _looks_complete(path)]
+        verified = manifest.get("verified", -1)
         for path in self._paths():
-            if _step(path) < oldest and path not in verified:
+            if not is_among_kept(_step(path), complete, _step(written), keep=self._keep, verified=verified):
                 _try(self._remove, path, not_removed)
 
     def _remove(self, path: Path) -> None:
         removed = self._folder / f".{path.name}.removed"
         path.rename(removed)
         _remove_folder(removed)
+
+
+def is_among_kept(step: int, complete: Sequence[int], written: int, *, keep: int, verified: int) -> bool:
+    """Whether a checkpoint is kept once another one was written, in a folder or in an object store.
+
+    Those that are older than the newest `keep` complete ones and than the one just written are not. Newer
+    damaged ones stay: they may become readable again, or are replaced.
+
+    Args:
+        step: the step of the checkpoint.
+        complete: the steps of the complete ones, in ascending order.
+        written: the step of the one just written.
+        keep: the number of checkpoints to keep.
+        verified: the step up to which the one just written is verified; -1 without verification. The job may
+            have to roll back to the newest one that is not later.
+    """
+    if step >= min(written, *complete[-max(keep, 1) :]):
+        return True
+    return step in [each for each in complete if each <= verified][-1:]
 
 
 def _remove_folder(path: Path) -> None:

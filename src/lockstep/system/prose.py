@@ -35,6 +35,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def size_text(size: int) -> str:
+    """Return a number of bytes such as "1,234.5 MB"."""
+    return f"{size / 1e6:,.1f} MB"
+
+
 def transferred(done: int, size: int, seconds: float) -> str:
     """Return how many bytes of how many have arrived, and how fast: "1.2 of 4.0 GB, 110 MB/s"."""
     scale, unit = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
