@@ -23,14 +23,14 @@ from collective_scripts import (
 from reference_sums import sha
 from test_communicator import CALLS, quick_reports, values
 
-from lockstep.collectives.call import CollectiveCall
+from lockstep.collectives.call import REASON_LIMIT, CollectiveCall
 from lockstep.collectives.contract import PeerWait, WaitPolicy
 from lockstep.collectives.shared import communicator as communicator_module
 from lockstep.collectives.shared import control_segment, futex
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
-from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
+from lockstep.collectives.shared.control_segment import ControlSegment, decode, encode
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.errors import InternalError, PeerLostError, PeerStuckError, SharedMemoryError

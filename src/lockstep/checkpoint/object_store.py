@@ -29,6 +29,8 @@ _REQUEST_SECONDS = 120
 _CONNECT_SECONDS = 10
 _RETRY_SECONDS = 60
 """For a request that fails again and again."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15
+"""Seconds before it is repeated; the pause doubles."""
 _EXPIRED = re.compile("expired|InvalidAccessKeyId|InvalidToken|SignatureDoesNotMatch", re.IGNORECASE)
 _LACKING = re.compile(r"169\.254\.169\.254|metadata\.google|MissingAccount|Account must be specified")
 _LONGEST_REASON = 300
@@ -139,8 +141,8 @@ class ObjectStore:
                     "max_retries": retries,
                     "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
                     "backoff": {
-                        "init_backoff": timedelta(seconds=0.5),
-                        "max_backoff": timedelta(seconds=15),
+                        "init_backoff": timedelta(seconds=_FIRST_PAUSE),
+                        "max_backoff": timedelta(seconds=_LONGEST_PAUSE),
                         "base": 2,
                     },
                 },

@@ -51,7 +51,7 @@ from lockstep.system.exit_status import STOP_SIGNALS, describe_exit
 from lockstep.system.files import FOLDER_MODE, open_regular, replace
 from lockstep.system.notes import NOTE_EVERY, note
 from lockstep.system.paths import RunPaths, is_verdict
-from lockstep.system.prose import count
+from lockstep.system.prose import count, size_text
 
 _PAUSE = 5.0
 """Seconds between two tries at the end."""
@@ -212,7 +212,7 @@ def _fetch(store: ObjectStore, index: RunIndex, folder: Path, wanted: Callable[[
                     left -= len(part)
                     if time.monotonic() - noted >= NOTE_EVERY:
                         noted = time.monotonic()
-                        note(f"fetching {left / 1e6:,.1f} MB more of the run from {store.url}")
+                        note(f"fetching {size_text(left)} more of the run from {store.url}")
         except FileNotFoundError:
             raise CheckpointError(
                 f"{store.url}/{name} changes while it is read; wait for the run to end"
@@ -498,7 +498,7 @@ def main(url: str, folder: Path, holder: str) -> int:
         thread.join(NOTE_EVERY)
         if thread.is_alive():
             number, size = upload.left()
-            note(f"uploading {count(number, 'file')} of the run, {size / 1e6:,.1f} MB, to {url}")
+            note(f"uploading {count(number, 'file')} of the run, {size_text(size)}, to {url}")
     if text := upload.verdict():
         note(text)
     return 0

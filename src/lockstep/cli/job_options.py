@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 Place = Here | Hosts | Listen
 """Where the workers of a job run that this process begins."""
 
-_WITHOUT_GPU = 2
+WITHOUT_GPU = 2
 
 
 def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" = None) -> JobSpec:
@@ -66,7 +66,7 @@ def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None"
     names, problem = visible(gpus, variable(LISTED)) if here is not None and entries is None else ((), "")
     if problem:
         note(problem)
-    wanted = len(entries) if entries is not None else len(names) or _WITHOUT_GPU
+    wanted = len(entries) if entries is not None else len(names) or WITHOUT_GPU
     others, replicas = other_processes(options), options["replicas"] or past.get("replicas")
     workers = where.processes or min(wanted, replicas or wanted) + others
     if workers < others + 1:

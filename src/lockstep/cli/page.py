@@ -17,13 +17,11 @@ from lockstep.system.child_process import command_of
 from lockstep.system.environment import KEY_FILE, key_file
 from lockstep.system.notes import note
 from lockstep.system.prctl import die_with
-from lockstep.system.prose import printable
+from lockstep.system.prose import printable, size_text
 from lockstep.transport.addresses import is_loopback, resolve_host
 
 if TYPE_CHECKING:
     import ssl
-
-_RESOLVES_WITHIN = 10.0
 
 
 @click.command()
@@ -58,7 +56,7 @@ def ui(runs: tuple[str, ...], port: int, host: str, parent: int | None) -> None:
     if parent is not None:
         die_with(parent)
     folders = resolve(runs)
-    family, socket_address = resolve_host(host.removeprefix("[").removesuffix("]"), port, _RESOLVES_WITHIN)
+    family, socket_address = resolve_host(host.removeprefix("[").removesuffix("]"), port)
     loopback = is_loopback(str(socket_address[0]))
     context, fingerprint = (None, "") if loopback else _encryption(host, str(socket_address[0]))
     try:
@@ -147,4 +145,4 @@ def report(run: str, output: Path) -> None:
     built = build_report(folder)
     size = write_report(output, built.html)
     name = click.format_filename(output)
-    click.echo(printable(f"{folder.name}: {built.headline}; {name} shows it ({size / 1e6:,.1f} MB)"))
+    click.echo(printable(f"{folder.name}: {built.headline}; {name} shows it ({size_text(size)})"))

@@ -22,7 +22,14 @@ from lockstep.checkpoint.store import DEFAULT_KEEP
 from lockstep.cli.completion import complete_script
 from lockstep.cli.detached import detach
 from lockstep.cli.help import GroupedCommand
-from lockstep.cli.job_options import Place, other_processes, refuse_with_servers, resumed_spec, spec_of
+from lockstep.cli.job_options import (
+    WITHOUT_GPU,
+    Place,
+    other_processes,
+    refuse_with_servers,
+    resumed_spec,
+    spec_of,
+)
 from lockstep.cli.job_restarts import (
     earlier_starts,
     events_begin,
@@ -129,7 +136,8 @@ _GROUPS = {
     "--workers",
     type=PARTS,
     metavar="N",
-    help="Number of worker processes. Does not affect the result.  [default: one per visible GPU, else 2]",
+    help="Number of worker processes. Does not affect the result.  [default: one per visible GPU, else "
+    f"{WITHOUT_GPU}]",
 )
 @click.option(
     "--ps",

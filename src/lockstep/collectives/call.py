@@ -128,6 +128,10 @@ def _others(groups: Sequence[tuple[object, list[int]]]) -> tuple[int, ...]:
     return tuple(sorted(worker for _, ids in groups[1:] for worker in ids))
 
 
+REASON_LIMIT = 1 << 12
+"""Maximum bytes of the reason for which a view ends, in shared memory and in a frame; the rest is cut."""
+
+
 def abort_reason(worker: int, call: CollectiveCall, error: BaseException) -> str:
     """Return the reason for which `worker` ends the view: it leaves `call` with `error`."""
     if isinstance(error, LockstepError):

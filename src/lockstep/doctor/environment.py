@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.cluster.slurm_step import STEP_VARIABLES, SlurmTask
 from lockstep.doctor.check import Finding, Sources, failure, fine, warning
 from lockstep.errors import ConfigError
-from lockstep.launcher.backend import is_legacy
+from lockstep.launcher.backend import BACKENDS, is_legacy
 from lockstep.system.cuda import LISTED
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -52,7 +52,7 @@ PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 _WITHOUT_GPU = "cpu"
 _OF_GPUS = {"cuda", "gpu"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
-_MODULES = ("keras", "jax", "tensorflow", "torch", "numpy")
+_MODULES = ("keras", *BACKENDS, "numpy")
 _METADATA = (".dist-info", ".egg-info")
 _SECRET = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("localhost", "127.0.0.1")

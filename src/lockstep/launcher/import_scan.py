@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lockstep.protocol.job_spec import BACKEND_NAMES
 
-FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
+FRAMEWORKS = ("numpy", *BACKEND_NAMES, "keras", "lockstep")
 _OF_KERAS = (
     "lockstep.keras.patches",
     "lockstep.keras.model_digest",

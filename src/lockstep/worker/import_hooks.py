@@ -7,7 +7,9 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-FRAMEWORKS = ("keras", "jax", "tensorflow", "torch")
+from lockstep.protocol.job_spec import BACKEND_NAMES
+
+FRAMEWORKS = ("keras", *BACKEND_NAMES)
 """Modules whose import may take many seconds."""
 
 Action = Callable[[ModuleType], object]

@@ -51,8 +51,6 @@ _CALL = struct.Struct("<16sB64s16s")
 _MAGIC = b"LSX2"
 NO_CALL = bytes(_CALL.size)
 HEADER_SIZE = _PREFIX.size + _CALL.size
-REASON_LIMIT = 1 << 12
-"""Bytes of the longest reason in a frame."""
 LENGTH_LIMIT = 1 << 44
 """More bytes than any frame has. Memory for what follows a header is taken as it arrives."""
 

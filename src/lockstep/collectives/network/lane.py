@@ -5,11 +5,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Self
 
-from lockstep.collectives.call import MAX_BLOCK_SECONDS, CallWait, CollectiveCall
+from lockstep.collectives.call import MAX_BLOCK_SECONDS, REASON_LIMIT, CallWait, CollectiveCall
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.network.frames import (
     HEADER_SIZE,
-    REASON_LIMIT,
     Frame,
     FrameError,
     Header,

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Self
 
-from lockstep.collectives.call import CollectiveCall
+from lockstep.collectives.call import REASON_LIMIT, CollectiveCall
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.pool import allocate
 from lockstep.errors import InternalError
@@ -34,7 +34,6 @@ from lockstep.system.memory import available_memory
 MAILBOX = 1 << 19
 """Bytes of a blob that one arrival transfers."""
 SLOT = 1 << 10
-REASON_LIMIT = 1 << 12
 
 _MAGIC = struct.Struct("<8sII")
 _NAME, _VERSION = b"LOCKSTEP", 3

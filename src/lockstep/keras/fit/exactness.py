@@ -19,6 +19,10 @@ from lockstep.topology import View
 
 Result = TypeVar("Result")
 
+_ROUNDING = 1e-5
+"""The part of a value that counts as rounding."""
+_OF_CHANGE = 1e-4
+"""The part of its largest change by which layer state may differ and still be a mean over examples."""
 _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 """Attributes of Keras's layers. A layer whose attributes here are all zero does not draw random numbers."""
 
@@ -97,7 +101,7 @@ def _tells_occurrences_apart(optimizer: Any) -> bool:
             apart = updated(tf.IndexedSlices(tf.constant([[0.5], [0.25]]), tf.constant([0, 0]), (2, 1)))
             together = updated(tf.constant([[0.75], [0.0]]))
             return not all(
-                np.allclose(*pair, rtol=1e-5, atol=0) for pair in zip(apart, together, strict=True)
+                np.allclose(*pair, rtol=_ROUNDING, atol=0) for pair in zip(apart, together, strict=True)
             )
         except Exception:  # An optimizer of the program may need more than its settings.
             return True
@@ -181,7 +185,9 @@ def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
     return [
         f"{VARIABLES}{variable.path}"
         for variable, old, whole, first, second in zip(variables, before, *parts, strict=True)
-        if not np.allclose(whole, (first + second) / 2, 1e-5, 1e-4 * np.max(np.abs(whole - old), initial=0))
+        if not np.allclose(
+            whole, (first + second) / 2, _ROUNDING, _OF_CHANGE * np.max(np.abs(whole - old), initial=0)
+        )
     ]
 
 

@@ -23,6 +23,8 @@ from lockstep.keras.variables import flat_metrics
 Update = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call of `update_state`."""
 
+_TOLERANCE, _OF_ZERO = 1e-4, 1e-5
+"""By how much two states of a metric may differ and count as equal: relative to the value, and near zero."""
 _REMEDY = (
     "keep sums and counts, and compute the rest in result(), or update the metric with values that have a "
     "row for each example"
@@ -83,7 +85,7 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
     separate = [_state(metric, zeros, updates) for updates in (first, second)]
     together = _state(metric, zeros, [*first, *second])
     for variable, value, other, both in zip(metric.variables, *separate, together, strict=True):
-        if not np.allclose(value + other, both, rtol=1e-4, atol=1e-5, equal_nan=True):
+        if not np.allclose(value + other, both, rtol=_TOLERANCE, atol=_OF_ZERO, equal_nan=True):
             return (
                 f"the metric variable {variable.path!r} does not add up: after some examples and then others "
                 f"it is not the sum of both alone; {_REMEDY}"
@@ -94,8 +96,8 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
     for variable, start, value, increment in zip(
         metric.variables, starts, _state(metric, starts, first), separate[0], strict=True
     ):
-        tolerance = 1e-5 * max(1.0, float(np.max(np.abs(start), initial=0)))
-        if not np.allclose(value - start, increment, rtol=1e-4, atol=tolerance, equal_nan=True):
+        tolerance = _OF_ZERO * max(1.0, float(np.max(np.abs(start), initial=0)))
+        if not np.allclose(value - start, increment, rtol=_TOLERANCE, atol=tolerance, equal_nan=True):
             return (
                 f"the metric variable {variable.path!r} does not add up: reset_state keeps its value, and an "
                 f"update changes it by an amount that depends on this; {_REMEDY}"

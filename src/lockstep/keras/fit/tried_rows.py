@@ -11,6 +11,8 @@ import numpy as np
 
 from lockstep.keras.nests import Nest, has_weights
 
+_OF_PROBABILITIES = 1e-3
+"""By how much the probabilities of classes may differ from 1 in sum."""
 _ROWS = 16
 """The maximum number of rows to try."""
 
@@ -179,7 +181,7 @@ def _may_be_padded(leaf: Any) -> bool:
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biuf" or not leaf.ndim:
         return False
     of_classes = leaf.ndim == 2 and leaf.shape[1] > 1 and np.all(leaf >= 0)
-    return not (of_classes and np.allclose(leaf.sum(1), 1, 0, 1e-3))
+    return not (of_classes and np.allclose(leaf.sum(1), 1, 0, _OF_PROBABILITIES))
 
 
 def _padded(leaf: Any) -> Any:
