@@ -355,7 +355,7 @@ class FlippedRound(Round):
     """The round of a step."""
 
     def __init__(self, worker: int, program: Any, state: Any, step: int, flip: Flip | None) -> None:
-        super().__init__(f"step {step} of fit 1", worker)
+        super().__init__(f"step {step} of fit 1", worker, to_numpy=program.to_numpy, settle=program.settle)
         self._of = program, state, step, flip
 
     def compute(self, replica: int) -> Arrays:
@@ -363,17 +363,9 @@ class FlippedRound(Round):
         program, state, step, flip = self._of
         return program.compute(state, step, replica, flip)
 
-    def to_numpy(self, array: Any) -> Any:
-        """Return an array as NumPy sees it."""
-        return self._of[0].to_numpy(array)
-
     def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial by their own names."""
         return self._of[0].parts(arrays)
-
-    def settle(self) -> None:
-        """Wait until no update reads a total."""
-        self._of[0].settle()
 
     def sum(self, view: View, communicator: Any) -> Any:
         """Sum, perhaps with a partial that has changed since it was computed."""
@@ -381,7 +373,9 @@ class FlippedRound(Round):
         owned = [r for r in view.replicas_of(self.worker) if r in self.started]
         if flip is not None and owned and flip.due("partial"):
             replica = flip.random.choice(owned)
-            partial = {name: np.array(self.to_numpy(array)) for name, array in self.started[replica].items()}
+            partial = {
+                name: np.array(self._of[0].to_numpy(array)) for name, array in self.started[replica].items()
+            }
             flip.strike(list(partial.values()))
             self.started[replica] = partial
         return super().sum(view, communicator)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -128,24 +129,48 @@ def test_numbers_and_rows_reach_every_worker_in_the_order_of_replicas() -> None:
 
 def test_a_difference_of_the_data_is_an_error_on_all_workers() -> None:
     def act(job: Job) -> Any:
-        return total_of(job, gradients, check=lambda names: bytes([job.worker]))
+        return total_of(job, gradients, digest_of_inputs=lambda: bytes([job.worker]))
 
     errors = together(jobs(2), act)
     assert [type(error) for error in errors] == [DisagreementError] * 2
 
 
-def test_the_check_receives_the_names_in_order() -> None:
-    given: list[Any] = []
-
+def test_a_sum_begins_when_nothing_reads_the_last_total() -> None:
     def act(job: Job) -> Any:
-        def check(names: Any) -> bytes:
-            given.append(tuple(names))
-            return b""
+        calls: list[str] = []
 
-        return len(total_of(job, gradients, check=check))
+        def compute(replica: int) -> dict[str, Any]:
+            calls.append(f"compute {replica}")
+            return gradients(replica)
 
-    assert together(jobs(2), act) == [2, 2]
-    assert given == [("a", "b")] * 2
+        class Watched(MadeRound):
+            def _reduce(self, *arguments: Any) -> None:
+                calls.append("reduce")
+                super()._reduce(*arguments)
+
+        settle = partial(calls.append, "settle")
+        round_ = Watched(compute, job.worker, _settle=settle, _lap=calls.append)
+        job.exchange(round_.sum)
+        return calls
+
+    assert together(jobs(1), act) == [
+        ["wait", *(f"compute {replica}" for replica in range(REPLICAS)), "settle", "compute", "reduce"]
+    ]
+
+
+def test_the_check_depends_on_the_inputs_the_names_and_the_form() -> None:
+    def check(names: str, inputs: bytes = b"", form: str | None = None) -> bytes:
+        round_ = MadeRound(
+            lambda replica: {name: np.ones(1) for name in names},
+            digest_of_inputs=lambda: inputs,
+            form=lambda: form,
+        )
+        round_.begin([0])
+        return round_.check()
+
+    others = [check("ac"), check("ab", inputs=b"x"), check("ab", form="x")]
+    assert len({check("ab"), *others}) == 4
+    assert check("ab") == check("ba")
 
 
 def test_partials_are_kept_after_an_error_of_another_replica() -> None:
@@ -207,10 +232,7 @@ def test_replicas_that_take_different_paths_are_refused_by_name_on_all_workers(
         def form() -> str:
             return forms(computed[0])
 
-        def check(names: Any) -> bytes:
-            return ",".join([*names, form()]).encode()
-
-        return total_of(job, compute, check=check, form=form, advice="do not")
+        return total_of(job, compute, form=form, advice="do not")
 
     for error in together(jobs(workers), act):
         assert isinstance(error, ModelError)

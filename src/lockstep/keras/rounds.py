@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.errors import DisagreementError, InternalError, ModelError
@@ -23,6 +24,7 @@ from lockstep.keras.backends.common import refuse_unequal_state
 from lockstep.keras.backends.contract import EQUAL, GATHERED, RARE, SCALED, Partial, Total
 from lockstep.keras.scaled_sums import limits_of, scales_of, sum_of, summand_of
 from lockstep.keras.worker_exchange import Packed, pack, unpack
+from lockstep.observability.step_timer import Part
 from lockstep.system.prose import first_of, shortened
 from lockstep.topology import View
 
@@ -59,6 +61,11 @@ class PartialLayout:
     def names(self) -> tuple[str, ...]:
         """The names in the order of the arrays in a reduce."""
         return tuple(sorted(self.leaves))
+
+    @cached_property
+    def names_digest(self) -> bytes:
+        """A hash of the names."""
+        return xxhash.xxh3_64_digest("\0".join(self.names).encode())
 
     @cached_property
     def summed(self) -> tuple[str, ...]:
@@ -104,6 +111,11 @@ class Round(ABC):
 
     Workers sum the same rounds in the same order. All get the same bits, for any number of workers.
 
+    Args:
+        to_numpy: waits for an array of a partial, and returns it as NumPy sees it.
+        settle: waits until nothing reads the memory of the last total.
+        lap: ends a part of the step, which the job measures.
+
     Attributes:
         label: names the round in messages.
         worker: the id of this worker.
@@ -131,6 +143,9 @@ class Round(ABC):
         number: int = 0,
         layout: PartialLayout | None = None,
         layouts: dict[frozenset[str], PartialLayout] | None = None,
+        to_numpy: Callable[[Any], Array] = np.asarray,
+        settle: Callable[[], object] = lambda: None,
+        lap: Callable[[Part], object] = lambda part: None,
     ) -> None:
         self.label = label
         self.worker = worker
@@ -143,6 +158,7 @@ class Round(ABC):
         self.contributed: dict[int, Sequence[Array]] = {}
         self.limits: Sequence[Array] = ()
         self.sums: Sequence[Array] = ()
+        self.to_numpy, self._settle, self._lap = to_numpy, settle, lap
         self._forms: set[str] = set()
         self._joined: dict[str, Array] = {}
         self._zeros: frozenset[str] | None = None
@@ -169,13 +185,9 @@ class Round(ABC):
         """Return a text on the last computation, apart from its arrays, or None if replicas cannot differ."""
         return None
 
-    def check(self, names: Sequence[str]) -> bytes:
-        """Return at most 64 bytes that must be equal on all workers, given the sorted names of the arrays."""
+    def digest_of_inputs(self) -> bytes:
+        """Return bytes that are equal on all workers if all replicas compute from the same inputs."""
         return b""
-
-    def to_numpy(self, array: Any) -> Array:
-        """Wait for an array of a partial, and return it as NumPy sees it."""
-        return np.asarray(array)
 
     def parts(self, arrays: Mapping[str, Array]) -> Mapping[str, Array]:
         """Return the arrays of a partial or a total by the names that messages and records use.
@@ -191,12 +203,6 @@ class Round(ABC):
     def outputs_of(self, replica: int) -> Mapping[str, Array]:
         """Return what a replica that contributes has computed besides its partial, by names for people."""
         return {}
-
-    def entered(self) -> None:  # noqa: B027
-        """Note that the round is in another view, and computes there next."""
-
-    def settle(self) -> None:  # noqa: B027
-        """Return once nothing reads the memory of the last total."""
 
     def catching_up(self) -> AbstractContextManager[None]:
         """See `lockstep.worker.job.Job.exchange`."""
@@ -246,6 +252,15 @@ class Round(ABC):
             f"{self.label}: replicas compute different things in one step ({parts}): {self.advice}"
         )
 
+    def entered(self) -> None:
+        """Note that this worker is in the view, and computes next."""
+        self._lap("wait")
+
+    def settle(self) -> None:
+        """Note that this worker has computed; return once nothing reads the memory of the last total."""
+        self._settle()
+        self._lap("compute")
+
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
         """Wait for the partials of replicas, which have begun or contribute nothing.
 
@@ -288,7 +303,7 @@ class Round(ABC):
         owned = view.replicas_of(self.worker)
         layout = self.begin(owned)
         # Hash the inputs while the backend is still computing.
-        check = self.check(layout.names) if len(view.workers) > 1 else b""
+        check = self.check() if len(view.workers) > 1 else b""
         partials = self.partials(owned)
         self.contributed.update(partials)
         self.settle()
@@ -316,6 +331,12 @@ class Round(ABC):
             self._zeros = None
             self._reduce(partials, view.replicas, communicator, check)
         return self.total_of(self.sums, self.limits, view.replicas)
+
+    def check(self) -> bytes:
+        """Return a hash of the inputs, the names of the arrays and the form: equal on all workers."""
+        assert self.layout is not None
+        form = (self.form() or "").encode()
+        return xxhash.xxh3_128_digest(self.digest_of_inputs() + self.layout.names_digest + form)
 
     def forget(self) -> None:
         """Forget what other workers have computed and sent: a worker has joined that takes part from here."""

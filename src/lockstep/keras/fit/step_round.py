@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import keras
 import numpy.typing as npt
-import xxhash
 
 from lockstep.data.batch import Batch, Share
 from lockstep.errors import LockstepError
@@ -31,11 +29,6 @@ _ADVICE = (
     "depend on weights and callbacks, not on examples: keep values that do in a metric or a variable of a "
     "layer (add_weight), or return them from train_step as a log"
 )
-
-
-@lru_cache
-def _names_digest(names: tuple[str, ...]) -> bytes:
-    return xxhash.xxh3_64_digest("\0".join(names).encode())
 
 
 def repeated_share(share: Share, count: int) -> Share:
@@ -154,7 +147,15 @@ class StepRound(Round):
             # Sample weights are gathered only where there are some.
             layout = None
         super().__init__(
-            programs.calls.where(), programs.job.worker, number=len(earlier), layout=layout, layouts=layouts
+            programs.calls.where(),
+            programs.job.worker,
+            number=len(earlier),
+            layout=layout,
+            layouts=layouts,
+            to_numpy=programs.backend.to_numpy,
+            # The last update reads its totals in place.
+            settle=programs.backend.settle,
+            lap=programs.job.timer.lap,
         )
         call = programs.calls.current
         self._seed = seed_at(call.seed, call.number, call.steps)
@@ -232,15 +233,9 @@ class StepRound(Round):
         changed = python.form() if kind != "predict" and program.is_last(self.number) else ""
         return f"{changed}; {program.form(self.number)}" if changed else program.form(self.number)
 
-    def check(self, names: Sequence[str]) -> bytes:
-        """Return a hash of the batch, of what trials have measured, of the names, and of the form."""
-        form = (self.form() or "").encode()
-        growths = growths_of(self._programs.model).digest(self._programs.kind)
-        return xxhash.xxh3_128_digest(self._batch.check() + growths + _names_digest(tuple(names)) + form)
-
-    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
-        """Wait for an array of the backend; return it as NumPy sees it."""
-        return self._programs.backend.to_numpy(array)
+    def digest_of_inputs(self) -> bytes:
+        """Return a hash of the batch and of what trials have measured."""
+        return self._batch.check() + growths_of(self._programs.model).digest(self._programs.kind)
 
     def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total by their names in the program."""
@@ -252,15 +247,6 @@ class StepRound(Round):
             return {}
         leaves = leaves_by_path(self.outputs[replica], self._programs.backend.to_numpy)
         return {f"output {path}".strip(): array for path, array in leaves}
-
-    def entered(self) -> None:
-        """Note that this worker has waited for the view."""
-        self._programs.job.timer.lap("wait")
-
-    def settle(self) -> None:
-        """Wait for the last update, which reads its totals in place."""
-        self._programs.backend.settle()
-        self._programs.job.timer.lap("compute")
 
     def catching_up(self) -> AbstractContextManager[None]:
         """Within the block, the variables have the values from before the step."""

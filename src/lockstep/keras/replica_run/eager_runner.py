@@ -191,7 +191,7 @@ class EagerRunner:
         values = (
             ReturnedValues(specs, tuple(columns), empty)
             if total or execution.merges
-            else ReturnedValues(specs, tuple(columns), empty, last.check(()), self._recomputation(execution))
+            else ReturnedValues(specs, tuple(columns), empty, last.check(), self._recomputation(execution))
         )
         return packed(execution.nest, self.per_replica(values, self._store))
 

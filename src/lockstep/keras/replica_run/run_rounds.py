@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy.typing as npt
-import xxhash
 
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
@@ -164,10 +163,10 @@ class FunctionRound(Round):
         seed: int = 0,
         layout: PartialLayout | None = None,
     ) -> None:
-        super().__init__(label, rounds.job.worker, layout=layout)
+        job = rounds.job
+        super().__init__(label, job.worker, layout=layout, to_numpy=rounds.to_numpy, lap=job.timer.lap)
         self.anywhere = all(values.anywhere for values in sources)
         rounds.begin_round()
-        self._rounds = rounds
         self._sources = sources
         self._seed = seed
 
@@ -175,21 +174,11 @@ class FunctionRound(Round):
         """Whether the replica has examples."""
         return not is_empty(self._sources, replica)
 
-    def check(self, names: Sequence[str]) -> bytes:
-        """Return a hash of the inputs, of the names of the results, and of the form."""
+    def digest_of_inputs(self) -> bytes:
+        """Return a hash of the values and of the seed."""
         drawn = struct.pack("<Q", self._seed % 2**64)
-        form = (self.form() or "").encode()
-        parts = (drawn, ",".join(names).encode(), form, *(values.check() for values in self._sources))
-        return xxhash.xxh3_128_digest(b"".join(parts))
-
-    def to_numpy(self, array: Any) -> Array:
-        """Return an array of the backend as NumPy sees it."""
-        return self._rounds.to_numpy(array)
+        return drawn + b"".join(values.check() for values in self._sources)
 
     def inputs(self, replica: int) -> list[Any]:
         """Return the leaves of the inputs of a replica."""
         return [leaf for values in self._sources for leaf in values.of(replica)]
-
-    def settle(self) -> None:
-        """Note that this worker has computed: the partials are arrays of NumPy."""
-        self._rounds.job.timer.lap("compute")
