@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import StepEnded
+from lockstep.observability.measurements import StepEnded
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.clock import SystemClock
 from report import print_row

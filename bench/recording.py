@@ -20,7 +20,7 @@ LINES = {
     ),
     "digests": (
         "lockstep/launcher/worker_main.py",
-        "    events.subscribe(client.report, *WORKER_DIGESTS)\n",
+        "    events.subscribe(client.report, *WORKER_DIGESTS, OrderRecorded)\n",
     ),
 }
 SESSIONS = 2

@@ -25,6 +25,7 @@ from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
+from lockstep.observability.measurements import STEP_PARTS, StepsMeasured
 from lockstep.protocol.admin import StopRequest
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import EndHost, HostEnded, HostReport, Instruction
@@ -247,13 +248,13 @@ def test_the_last_line_summarizes_the_job(stage: Stage) -> None:
 
 
 def test_the_end_of_a_job_that_failed_has_the_steps_that_are_known(stage: Stage) -> None:
-    parts = dict.fromkeys(run_events.STEP_PARTS, 0.0)
+    parts = dict.fromkeys(STEP_PARTS, 0.0)
 
     def fails(worker: FakeHandle) -> None:
         worker.send(EventReport(run_events.StrategyInstalled("jax")))
         worker.send(EventReport(run_events.TrainingResumed("step 4 of fit 1", 4)))
         numbers = {"call": "fit 1", "number": 9, "trained": 9, "count": 5, "began": 0.0, "examples": 5}
-        worker.send(EventReport(run_events.StepsMeasured(**numbers, replicas=1, seconds=0.0, **parts)))
+        worker.send(EventReport(StepsMeasured(**numbers, replicas=1, seconds=0.0, **parts)))
         worker.send(EventReport(run_events.CheckpointWritten("kept/step-7", 7, 0.1)))
         worker.end(1)
 

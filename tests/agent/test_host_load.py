@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from lockstep.agent.host_load import LoadMeter
-from lockstep.observability.events import GpuLoad, LoadMeasured, WorkerLoad
+from lockstep.observability.measurements import GpuLoad, LoadMeasured, WorkerLoad
 from lockstep.system.nvml import Driver, Gpu, GpuMemory, GpuReading
 from lockstep.system.nvml import Process as GpuProcess
 from virtual_clock import VirtualClock

@@ -7,18 +7,16 @@ import msgspec
 
 from lockstep.coordinator.job_report import fields_of_end
 from lockstep.coordinator.provenance import provenance
+from lockstep.observability.digest_records import DIGEST_FORMAT, WORKER_DIGESTS, StepDigests
 from lockstep.observability.events import (
-    DIGEST_FORMAT,
     FORMAT,
-    MEASUREMENTS,
     RUN_EVENTS,
-    WORKER_DIGESTS,
     WORKER_EVENTS,
     JobFinished,
     JobStarted,
     JobTotals,
-    StepDigests,
 )
+from lockstep.observability.measurements import MEASUREMENTS
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script
 

@@ -12,9 +12,9 @@ import pytest
 from lockstep import errors
 from lockstep.cli.explain import explanation
 from lockstep.errors import ConfigError
-from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import GrowingMap
 from lockstep.observability.host_loads import HostLoads, WorkerLoads
+from lockstep.observability.measurements import STEP_PARTS
 from lockstep.observability.slowness import advise
 from lockstep.observability.step_parts import CallTimes, WorkerTimes
 

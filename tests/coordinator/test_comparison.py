@@ -19,7 +19,12 @@ from lockstep.coordinator.comparison import (
     save_verdict,
     verdict,
 )
-from lockstep.observability.events import DigestsRecorded, ProgramRecorded, SettingsRecorded, StepDigests
+from lockstep.observability.digest_records import (
+    DigestsRecorded,
+    ProgramRecorded,
+    SettingsRecorded,
+    StepDigests,
+)
 from lockstep.system.paths import RunPaths
 
 

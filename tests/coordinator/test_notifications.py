@@ -10,16 +10,14 @@ import pytest
 from lockstep.coordinator.notifications import STALL, Notifications, notified
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.events import (
-    STEP_PARTS,
     CallEnded,
     CallStarted,
     Event,
     JobFinished,
-    MetricsRecorded,
-    StepsMeasured,
     ViewStarted,
     WorkerNotReplaced,
 )
+from lockstep.observability.measurements import STEP_PARTS, MetricsRecorded, StepsMeasured
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, decode, encode
 from lockstep.system.clock import SystemClock
 from lockstep.system.paths import RunPaths

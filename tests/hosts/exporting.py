@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from lockstep.observability.events import MetricsRecorded
+from lockstep.observability.measurements import MetricsRecorded
 from lockstep.worker import job
 
 for trained in (1, 2):

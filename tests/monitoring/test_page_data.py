@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lockstep.monitoring.page_data import MOST_POINTS, MOST_SERIES, Window, chart, compare, parts
 from lockstep.monitoring.run_folder import RunFolder
 from lockstep.monitoring.told_events import details
-from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns, GrowingMap
+from lockstep.observability.measurements import STEP_PARTS
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import LOAD_COLUMNS, METRIC_COLUMNS, RunState, WorkerInfo
 

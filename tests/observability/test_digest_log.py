@@ -8,8 +8,8 @@ import pytest
 
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.digest_log import DigestLog, segments, thinned
+from lockstep.observability.digest_records import DigestsRecorded, NamesRecorded, StepDigests
 from lockstep.observability.event_log import encoded
-from lockstep.observability.events import DigestsRecorded, NamesRecorded, StepDigests
 
 
 def event(serial: int, *steps: int) -> PublishedEvent:

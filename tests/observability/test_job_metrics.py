@@ -11,29 +11,31 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
-    STEP_PARTS,
     CallStarted,
     CheckpointFailed,
     CheckpointWritten,
     Event,
-    GpuLoad,
     HostJoined,
     HostLost,
     HostRetired,
     JobStarted,
-    LoadMeasured,
-    MetricsRecorded,
-    StepsMeasured,
     TrainingPaused,
     TrainingResumed,
     VerificationFailed,
     ViewStarted,
     WorkerJoined,
     WorkerLeft,
-    WorkerLoad,
     WorkerLost,
 )
 from lockstep.observability.job_metrics import JobMetrics
+from lockstep.observability.measurements import (
+    STEP_PARTS,
+    GpuLoad,
+    LoadMeasured,
+    MetricsRecorded,
+    StepsMeasured,
+    WorkerLoad,
+)
 
 LABELS = {"job": "train", "script": 'a"b\\c\nd\udcff.py'}
 

@@ -9,7 +9,6 @@ import pytest
 
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
-    STEP_PARTS,
     CallEnded,
     CallStarted,
     CheckpointFailed,
@@ -17,17 +16,13 @@ from lockstep.observability.events import (
     CheckpointRemoved,
     CheckpointWritten,
     Event,
-    GpuLoad,
     HostJoined,
     HostLost,
     HostRetired,
     HostStrain,
     JobTotals,
     LastStepEnded,
-    LoadMeasured,
-    MetricsRecorded,
     ReplicasVerified,
-    StepsMeasured,
     TrainingEnded,
     TrainingPaused,
     TrainingResumed,
@@ -37,12 +32,19 @@ from lockstep.observability.events import (
     WorkerExited,
     WorkerJoined,
     WorkerLeft,
-    WorkerLoad,
     WorkerLost,
     WorkerReady,
     WorkerStarted,
 )
 from lockstep.observability.growth import Columns, GrowingList, Numbering
+from lockstep.observability.measurements import (
+    STEP_PARTS,
+    GpuLoad,
+    LoadMeasured,
+    MetricsRecorded,
+    StepsMeasured,
+    WorkerLoad,
+)
 from lockstep.observability.run_lines import Happening, as_happening, happening, measurement
 from lockstep.observability.run_state import RunState
 

@@ -7,8 +7,9 @@ import pytest
 
 from lockstep.observability import slowness
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import STEP_PARTS, CallEnded, LoadMeasured, StepsMeasured, WorkerLoad
+from lockstep.observability.events import CallEnded
 from lockstep.observability.growth import GrowingMap
+from lockstep.observability.measurements import STEP_PARTS, LoadMeasured, StepsMeasured, WorkerLoad
 from lockstep.observability.run_state import RunState
 from lockstep.observability.slowness import advise
 from lockstep.observability.step_parts import CallTimes, WorkerTimes, scores

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import (
+from lockstep.observability.events import CallEnded, Event
+from lockstep.observability.measurements import (
     STEP_PARTS,
     WORKER_MEASUREMENTS,
-    CallEnded,
-    Event,
     MetricsRecorded,
     RestEnded,
     StepEnded,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from lockstep.observability.bus import Bus, Feed
-from lockstep.observability.events import RestEnded, StepEnded
+from lockstep.observability.measurements import RestEnded, StepEnded
 from lockstep.observability.step_timer import StepTimer
 from virtual_clock import VirtualClock
 

@@ -15,15 +15,12 @@ import pytest
 
 from lockstep.observability import tensorboard_writer
 from lockstep.observability.bus import Bus, PublishedEvent
-from lockstep.observability.events import (
-    CoordinatorStarted,
-    Event,
+from lockstep.observability.events import CoordinatorStarted, Event, TrainingResumed, ViewStarted
+from lockstep.observability.measurements import (
     GpuLoad,
     LoadMeasured,
     MetricsRecorded,
     StepsMeasured,
-    TrainingResumed,
-    ViewStarted,
     WorkerLoad,
 )
 from lockstep.observability.tensorboard_writer import EventFiles, Point, Points, written_for_tensorboard
@@ -202,7 +199,7 @@ def test_it_writes_while_the_job_runs_and_never_imports_tensorflow(tmp_path: Pat
 import sys
 from pathlib import Path
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import MetricsRecorded
+from lockstep.observability.measurements import MetricsRecorded
 from lockstep.observability.tensorboard_writer import written_for_tensorboard
 from lockstep.system.clock import SystemClock
 bus = Bus(SystemClock(), 0)

@@ -8,9 +8,7 @@ from lockstep.observability.events import (
     CallStarted,
     CheckpointWritten,
     DistributionBegan,
-    GpuLoad,
     JoinRequested,
-    LoadMeasured,
     MessageMisunderstood,
     ScriptEnded,
     ScriptFailed,
@@ -19,10 +17,10 @@ from lockstep.observability.events import (
     WaitReported,
     WorkerConnectedLate,
     WorkerExited,
-    WorkerLoad,
     WorkerReady,
     WorkerStarted,
 )
+from lockstep.observability.measurements import GpuLoad, LoadMeasured, WorkerLoad
 from lockstep.protocol import host
 from lockstep.protocol.admin import StackReply, StackRequest, StopRequest
 from lockstep.protocol.host import HostReport, Instruction

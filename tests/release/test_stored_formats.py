@@ -24,7 +24,7 @@ from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.values import unpack
 from lockstep.diff.recording import Key, read_recording
 from lockstep.monitoring.run_folder import RunFolder
-from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.measurements import STEP_PARTS
 from lockstep.observability.run_state import METRIC_COLUMNS
 from lockstep.parameter_server.order import RecordKind, read_order
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lockstep.monitoring.trace import trace_of
-from lockstep.observability.events import STEP_PARTS
+from lockstep.observability.measurements import STEP_PARTS
 
 
 def extents(folder: Path) -> list[tuple[Any, ...]]:

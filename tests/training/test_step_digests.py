@@ -11,13 +11,13 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.keras.rounds import PartialLayout, Round
 from lockstep.keras.step_digests import ALL_UNTIL, DigestRecorder
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import (
+from lockstep.observability.digest_records import (
     WORKER_DIGESTS,
     DigestsRecorded,
-    Event,
     ProgramRecorded,
     StepDigests,
 )
+from lockstep.observability.events import Event
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lockstep.observability.events import StepEnded
+from lockstep.observability.measurements import StepEnded
 
 PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested")
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep.observability.events import StepEnded
+from lockstep.observability.measurements import StepEnded
 from lockstep.worker import job
 
 OWN = job.current()

@@ -14,9 +14,9 @@ from lockstep.observability.events import (
     DistributionBegan,
     Event,
     FirstStepEnded,
-    StepEnded,
     TrainingPaused,
 )
+from lockstep.observability.measurements import StepEnded
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place

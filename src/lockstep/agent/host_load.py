@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from lockstep.observability.events import GpuLoad, LoadMeasured, WorkerLoad
+from lockstep.observability.measurements import GpuLoad, LoadMeasured, WorkerLoad
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.environment import usable_cores
 from lockstep.system.load import CGROUPS, PROC, HostSampler, ProcessCounters, process_counters

@@ -12,6 +12,7 @@ from lockstep.coordinator.startup_progress import Progress, preparations, prepar
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.console import Console
+from lockstep.observability.measurements import MEASUREMENTS
 from lockstep.observability.run_state import RunState
 from lockstep.observability.slowness import describe
 from lockstep.protocol.host import HostEnded
@@ -82,7 +83,7 @@ class Narrator:
             totals=kept.tally,
             remaining=kept.remaining,
         )
-        events.subscribe(self._hear, *run_events.RUN_EVENTS, *run_events.MEASUREMENTS)
+        events.subscribe(self._hear, *run_events.RUN_EVENTS, *MEASUREMENTS)
 
     # While the job runs.
 

@@ -21,13 +21,12 @@ from lockstep.observability.events import (
     Event,
     JobFinished,
     JobStarted,
-    MetricsRecorded,
-    StepsMeasured,
     TrainingResumed,
     ViewStarted,
     WorkerNotReplaced,
     is_within,
 )
+from lockstep.observability.measurements import MetricsRecorded, StepsMeasured
 from lockstep.observability.run_state import RunState
 from lockstep.protocol.notification import Notification, NotifierMessage, ProgressMade, What, encode
 from lockstep.system.exit_status import STOPPED

@@ -14,7 +14,7 @@ from typing import Literal
 from lockstep.diff.heads import Cause, HeadDifference, head_differences
 from lockstep.diff.recording import Key, RecordedHashes, Recording
 from lockstep.errors import ConfigError
-from lockstep.observability.events import HASH_DIGITS
+from lockstep.observability.digest_records import HASH_DIGITS
 from lockstep.system.prose import count
 
 Place = Literal["first state", "state", "input", "gradient", "reduction", "update", "result", "length", "end"]

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.observability.digest_log import segments
-from lockstep.observability.events import DIGEST_FORMAT, is_within
+from lockstep.observability.digest_records import DIGEST_FORMAT
+from lockstep.observability.events import is_within
 from lockstep.observability.run_lines import happenings, json_objects
 from lockstep.observability.run_state import RunState
 from lockstep.system.files import read_regular

@@ -29,7 +29,7 @@ from lockstep.errors import LockstepError
 from lockstep.keras.backends.contract import GRADIENTS, METRICS, Total, TrainingState
 from lockstep.keras.host_report import libraries
 from lockstep.keras.rounds import Round
-from lockstep.observability.events import (
+from lockstep.observability.digest_records import (
     HASH_DIGITS,
     DigestsRecorded,
     NamesRecorded,

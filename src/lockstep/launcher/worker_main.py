@@ -27,15 +27,15 @@ from lockstep.errors import (
     with_code,
 )
 from lockstep.observability.bus import Bus
+from lockstep.observability.digest_records import WORKER_DIGESTS
 from lockstep.observability.events import (
-    WORKER_DIGESTS,
     WORKER_EVENTS,
-    WORKER_MEASUREMENTS,
     CheckEnded,
     ImportStarted,
     OrderRecorded,
     SourceChanged,
 )
+from lockstep.observability.measurements import WORKER_MEASUREMENTS
 from lockstep.observability.step_recorder import StepRecorder
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.protocol.worker import AgentMessage

@@ -11,7 +11,7 @@ import msgspec
 from lockstep.coordinator.admin_client import RunningJobs, running_jobs, table
 from lockstep.monitoring.overview import HostRow
 from lockstep.monitoring.top_text import csv_lines, gpu_line
-from lockstep.observability.events import GpuLoad
+from lockstep.observability.measurements import GpuLoad
 from lockstep.protocol.admin import Status
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.load import HostSampler

@@ -12,8 +12,8 @@ from lockstep.monitoring.progress import BetterEpoch, better_epochs, progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.told_events import join_equal, seconds_of
 from lockstep.monitoring.training_times import advice, steps_of, training_times, window, worker_times
-from lockstep.observability.events import STEP_PARTS, GpuLoad
 from lockstep.observability.growth import Columns
+from lockstep.observability.measurements import STEP_PARTS, GpuLoad
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import HostInfo, RunState, WorkerInfo
 from lockstep.observability.slowness import slow_workers

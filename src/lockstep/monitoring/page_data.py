@@ -19,8 +19,9 @@ from lockstep.monitoring.progress import better_epochs, progress
 from lockstep.monitoring.run_folder import steps_trained, task_of
 from lockstep.monitoring.told_events import ToldEvents, details, join_equal
 from lockstep.monitoring.training_times import advice, training_times
-from lockstep.observability.events import STEP_PARTS, is_within
+from lockstep.observability.events import is_within
 from lockstep.observability.growth import Columns
+from lockstep.observability.measurements import STEP_PARTS
 from lockstep.observability.run_lines import Happening
 from lockstep.observability.run_state import RunState, WorkerInfo, effective_share, location_of
 from lockstep.observability.slowness import shares_of_time

@@ -11,7 +11,7 @@ import msgspec
 
 from lockstep.monitoring.overview import HostRow, Overview, WorkerRow
 from lockstep.monitoring.progress import metric_rank
-from lockstep.observability.events import STEP_PARTS, GpuLoad
+from lockstep.observability.measurements import STEP_PARTS, GpuLoad
 from lockstep.system.prose import count, duration_text, printable
 
 _GIB = 2**30

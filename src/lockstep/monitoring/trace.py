@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.monitoring.run_folder import RunFolder, steps_trained, task_of
-from lockstep.observability.events import STEP_PARTS, StepsMeasured
+from lockstep.observability.measurements import STEP_PARTS, StepsMeasured
 from lockstep.observability.run_lines import GrowingFile, Happening, measurement
 from lockstep.observability.run_state import RunState
 from lockstep.system.paths import RunPaths

@@ -4,9 +4,9 @@ import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from lockstep.observability.events import STEP_PARTS
 from lockstep.observability.growth import Columns, GrowingMap
 from lockstep.observability.host_loads import HostLoads, WorkerLoads
+from lockstep.observability.measurements import STEP_PARTS
 from lockstep.observability.run_state import RunState, WorkerInfo
 from lockstep.observability.slowness import SHORTEST, advise
 from lockstep.observability.step_parts import CallTimes, WorkerTimes

@@ -11,14 +11,9 @@ import msgspec
 
 from lockstep.observability.bus import Bus, PublishedEvent
 from lockstep.observability.digest_log import DigestLog
-from lockstep.observability.events import (
-    MEASUREMENTS,
-    RUN_EVENTS,
-    WORKER_DIGESTS,
-    JobStarted,
-    OutputLost,
-    recorded_fields,
-)
+from lockstep.observability.digest_records import WORKER_DIGESTS
+from lockstep.observability.events import RUN_EVENTS, JobStarted, OutputLost, recorded_fields
+from lockstep.observability.measurements import MEASUREMENTS
 from lockstep.system.files import AppendFile, Complain
 from lockstep.system.paths import RunPaths
 

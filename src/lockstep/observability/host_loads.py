@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from lockstep.observability.events import LoadMeasured
+from lockstep.observability.measurements import LoadMeasured
 
 
 class WorkerLoads(msgspec.Struct, frozen=True):

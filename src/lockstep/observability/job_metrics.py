@@ -7,27 +7,29 @@ from typing import Literal, NamedTuple
 
 from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.events import (
-    STEP_PARTS,
     CallStarted,
     CheckpointFailed,
     CheckpointWritten,
     Event,
-    GpuLoad,
     HostJoined,
     HostLost,
     HostRetired,
     JobStarted,
-    LoadMeasured,
-    MetricsRecorded,
-    StepsMeasured,
     TrainingPaused,
     TrainingResumed,
     VerificationFailed,
     ViewStarted,
     WorkerJoined,
     WorkerLeft,
-    WorkerLoad,
     WorkerLost,
+)
+from lockstep.observability.measurements import (
+    STEP_PARTS,
+    GpuLoad,
+    LoadMeasured,
+    MetricsRecorded,
+    StepsMeasured,
+    WorkerLoad,
 )
 from lockstep.observability.run_state import RunState, StepSums, effective_share
 

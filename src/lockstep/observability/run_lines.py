@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import LoadMeasured, MetricsRecorded, StepsMeasured, recorded_fields
+from lockstep.observability.events import recorded_fields
+from lockstep.observability.measurements import LoadMeasured, MetricsRecorded, StepsMeasured
 
 _CHUNK = 4 * 1024 * 1024
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)

@@ -20,17 +20,10 @@ import msgspec
 from msgspec.structs import replace
 
 from lockstep.observability.bus import PublishedEvent
-from lockstep.observability.events import (
-    STEP_PARTS,
-    HostStrain,
-    JobTotals,
-    LoadMeasured,
-    MetricsRecorded,
-    StepsMeasured,
-    is_within,
-)
+from lockstep.observability.events import HostStrain, JobTotals, is_within
 from lockstep.observability.growth import Columns, GrowingList, GrowingMap, Numbering
 from lockstep.observability.host_loads import throttled_gpus
+from lockstep.observability.measurements import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
 from lockstep.observability.run_lines import Happening, as_happening
 from lockstep.observability.slowness import is_often, with_load
 from lockstep.observability.step_parts import CallTimes, is_first, parts_of

@@ -8,8 +8,9 @@ worker is slow, the others wait, and only the slow worker is named.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lockstep.observability.events import HostStrain, LoadMeasured
+from lockstep.observability.events import HostStrain
 from lockstep.observability.host_loads import HostLoads, WorkerLoads
+from lockstep.observability.measurements import LoadMeasured
 from lockstep.observability.step_parts import CallTimes, WorkerTimes, scores, shares
 from lockstep.system.prose import count, name_workers, percent
 

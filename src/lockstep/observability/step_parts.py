@@ -6,9 +6,9 @@ from operator import add, attrgetter
 import msgspec
 from msgspec.structs import replace
 
-from lockstep.observability.events import STEP_PARTS, LoadMeasured, StepsMeasured
 from lockstep.observability.growth import GrowingMap
 from lockstep.observability.host_loads import HostLoads
+from lockstep.observability.measurements import STEP_PARTS, LoadMeasured, StepsMeasured
 
 parts_of = attrgetter(*STEP_PARTS)
 """Returns the seconds of the parts of a step, in their order."""

@@ -12,9 +12,9 @@ from operator import add
 from typing import Any
 
 from lockstep.observability.bus import Bus, PublishedEvent
-from lockstep.observability.events import (
+from lockstep.observability.events import CallEnded
+from lockstep.observability.measurements import (
     STEP_PARTS,
-    CallEnded,
     MetricsRecorded,
     RestEnded,
     StepEnded,

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from lockstep.observability.bus import Bus
-from lockstep.observability.events import STEP_PARTS, RestEnded, StepEnded
+from lockstep.observability.measurements import STEP_PARTS, RestEnded, StepEnded
 
 Part = Literal["input", "compute", "wait", "exchange", "update", "other"]
 

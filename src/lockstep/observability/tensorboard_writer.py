@@ -18,17 +18,14 @@ from typing import NamedTuple
 
 from lockstep.observability.bus import Bus, Feed, PublishedEvent
 from lockstep.observability.events import (
-    STEP_PARTS,
     CoordinatorStarted,
     Event,
     JobFinished,
     JobStarted,
-    LoadMeasured,
-    MetricsRecorded,
-    StepsMeasured,
     TrainingResumed,
     ViewStarted,
 )
+from lockstep.observability.measurements import STEP_PARTS, LoadMeasured, MetricsRecorded, StepsMeasured
 from lockstep.observability.run_state import RunState
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.system.files import FOLDER_MODE

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import msgspec
 
 from lockstep.checkpoint.held import HeldCheckpoint
-from lockstep.observability.events import LoadMeasured, WorkerExited
+from lockstep.observability.events import WorkerExited
+from lockstep.observability.measurements import LoadMeasured
 from lockstep.protocol.admin import StackReply, StackRequest
 from lockstep.protocol.job_spec import JobHost, JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected, Task

@@ -4,15 +4,9 @@ from enum import IntEnum
 
 import msgspec
 
-from lockstep.observability.events import (
-    HostFact,
-    OrderRecorded,
-    ScriptFailed,
-    WorkerDigest,
-    WorkerEvent,
-    WorkerFact,
-    WorkerMeasurement,
-)
+from lockstep.observability.digest_records import WorkerDigest
+from lockstep.observability.events import HostFact, OrderRecorded, ScriptFailed, WorkerEvent, WorkerFact
+from lockstep.observability.measurements import WorkerMeasurement
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.job_spec import JobSettings

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from lockstep.errors import InternalError, PeerLostError
 from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.digest_records import WorkerDigest
 from lockstep.observability.events import (
     JoinRequested,
     OrderRecorded,
     ScriptEnded,
     ScriptFailed,
     WaitReported,
-    WorkerDigest,
     WorkerEvent,
-    WorkerMeasurement,
     WorkerReady,
 )
+from lockstep.observability.measurements import WorkerMeasurement
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import (
     AbortExchange,

@@ -32,7 +32,8 @@ from lockstep.keras.state.callback_states import attribute_hashes, callback_stat
 from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import forget_momentum
-from lockstep.observability.events import MetricsRecorded, TrainingEnded
+from lockstep.observability.events import TrainingEnded
+from lockstep.observability.measurements import MetricsRecorded
 from lockstep.observability.step_recorder import finite_values
 from lockstep.worker.job import Job
 
