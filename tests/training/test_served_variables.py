@@ -1,5 +1,6 @@
 """What a parameter server has of a model and its optimizer, and what it refuses, in this process."""
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -7,16 +8,20 @@ import keras
 import numpy as np
 import pytest
 
+from lockstep.collectives.layout import allocate
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.fit.served import refuse_callbacks
+from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.parameter_server.process import UsedIterators
 from lockstep.keras.parameter_server.served_optimizers import built_copy, refuse_unserved, shapes_of
 from lockstep.keras.parameter_server.server_shards import ServedVariables
 from lockstep.keras.parameter_server.servers import ServedState, Servers, same_bits
+from lockstep.keras.parameter_server.table_rows import put_rows, take_rows
 from lockstep.keras.patches import adapter
 from lockstep.keras.state.checkpoint_callback import Checkpoint
 from lockstep.parameter_server.partitioners import FixedShardsPartitioner, Shard, place_variables
+from lockstep.protocol.parameter_server import ServedValues
 
 optimizers = keras.optimizers
 SERVERS = 2
@@ -155,6 +160,10 @@ class Written:
     def __init__(self) -> None:
         self.variables: dict[int, Any] = {}
         self.slots: dict[tuple[int, int], Any] = {}
+        self.lent: list[Any] = []
+
+    def lends(self, array: Any) -> bool:
+        return any(array is lent for lent in self.lent)
 
     def write(self, step: int, variables: Any, slots: Any) -> None:
         self.variables, self.slots = variables, slots
@@ -178,6 +187,141 @@ def test_only_what_has_changed_is_written_and_copied() -> None:
         array[0] = -0.0 if array is now[0] else 7
     assert state.write_changes(cast(Servers, servers), 2, now, state.values) == ([0, 1, 2], [])
     assert servers.variables[2].tolist() == [7, 2, 2]
+
+
+def test_a_table_in_the_memory_of_its_variable_is_not_copied() -> None:
+    state, servers = ServedState(), Written()
+    state.weights = servers.lent = [np.ones((3, 2))]
+    table = state.weights[0]
+    assert state.write_changes(cast(Servers, servers), 1, [table.view()], []) == ([], [])
+    assert state.weights[0] is table
+
+
+class Answering:
+    """Takes the place of the connection to a server, and answers with rows of a table and its slot.
+
+    Attributes:
+        answer: the numbers of the rows, the rows, and those of the slot.
+    """
+
+    def __init__(self) -> None:
+        self.answer: Any = None
+
+    def send(self, message: Any, arrays: Any = ()) -> None:
+        """Ask."""
+
+    def receive(self) -> Any:
+        numbers, rows, slots = self.answer
+        return ServedValues(((0, 0),), (0,)), [rows, slots, numbers]
+
+
+def test_reads_of_a_table_use_the_memory_that_nobody_else_uses() -> None:
+    count, width = 50, 3
+    channel, generator = Answering(), np.random.default_rng(0)
+    servers, state = Servers([cast(Any, channel)], [Shard(0, 0, count, whole=True, server=0)]), ServedState()
+    state.slots = [(0, 0)]
+    expected = [generator.normal(size=(count, width)).astype(np.float32) for _ in range(2)]
+    state.weights, state.values = [expected[0].copy()], [expected[1].copy()]
+    updated, addresses, kept = set[int](), [], []
+    for read in range(10):
+        numbers = np.sort(generator.choice(count, 7, replace=False))
+        changes = generator.normal(size=(2, 7, width)).astype(np.float32)
+        channel.answer = numbers, *changes
+        for array, rows in zip(expected, changes, strict=True):
+            array[numbers] = rows
+        state.read(servers, read)
+        assert state.weights[0].tobytes() == expected[0].tobytes()
+        assert state.values[0].tobytes() == expected[1].tobytes()
+        addresses.append(state.weights[0].ctypes.data)
+        updated |= {*numbers.tolist()}
+        assert servers.updated_rows[0].tolist() == sorted(updated)
+        if read == 4:
+            # As a variable or a state for a joiner does; it does not matter what the view is.
+            kept = [(state.weights[0][:, 1:], state.weights[0][:, 1:].copy())]
+        if read == 7:
+            expected[0] = expected[0] + 1
+            state.weights[0] = expected[0].copy()
+    for view, value in kept:
+        assert view.tobytes() == value.tobytes()
+    # The first two arrays are used in turn, until one of them is kept; another takes its place.
+    assert addresses[:6] == addresses[:2] * 3
+    assert addresses[6] not in addresses[:6]
+    assert addresses[7] == addresses[5]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("shape", [(9, 4), (9, 0), (9, 3, 2), (9,), (0, 4)])
+def test_rows_are_taken_and_put(dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(np.dtype(dtype))
+    numbers = np.array([6, 0, 8, 3] if shape[0] else [], np.int64)
+    assert take_rows(array, numbers).tobytes() == array[numbers].tobytes()
+    rows = np.asfortranarray(array[numbers] * array.dtype.type(2))
+    expected = array.copy()
+    expected[numbers] = rows
+    put_rows(array, numbers, rows)
+    assert array.tobytes() == expected.tobytes()
+
+
+def test_a_row_outside_is_refused() -> None:
+    array = np.zeros((3, 2), np.float32)
+    with pytest.raises(IndexError):
+        put_rows(array, np.array([3]), array[:1])
+    with pytest.raises(IndexError):
+        take_rows(array, np.array([3]))
+    with pytest.raises(AssertionError):
+        put_rows(array[:, :1], np.array([0]), array[:1, :1])
+
+
+@pytest.mark.ci
+def test_a_variable_does_not_change_the_array_that_it_was_given() -> None:
+    """Its array is as large as those that TensorFlow takes in place."""
+    layers, backend = keras.layers, adapter().steps()
+    made = keras.Sequential(
+        [keras.Input((2,), dtype="int32"), layers.Embedding(5000, 4), layers.Flatten(), layers.Dense(3)]
+    )
+    made.compile("adagrad", "mse")
+    made.optimizer.build(made.trainable_variables)
+    groups = (
+        made.trainable_variables,
+        made.non_trainable_variables,
+        made.optimizer.variables,
+        made.metrics_variables,
+    )
+    state: Any = None
+    if keras.backend.backend() == "jax":
+        state = tuple([variable.value for variable in group] for group in groups)
+    program: Any = backend.program(made, "train")
+    batch = whole_batch((np.zeros((4, 2), np.int32), np.zeros((4, 3), np.float32)), 1)
+    program.compute(state, batch.share(0, 5), ())
+
+    def given(variables: Any) -> list[Any]:
+        arrays = []
+        for number, variable in enumerate(variables, 1):
+            dtype = np.dtype(keras.backend.standardize_dtype(variable.dtype))
+            arrays.append(
+                allocate(math.prod(variable.shape) * dtype.itemsize).view(dtype).reshape(variable.shape)
+            )
+            arrays[-1][...] = number
+        return arrays
+
+    weights, slots = given(made.trainable_variables), given(made.optimizer.variables)
+    before = [array.copy() for array in (*weights, *slots)]
+    state = program.put(state, weights, {}, slots)
+    if state is not None:
+        for group, values in zip(groups, state, strict=True):
+            for variable, value in zip(group, values, strict=True):
+                variable.assign(value)
+    for variable, array in zip((*groups[0], *groups[2]), (*weights, *slots), strict=True):
+        assert backend.to_numpy(variable.value).tobytes() == array.tobytes()
+        variable.assign_add(keras.ops.ones_like(variable.value))
+        variable.assign(variable.value * 2)
+    if keras.backend.backend() == "tensorflow":
+        for variable, array in zip(groups[0], weights, strict=True):
+            variable.assign(array)
+            variable.value.scatter_nd_update([[0] * array.ndim], [7.0])
+    made.fit(np.zeros((4, 2), np.int32), np.zeros((4, 3), np.float32), verbose=0)
+    for array, value in zip((*weights, *slots), before, strict=True):
+        assert array.tobytes() == value.tobytes()
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 2**20, 2**20 + 8, 3 * 2**20 + 5])

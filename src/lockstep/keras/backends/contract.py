@@ -262,12 +262,22 @@ class ServedProgram(Program, Protocol):
         """
 
     def put(
-        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+        self,
+        state: Any,
+        weights: Sequence[npt.NDArray[Any]],
+        layers: Mapping[str, npt.NDArray[Any]],
+        slots: Sequence[npt.NDArray[Any]] | None = None,
     ) -> Any:
-        """Return the state with other values of the weights, in the order of `trained`, and of the layers'
-        state.
+        """Return the state with other values.
 
-        The arrays may be used in place.
+        Arrays may be used in place: the caller does not change them while anything refers to them. What uses
+        them does not change them either.
+
+        Args:
+            state: the state.
+            weights: the values of the weights, in the order of `trained`.
+            layers: the values of the layers' state.
+            slots: the values of the optimizer's variables; None to keep theirs.
         """
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:

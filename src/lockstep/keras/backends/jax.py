@@ -448,13 +448,17 @@ class JaxProgram(JaxState):
         return name if name in self._changing else None
 
     def put(
-        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+        self,
+        state: Any,
+        weights: Sequence[npt.NDArray[Any]],
+        layers: Mapping[str, npt.NDArray[Any]],
+        slots: Sequence[npt.NDArray[Any]] | None = None,
     ) -> Any:
-        """Return a state with these arrays."""
+        """Return a state with copies of these arrays."""
         others = list(state[1])
         for name, array in zip(layers, _copies(layers.values()), strict=True):
             others[int(name.partition("/")[2])] = array
-        return _copies(weights), others, *state[2:]
+        return _copies(weights), others, state[2] if slots is None else _copies(slots), *state[3:]
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
         """Add the metrics of a total."""

@@ -458,11 +458,18 @@ class TensorFlowProgram(VariableState):
         return next((name for name, variable in self._layers().items() if variable is wanted), None)
 
     def put(
-        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+        self,
+        state: Any,
+        weights: Sequence[npt.NDArray[Any]],
+        layers: Mapping[str, npt.NDArray[Any]],
+        slots: Sequence[npt.NDArray[Any]] | None = None,
     ) -> Any:
         """Assign the arrays to the variables."""
         for variable, array in zip(self.trained(), weights, strict=True):
-            assign(variable.value, array)
+            assign(variable.value, array, in_place=True)
+        if slots is not None:
+            for variable, array in zip(self._model.optimizer.variables, slots, strict=True):
+                assign(variable.value, array, in_place=True)
         variables = self._layers()
         for name, array in layers.items():
             kind, _, position = name.partition("/")

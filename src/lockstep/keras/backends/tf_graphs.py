@@ -136,12 +136,21 @@ def as_array(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value.numpy() if is_number else value)
 
 
-def assign(variable: tf.Variable, array: npt.NDArray[Any]) -> None:
-    """Assign an array of the same shape to a variable; see `read`."""
+def assign(variable: tf.Variable, array: npt.NDArray[Any], *, in_place: bool = False) -> None:
+    """Assign an array of the same shape to a variable; see `read`.
+
+    Args:
+        variable: the variable.
+        array: its value.
+        in_place: whether the variable may have the memory of the array until it gets another value. Then
+            nobody changes the array meanwhile, and TensorFlow does not either; see `borrowed`.
+    """
     if isinstance(variable, tf.distribute.DistributedValues):
         variable.assign(array)
         return
-    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=tf.constant(array, variable.dtype))
+    in_place = in_place and array.dtype == variable.dtype.as_numpy_dtype
+    value = borrowed(array) if in_place else tf.constant(array, variable.dtype)
+    tf.raw_ops.AssignVariableOp(resource=variable.handle, value=value)
 
 
 @dataclass(frozen=True)

@@ -551,12 +551,19 @@ class TorchProgram(TorchState):
         return next((f"{STATES}{i}" for i in self._changing if self._tensors[i] is wanted), None)
 
     def put(
-        self, state: Any, weights: Sequence[npt.NDArray[Any]], layers: Mapping[str, npt.NDArray[Any]]
+        self,
+        state: Any,
+        weights: Sequence[npt.NDArray[Any]],
+        layers: Mapping[str, npt.NDArray[Any]],
+        slots: Sequence[npt.NDArray[Any]] | None = None,
     ) -> Any:
         """Copy the arrays into the variables."""
         with torch.no_grad():
             for variable, array in zip(self.trained(), weights, strict=True):
                 variable.value.copy_(borrowed(array))
+            if slots is not None:
+                for variable, array in zip(self._model.optimizer.variables, slots, strict=True):
+                    variable.value.copy_(borrowed(array))
             for name, array in layers.items():
                 kind, _, position = name.partition("/")
                 tensor = (

@@ -302,16 +302,7 @@ class ChiefProcess(FitProcess):
         if self.tables is not None:
             self._dispatcher.set_layers(self._digests())
             self.tables.closed = ""
-        state = self._program.put(state, served_state.weights, self._dispatcher.layers)
-        if state is not None:
-            return (
-                *state[:2],
-                [keras.ops.convert_to_tensor(value) for value in served_state.values],
-                *state[3:],
-            )
-        for variable, value in zip(self.model.optimizer.variables, served_state.values, strict=True):
-            variable.assign(value)
-        return None
+        return self._program.put(state, served_state.weights, self._dispatcher.layers, served_state.values)
 
     def _digests(self) -> dict[str, Array]:
         """Return the digests of tables that only servers have, by their names in the layers' state."""

@@ -52,7 +52,7 @@ from lockstep.keras.parameter_server.served_optimizers import (
     transfers_of,
 )
 from lockstep.keras.parameter_server.server_tables import AnswerRows, server_table
-from lockstep.keras.parameter_server.table_rows import NO_ROWS
+from lockstep.keras.parameter_server.table_rows import NO_ROWS, take_rows
 from lockstep.keras.parameter_server.table_shards import LastingTableShard, TableShard, TableSnapshot
 from lockstep.parameter_server.assignments import StepSet
 from lockstep.parameter_server.order import (
@@ -377,7 +377,7 @@ class ServedVariables:
         wanted, whole = rows or {}, [shard for shard in self._shards if not isinstance(shard, TableShard)]
         whole_values = iter(self._transfers.read(whole))
         return [
-            (shard.value[wanted[k]] if k in wanted else shard.value.copy())
+            (take_rows(shard.value, wanted[k]) if k in wanted else shard.value.copy())
             if isinstance(shard, TableShard)
             else next(whole_values)
             for k, shard in enumerate(self._shards)
@@ -387,8 +387,7 @@ class ServedVariables:
         """Return rows of a table, by the position of its shard and their numbers in it."""
         table = self._shards[position]
         assert isinstance(table, TableShard)
-        rows: Array = table.value[numbers]
-        return rows
+        return take_rows(table.value, numbers)
 
     def tables(self) -> dict[int, "TableSnapshot"]:
         """Return the tables as they are now, by the positions of their shards."""
@@ -419,7 +418,9 @@ class ServedVariables:
         tables = [(k, table) for k, table in self._tables() if not isinstance(table, LastingTableShard)]
         rows = {position: table.pop_changed(again=again) for position, table in tables}
         slots = self._transfers.read([v for served in self._served for v in served.optimizer.variables])
-        slots += [slot[rows[position]] for position, table in tables for slot in table.slots.values()]
+        slots += [
+            take_rows(slot, rows[position]) for position, table in tables for slot in table.slots.values()
+        ]
         none = {position: NO_ROWS for position, _ in self._tables() if position not in rows}
         return [*self.values({**rows, **none}), *slots], rows
 

@@ -4,6 +4,8 @@ Each server has some rows of the variables and slots. A connection to a server s
 standby answers the open question.
 """
 
+import ctypes
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.collectives.layout import allocate
 from lockstep.errors import PeerLostError
+from lockstep.keras.parameter_server.table_rows import NO_ROWS, put_rows, take_rows
 from lockstep.parameter_server.partitioners import Shard
 from lockstep.protocol.parameter_server import EndCall, Pull, PullRows, Push, Question, Read, Slot, Write
 from lockstep.system.notes import note
@@ -155,13 +159,13 @@ class Servers:
         shards: the shards of all variables.
 
     Attributes:
-        updated_rows: the distinct rows of tables that all reads have returned, in order, by their variables.
         digests: the digests of the tables that only servers have, at the last read, by their variables.
     """
 
     def __init__(self, channels: Sequence[AsksServer], shards: Sequence[Shard]) -> None:
         self._channels = channels
-        self.updated_rows: dict[int, Array] = {}
+        self._updated: dict[int, Array] = {}
+        self._tables: dict[Slot, ReadTable] = {}
         self.digests: dict[int, Array] = {}
         self._shards: list[list[Shard]] = [[] for _ in channels]
         self.add(shards)
@@ -200,13 +204,13 @@ class Servers:
 
     def pulled(self, answers: Sequence[tuple[Any, Sequence[Array]]]) -> tuple[list[Array], dict[Slot, Array]]:
         """Return the result of `pull`, given the answers of all servers."""
-        parts: dict[int, list[tuple[Shard | None, Array, Array | None]]] = {}
+        parts: dict[int, list[tuple[Shard | None, Array]]] = {}
         for shards, (_, arrays) in zip(self._shards, answers, strict=True):
             for shard, array in zip(shards, arrays, strict=False):
-                parts.setdefault(shard.variable, []).append((shard, array, None))
+                parts.setdefault(shard.variable, []).append((shard, array))
         values, arrays = answers[0]
         common = dict(zip(values.slots, arrays[len(self._shards[0]) :], strict=True))
-        return [_joined(parts[variable], None) for variable in range(len(parts))], common
+        return [_whole(parts[variable]) for variable in range(len(parts))], common
 
     def pull_rows(self, step: int, variable: int, rows: Array, lookup: int) -> Array:
         """Return rows of a table.
@@ -292,15 +296,17 @@ class Servers:
                 key = (position if shard is None else shard.variable, number)
                 pieces.setdefault(key, []).append((shard, array, rows.get(position)))
                 if number == -1 and shard is not None and position in rows:
-                    before = self.updated_rows.get(shard.variable, rows[position][:0])
-                    self.updated_rows[shard.variable] = np.union1d(before, shard.start + rows[position])
+                    self._is_updated(shard.variable)[shard.start + rows[position]] = True
         weights: Sequence[Array | None] = [None] * sum(number == -1 for _, number in pieces)
         others: Sequence[Array | None] = [None] * len(slots)
         if last is not None:
             weights, others = last
-        return [_joined(pieces.get((i, -1), ()), weight) for i, weight in enumerate(weights)], [
-            _joined(pieces.get(slot, ()), weight) for slot, weight in zip(slots, others, strict=True)
+        keys = [*((i, -1) for i in range(len(weights))), *slots]
+        arrays = [
+            self._joined(key, pieces.get(key, ()), value)
+            for key, value in zip(keys, [*weights, *others], strict=True)
         ]
+        return arrays[: len(weights)], arrays[len(weights) :]
 
     def write(self, step: int, variables: Mapping[int, Array], slots: Mapping[Slot, Array]) -> None:
         """Replace values of variables and slots, after a number of steps."""
@@ -334,10 +340,118 @@ class Servers:
         for channel in self._channels:
             channel.ask(EndCall())
 
+    @property
+    def updated_rows(self) -> dict[int, Array]:
+        """The distinct rows of tables that all reads have returned, in order, by their variables."""
+        return {variable: np.nonzero(updated)[0] for variable, updated in self._updated.items()}
+
+    def lends(self, array: Array) -> bool:
+        """Whether an array is a table, or its slot, that the last read returned; see `ReadTable`."""
+        return any(table.lends(array) for table in self._tables.values())
+
+    def _is_updated(self, variable: int) -> Array:
+        """Return for each row of a table whether a read has returned it; the array can be changed."""
+        if variable not in self._updated:
+            stops = [
+                shard.stop for of_server in self._shards for shard in of_server if shard.variable == variable
+            ]
+            self._updated[variable] = np.zeros(max(stops), bool)
+        return self._updated[variable]
+
+    def _joined(
+        self, key: Slot, pieces: Sequence[tuple[Shard | None, Array, Array | None]], last: Array | None
+    ) -> Array:
+        """Return a variable or slot, given its pieces or its changed rows, and its last value."""
+        if not pieces:
+            assert last is not None
+            return last
+        changes = [
+            (shard.start + rows, array)
+            for shard, array, rows in pieces
+            if shard is not None and rows is not None
+        ]
+        if not changes:
+            return _whole([(shard, array) for shard, array, _ in pieces])
+        assert last is not None
+        assert len(changes) == len(pieces)
+        return self._tables.setdefault(key, ReadTable()).changed(last, changes)
+
     def _ask_all(self, question: Read) -> list[tuple[Any, list[Array]]]:
         for channel in self._channels:
             channel.send(question)
         return [channel.receive() for channel in self._channels]
+
+
+class _Memory:
+    """Memory for an array, which is lent to others.
+
+    Args:
+        like: an array of the same size.
+    """
+
+    def __init__(self, like: Array) -> None:
+        self._shape, self._dtype = like.shape, like.dtype
+        # A view refers to the array that has the memory. That of ctypes is not one of NumPy, so views refer
+        # to the array that was lent, which is alive as long as they are.
+        self._buffer: Any = (ctypes.c_char * like.nbytes).from_buffer(allocate(like.nbytes).data)
+        self._lent: weakref.ref[Array] | None = None
+
+    def lend(self) -> Array:
+        """Return the array."""
+        array: Array = np.ndarray(self._shape, self._dtype, self._buffer)
+        self._lent = weakref.ref(array)
+        return array
+
+    def has_lent(self, array: Array) -> bool:
+        """Whether an array is the one that was lent last."""
+        return self._lent is not None and self._lent() is array
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody uses the array any more."""
+        return self._lent is None or self._lent() is None
+
+
+class ReadTable:
+    """A table, or its slot, as one read after another returns it.
+
+    A new array of many rows takes long, because its memory is new. So it has the memory of the array before
+    the last one, of which it replaces only the rows that have changed since, unless somebody still uses that
+    array: the variables of TensorFlow have the memory of what is assigned to them.
+    """
+
+    def __init__(self) -> None:
+        self._last: _Memory | None = None
+        self._spare: _Memory | None = None
+        self._behind: Array = NO_ROWS
+
+    def lends(self, array: Array) -> bool:
+        """Whether an array is the last one."""
+        return self._last is not None and self._last.has_lent(array)
+
+    def changed(self, last: Array, changes: Sequence[tuple[Array, Array]]) -> Array:
+        """Return the array with some rows replaced.
+
+        Args:
+            last: the array before.
+            changes: numbers of rows, and these rows.
+        """
+        if not self.lends(last):
+            # Somebody has replaced the array.
+            self._last = self._spare = None
+        memory = self._spare
+        if memory is None or not memory.is_free:
+            memory = _Memory(last)
+            array = memory.lend()
+            array[...] = last
+        else:
+            array = memory.lend()
+            put_rows(array, self._behind, take_rows(last, self._behind))
+        for numbers, rows in changes:
+            put_rows(array, numbers, rows)
+        self._spare, self._last = self._last, memory
+        self._behind = np.concatenate([numbers for numbers, _ in changes])
+        return array
 
 
 class ServedState:
@@ -369,8 +483,8 @@ class ServedState:
             weights: the present values of the variables, which may be their memory: what changed is copied.
             values: the same of the slots.
         """
-        weights, changed = _updated(self.weights, weights)
-        values, numbers = _updated(self.values, values)
+        weights, changed = _updated(self.weights, weights, servers.lends)
+        values, numbers = _updated(self.values, values, servers.lends)
         slots = {self.slots[i]: values[i] for i in numbers}
         if changed or slots:
             servers.write(step, {i: weights[i] for i in changed}, slots)
@@ -382,6 +496,13 @@ def same_bits(left: Array, right: Array) -> bool:
     """Whether two arrays have the same shape and bits."""
     if left is right:
         return True
+    if (
+        left.flags.c_contiguous
+        and right.flags.c_contiguous
+        and (left.shape, left.dtype, left.ctypes.data) == (right.shape, right.dtype, right.ctypes.data)
+    ):
+        # One memory.
+        return True
     first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (left, right))
     if left.shape != right.shape or first.size != second.size:
         return False
@@ -392,35 +513,28 @@ def same_bits(left: Array, right: Array) -> bool:
     )
 
 
-def _updated(before: Sequence[Array], now: Sequence[Array]) -> tuple[list[Array], list[int]]:
+def _updated(
+    before: Sequence[Array], now: Sequence[Array], lends: Callable[[Array], bool]
+) -> tuple[list[Array], list[int]]:
     """Return arrays with the present values, and the positions of those that have changed.
 
     What has not changed is not copied, unless it is the memory of a variable: JAX may use an array in place.
+    Arrays that the servers have lent are not changed in place; see `ServedProgram.put`.
     """
     arrays, changed = list[Array](), list[int]()
     for position, (old, new) in enumerate(zip(before, now, strict=True)):
         same = same_bits(old, new)
-        arrays.append(old if same and not np.may_share_memory(old, new) else np.array(new))
+        kept = same and (lends(old) or not np.may_share_memory(old, new))
+        arrays.append(old if kept else np.array(new))
         if not same:
             changed.append(position)
     return arrays, changed
 
 
-def _joined(pieces: Sequence[tuple[Shard | None, Array, Array | None]], last: Array | None) -> Array:
-    """Return a variable or slot, given its pieces or its changed rows, and its last value."""
-    if not pieces:
-        assert last is not None
-        return last
-    if any(rows is not None for _, _, rows in pieces):
-        assert last is not None
-        joined = last.copy()
-        for shard, array, rows in pieces:
-            assert shard is not None
-            assert rows is not None
-            joined[shard.start + rows] = array
-        return joined
+def _whole(pieces: Sequence[tuple[Shard | None, Array]]) -> Array:
+    """Return a variable or slot, given its pieces."""
     ordered = sorted(pieces, key=lambda piece: 0 if piece[0] is None else piece[0].start)
-    arrays = [array for _, array, _ in ordered]
+    arrays = [array for _, array in ordered]
     divided = len(arrays) > 1 and ordered[0][0] is not None and arrays[0].ndim > 0
     return np.concatenate(arrays) if divided else arrays[0]
 

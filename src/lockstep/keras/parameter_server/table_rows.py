@@ -4,6 +4,7 @@ An optimizer that trains the table has variables for each row, the slots. A dige
 and slots.
 """
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -128,8 +129,7 @@ class TableRows:
 
     def read(self, slot: int, numbers: Array) -> Array:
         """Return rows, or their slots, by the numbers of the rows in the whole table."""
-        rows: Array = self._arrays[slot][numbers - self.start]
-        return rows
+        return take_rows(self._arrays[slot], numbers - self.start)
 
     def write(self, slot: int, numbers: Array, rows: Array) -> None:
         """Replace rows, or their slots."""
@@ -159,7 +159,7 @@ class TableRows:
         for first in range(0, len(positions), _HASHED_AT_ONCE):
             block = np.asarray(positions[first : first + _HASHED_AT_ONCE])
             for slot, array in arrays.items():
-                total += digest_of_rows(self.start + block, array[block], slot - VALUES)
+                total += digest_of_rows(self.start + block, take_rows(array, block), slot - VALUES)
         return total
 
     @property
@@ -170,6 +170,24 @@ class TableRows:
         """Return an array with equal rows. Zeros take no memory before they change."""
         shape = (len(self.values), *row.shape[1:])
         return np.zeros(shape, row.dtype) if not row.any() else np.repeat(row, len(self.values), axis=0)
+
+
+def take_rows(array: Array, numbers: Array) -> Array:
+    """Return copies of rows of an array."""
+    # In a third of the time of `array[numbers]`.
+    rows: Array = array.take(numbers, axis=0)
+    return rows
+
+
+def put_rows(array: Array, numbers: Array, rows: Array) -> None:
+    """Replace rows of a contiguous array."""
+    assert array.flags.c_contiguous
+    size = array.itemsize * math.prod(array.shape[1:])
+    if size and len(numbers):
+        # As one item of NumPy, a row is copied in a third of the time of `array[numbers] = rows`.
+        item = np.dtype((np.void, size))
+        new = np.ascontiguousarray(rows, array.dtype)
+        array.reshape(-1).view(item).put(numbers, new.reshape(-1).view(item))
 
 
 def ranges_of(rows: int, servers: int) -> list[tuple[int, int]]:

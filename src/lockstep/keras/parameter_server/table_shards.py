@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.parameter_server.served_optimizers import built_copy, transfers_of, unbuilt_copy
-from lockstep.keras.parameter_server.table_rows import TableRows
+from lockstep.keras.parameter_server.table_rows import TableRows, put_rows, take_rows
 
 Array = npt.NDArray[Any]
 
@@ -73,14 +73,14 @@ class TableShard:
         self._transfers.assign(
             [*block.variables, *block.common.values()],
             [
-                *(_padded(array[numbers], size) for array in kept),
+                *(_padded(take_rows(array, numbers), size) for array in kept),
                 *self._transfers.read([common[nth] for nth in block.common]),
             ],
         )
         block.update([_padded(gradients, size)])
         self._keep_for_snapshots(numbers)
         for array, new in zip(kept, self._transfers.read(block.variables), strict=True):
-            array[numbers] = new[:count]
+            put_rows(array, numbers, new[:count])
 
     def write(self, value: Array | None, slots: Mapping[int, Array]) -> None:
         """Replace all rows, and slots by their numbers."""
@@ -103,7 +103,8 @@ class TableShard:
         """
         if again:
             self._changed |= self._reported
-        self._reported, self._changed = self._changed, np.zeros_like(self._changed)
+        self._reported, self._changed = self._changed, self._reported
+        self._changed[:] = False
         (numbers,) = np.nonzero(self._reported)
         return numbers
 
@@ -120,7 +121,7 @@ class TableShard:
     def _keep_for_snapshots(self, numbers: Array) -> None:
         """Keep rows that are about to change for snapshots."""
         for snapshot in self._snapshots:
-            snapshot.keep(numbers, self.value[numbers])
+            snapshot.keep(numbers, take_rows(self.value, numbers))
 
     def _note(self, numbers: Array) -> None:
         """Note that rows are about to be updated."""
@@ -156,7 +157,7 @@ class TableSnapshot:
 
     def rows(self, numbers: Array) -> Array:
         """Return rows by their numbers."""
-        snapshot_rows: Array = self._table.value[numbers]
+        snapshot_rows = take_rows(self._table.value, numbers)
         for changed, rows in reversed(self._kept):
             _, positions, at = np.intersect1d(numbers, changed, return_indices=True)
             snapshot_rows[positions] = rows[at]
