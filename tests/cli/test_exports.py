@@ -17,7 +17,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 LEAN = Path(__file__).parents[1] / "lean"
 
 PUBLISHES = """
-from lockstep.observability.events import MetricsRecorded, StepsMeasured
+from lockstep.observability.measurements import MetricsRecorded, StepsMeasured
 def publish(trained, epoch=None, **values):
     if me == 0:
         job.current().events.publish(
