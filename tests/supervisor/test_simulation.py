@@ -146,10 +146,10 @@ class CheckedJob(Job):
         assert state.present, "the job continues without members"
         lost = any(state.workers[worker].phase is Phase.LOST for worker in state.members)
         settles = state.shutdown.deadline is not None or state.running.intersection(state.failures)
-        assert not lost or settles or state.admission.given, "a lost worker remains a member"
+        assert not lost or settles or state.admission.source, "a lost worker remains a member"
         if state.finished:
             return
-        if state.admission.given:
+        if state.admission.source:
             self._waits_since = self.now if self._waits_since is None else self._waits_since
             assert self.now <= self._waits_since + state.limits.timeout, "all members wait too long"
         else:

@@ -105,7 +105,7 @@ ASKED = replace(JOINING.with_phase(Phase.READY, 2), admission=Admission(Notice.C
 HERE = frozenset({0})
 SOURCE = StateSource(1, 1, 1000, 0)
 WAITING = replace(
-    JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=SOURCE, holders=HERE, deadline=60.0)
+    JOINING, size=JobSize.of(3, 3, 0), admission=Admission(source=SOURCE, holders=HERE, deadline=60.0)
 )
 AFAR = JOINING.with_worker(2, replace(JOINING.workers[2], host=1))
 SENDING = decide(
@@ -409,7 +409,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
             for number in (1, 2, 15)
         ),
         (
-            replace(WAITING, admission=Admission(given=SOURCE, deadline=8.0)),
+            replace(WAITING, admission=Admission(source=SOURCE, deadline=8.0)),
             DeadlinePassed(),
             (AbortExchange,),
         ),
@@ -466,7 +466,7 @@ def test_the_state_is_sent_once_to_each_host_that_lacks_it() -> None:
     assert begun.admission == Admission()
     # A replacement on a host that it has not reached needs it again.
     waiting = decide(replace(SENT, size=JobSize.of(3, 3, 0)), StateArrived(1, 1, "lost"), 4.0).state
-    assert waiting.admission.given
+    assert waiting.admission.source
     replaced = waiting.with_worker(3, WorkerRecord(Phase.JOINING, host=1, started_at=4.0))
     assert decide(replaced, JoinRequested(3, whole=True), 5.0).actions == (SendState(1, SOURCE),)
     # Other hosts still receive it.
@@ -593,7 +593,7 @@ def test_a_job_that_cannot_start_all_workers_ends_at_once() -> None:
 @pytest.mark.parametrize(
     "state",
     [
-        replace(ELASTIC, admission=Admission(given=SOURCE)),
+        replace(ELASTIC, admission=Admission(source=SOURCE)),
         replace(ELASTIC, shutdown=Shutdown(deadline=9.0)),
         replace(ENDING, elastic=True),
     ],
@@ -711,7 +711,7 @@ def play(state: State, timed_events: list[tuple[float, Event]]) -> None:
     assert finishes == (state.stage is Stage.FINISHED)
     assert (state.stage is Stage.FINISHED) == (state.shutdown.outcome is not None)
     if state.elastic and state.stage is Stage.RUNNING and not state.running.intersection(state.failures):
-        assert state.admission.given or not state.within(Phase.LOST).intersection(state.members)
+        assert state.admission.source or not state.within(Phase.LOST).intersection(state.members)
 
 
 @settings(deadline=None)

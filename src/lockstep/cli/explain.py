@@ -56,8 +56,8 @@ def explanation(page: str, error: str) -> str:
             "no message like this is known: `lockstep explain` without a message lists the classes of "
             'errors, and the page "From symptom to command" of the documentation begins with symptoms'
         )
-    name, known, advice = best
-    return f"{name}: {_first_sentence(sections[name])}\n\n{known}\n\n{advice}\n"
+    name, message, advice = best
+    return f"{name}: {_first_sentence(sections[name])}\n\n{message}\n\n{advice}\n"
 
 
 def _closest(sections: dict[str, str], message: str) -> tuple[str, str, str] | None:

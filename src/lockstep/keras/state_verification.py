@@ -111,8 +111,10 @@ class StateVerifier:
         first, differing = _judged(answers, list(values))
         if first.kind != "equal":
             before = self._copied(values, owners)
-            answers, known = self._answers(before, (before.hashes,), label, lambda: program.published(state))
-            self._compare(answers, known, list(values), f"{label}: the state before the step", "memory")
+            answers, equal_at = self._answers(
+                before, (before.hashes,), label, lambda: program.published(state)
+            )
+            self._compare(answers, equal_at, list(values), f"{label}: the state before the step", "memory")
             self._verifications.publish(Verdict("repeated", first.workers), differing, "memory")
         return before
 
@@ -149,10 +151,10 @@ class StateVerifier:
             StepWithdrawn: another worker decides which state is right.
         """
         hashes, names = self._hashes(program, result)
-        answers, known = self._answers(before, (hashes,), label, lambda: program.published(result[1]))
+        answers, equal_at = self._answers(before, (hashes,), label, lambda: program.published(result[1]))
         earlier = self._verifications.answers_before("update")
         if again is None:
-            self._compare(answers, known, names, f"{label}: the state after the step", "update")
+            self._compare(answers, equal_at, names, f"{label}: the state after the step", "update")
         elif len(answers) == 1 or len({answer.attempts for answer in answers}) > 1 or earlier:
             result = again(before.restored(program, result[1]))
             second, names = self._hashes(program, result)
@@ -164,9 +166,9 @@ class StateVerifier:
         return result
 
     def _compare(
-        self, answers: Sequence[Answer], known: int, names: Sequence[str], label: str, part: str
+        self, answers: Sequence[Answer], equal_at: int, names: Sequence[str], label: str, part: str
     ) -> None:
-        """Roll back if the states of workers differ, to `known`, the last step after which all were equal.
+        """Roll back if the states of workers differ, to `equal_at`, the last step after which all were equal.
 
         In a step that was not verified, the workers of a host may have had the same wrong total. So they do
         not outvote another host.
@@ -183,7 +185,7 @@ class StateVerifier:
             f"are right{verdict.why}; the processor, the memory or a library of one of their hosts is at "
             "fault",
             verdict.workers,
-            known,
+            equal_at,
         )
 
     def _hashes(self, program: TrainingState, result: Result) -> tuple[Hashes, list[str]]:

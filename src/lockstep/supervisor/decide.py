@@ -249,7 +249,7 @@ def _host_full(state: State, event: StartFailed, now: float) -> Decision:
     state = replace(state.with_phase(Phase.LOST, event.worker), slots=slots)
     if state.roomiest_host() is None:
         state = replace(state, size=replace(state.size, wanted=max(state.size.wanted - 1, 1)))
-    if state.active and state.admission.given:
+    if state.active and state.admission.source:
         return _admit(state, now, event.message)
     return Decision(state, reason=event.message)
 
@@ -261,7 +261,7 @@ def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
     if not state.active or state.too_late_to_join:
         return Decision(state, reason=reason)
     state = _count_loss(state, record, now)
-    if state.admission.given:
+    if state.admission.source:
         return _admit(state, now, reason)
     # The user has already seen the error of its script.
     return _loss_noted(state, reason, reported=record.phase is Phase.JOIN_FAILED)
@@ -330,7 +330,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
 def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
     """Begin the next view with the same members, at the cost of a restart, unless that is useless."""
     how = f"worker {event.worker}: {event.reason}"
-    awaited = state.admission.given is not None or state.shutdown.deadline is not None
+    awaited = state.admission.source is not None or state.shutdown.deadline is not None
     if state.stage is not Stage.RUNNING or event.view != state.view.number or awaited:
         return Decision(state, reason=f"{how}; view {event.view} has ended, or is about to")
     if event.fatal or not state.elastic:
@@ -371,7 +371,7 @@ def _hosts_retire(state: State, hosts: tuple[int, ...], reason: str, now: float)
     elif lacks and state.roomiest_host() is None:
         reason += f"; {_NO_ROOM}"
     reported = Decision(state, (ShowMessage(reason),), reason)
-    return (_admit(state, now, reason) if state.admission.given else reported).after(*kills)
+    return (_admit(state, now, reason) if state.admission.source else reported).after(*kills)
 
 
 def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
@@ -407,7 +407,7 @@ def _host_lost(state: State, host: int, how: str, now: float, *, stopped: bool =
     how = f"{reason}; lost {name_workers(gone)}" if gone else reason
     if host in state.retiring and state.leaving.issuperset(gone):
         how = f"{reason}, as announced; its workers had left"
-    saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.given is not None
+    saving, leaving, waits = state.shutdown.saving, state.leaving, state.admission.source is not None
     members = state.present.intersection(gone)
     state = replace(state, lost_hosts=state.lost_hosts | {host})
     state = state.with_phase(Phase.LOST, *gone).with_phase(Phase.LEFT, *leaving.intersection(gone))
@@ -573,16 +573,16 @@ def _saving_advanced(state: State, event: LastStepEnded | CheckpointWritten | Ch
 
 def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
     """Note the request of a joiner; answer at once if the chief has sent the state."""
-    worker, phase, given = event.worker, state.workers[event.worker].phase, state.admission.given
+    worker, phase, source = event.worker, state.workers[event.worker].phase, state.admission.source
     if phase not in JOINERS or phase is Phase.JOIN_FAILED or not state.active:
         return Decision(state, reason=f"worker {worker} no longer joins")
     if event.whole:
         state, reason = state.with_phase(Phase.READY, worker), f"worker {worker} is ready"
-        return _admit(state, now, "") if given else Decision(state, reason=reason)
+        return _admit(state, now, "") if source else Decision(state, reason=reason)
     reason = f"worker {worker} asks for the training position"
-    if given:
+    if source:
         # The members wait at the position of the state.
-        return Decision(state, (SendPosition(worker, given),), reason)
+        return Decision(state, (SendPosition(worker, source),), reason)
     return Decision(state.with_phase(Phase.LOCATING, worker), reason=reason)
 
 
@@ -619,14 +619,14 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     if not event.whole:
         return Decision(state, positions, "the chief reported the training position")
     holders = frozenset({source.host})
-    admission = replace(state.admission, given=source, holders=holders, posted=Notice.NOTHING)
+    admission = replace(state.admission, source=source, holders=holders, posted=Notice.NOTHING)
     return _admit(replace(state, admission=admission), now, "").after(*positions)
 
 
 def _state_arrived(state: State, event: StateArrived, now: float) -> Decision:
     """Begin the next view if the state has reached all joiners that it can reach."""
     admission, host = state.admission, frozenset({event.host})
-    if event.view != state.view.number or not admission.given:
+    if event.view != state.view.number or not admission.source:
         return Decision(state, reason=f"the state of view {event.view} is no longer needed")
     if event.failure:
         state = replace(state, admission=replace(admission, receivers=admission.receivers - host))
@@ -640,7 +640,7 @@ def _state_arrived(state: State, event: StateArrived, now: float) -> Decision:
 
 def _state_moving(state: State, event: StateMoving) -> Decision:
     """Note how far the state is on its way to a host, for the next message."""
-    if event.view != state.view.number or not state.admission.given:
+    if event.view != state.view.number or not state.admission.source:
         return Decision(state, reason=f"the state of view {event.view} is no longer needed")
     text = transferred(event.received, event.size, event.seconds)
     moved = dict(state.admission.moved) | {event.host: text}
@@ -669,7 +669,7 @@ def _scale_requested(state: State, event: ScaleRequest, now: float) -> Decision:
     if dropped:
         reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
     reported = Decision(state, (ShowMessage(reason),), reason)
-    return (_admit(state, now, reason) if admission.given else reported).after(*kills)
+    return (_admit(state, now, reason) if admission.source else reported).after(*kills)
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
@@ -677,7 +677,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is already ending")
-    if state.admission.given:
+    if state.admission.source:
         return Decision(state, reason=f"worker {worker} waits for the next view, like all members")
     if state.view_since is not None and now - event.seconds < state.view_since:
         return Decision(state, reason=f"worker {worker} reports a wait in an old view")
@@ -745,7 +745,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     reason = f"stopping ({name}): waiting up to {round(grace, 1):g} s for the step and a checkpoint"
     if event.signal == signal.SIGINT:
         reason += "; Ctrl-C again ends the job at once"
-    waits = state.admission.given or set(state.staying) != set(state.members)
+    waits = state.admission.source or set(state.staying) != set(state.members)
     state = _at_stage(state, Stage.SAVING, now + grace)
     state = replace(state, shutdown=replace(state.shutdown, saving=Saving()))
     decision = _next_view(state, reason, now) if waits else Decision(state, (ShowMessage(reason),), reason)
@@ -937,7 +937,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
         staying = tuple(worker for worker in staying if not state.workers[worker].script_ended) or staying
     if not staying:
         return Decision(state, reason=f"{why}; no workers remain")
-    if state.admission.given:
+    if state.admission.source:
         return _admit(state, now, how)
     view = state.next_view(staying)
     reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)}"
@@ -977,14 +977,14 @@ def _admit(state: State, now: float, how: str) -> Decision:
     changes += [f"{name_workers(old)} left"] if old else []
     outcome = f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')})"
     reason = f"{why}; {outcome}" if why else outcome
-    given = state.admission.given if new else None
+    source = state.admission.source if new else None
     admission = replace(state.admission.without_state(), unreported="")
     shown = ShowMessage(reason, _logs(state))
     state = replace(state, view=view, view_since=now, admission=admission)
     state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
     for worker in new:
         state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
-    return Decision(state, (state.start_view(reason, given), shown), reason)
+    return Decision(state, (state.start_view(reason, source), shown), reason)
 
 
 def _another_can_join(state: State) -> bool:
@@ -1007,7 +1007,7 @@ def _waiting(state: State, now: float) -> State:
 
 def _state_sent(state: State, now: float, why: str) -> Decision:
     """Send the state to all hosts whose joiners lack it; the members wait until it has arrived."""
-    source = state.admission.given
+    source = state.admission.source
     assert source is not None
     hosts = {state.workers[worker].host for worker in state.lacking}
     report_at = state.admission.report_at or now + state.limits.repeat
@@ -1027,7 +1027,7 @@ def _unreached(state: State, workers: tuple[int, ...], why: str, now: float) -> 
     state = state.with_phase(Phase.JOIN_FAILED, *workers)
     reason = f"{name_workers(workers)} cannot join: {why}" if workers else why
     lost = (*((ShowMessage(reason),) if workers else ()), *map(KillWorker, workers))
-    if not state.admission.given:
+    if not state.admission.source:
         return Decision(state, lost, reason)
     return replace(_admit(state, now, "").after(*lost), reason=reason)
 
@@ -1067,7 +1067,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
             start = StartWorker(worker, joins=True, yielding=tuple(sorted(yielding)))
             actions = (*actions, start)
         admission = replace(admission, backoff_until=None)
-    if not admission.given:
+    if not admission.source:
         members, notice = len(state.staying), Notice.NOTHING
         if state.ready or state.outgoing or members > size.wanted or members < size.min_workers:
             notice = Notice.CHANGE

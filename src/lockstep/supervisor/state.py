@@ -179,7 +179,8 @@ class Admission:
 
     Attributes:
         posted: the notice to the members of the view.
-        given: the state that the chief has given, so that all members wait for the next view; None before.
+        source: where the state is that the chief has given, so that all members wait for the next view; None
+            before.
         holders: the hosts that have this state.
         receivers: the hosts to which this state was sent, without those that have failed to receive it.
         moved: how far this state is on its way, as texts, by host.
@@ -196,7 +197,7 @@ class Admission:
     """
 
     posted: Notice = Notice.NOTHING
-    given: StateSource | None = None
+    source: StateSource | None = None
     holders: frozenset[int] = frozenset()
     receivers: frozenset[int] = frozenset()
     moved: tuple[tuple[int, str], ...] = ()
@@ -213,7 +214,7 @@ class Admission:
         none = frozenset[int]()
         return replace(
             self,
-            given=None,
+            source=None,
             holders=none,
             receivers=none,
             moved=(),
@@ -554,10 +555,10 @@ class State:
             hosts[host] = (*hosts.get(host, ()), worker)
         return place_on_hosts(self.view.replicas, tuple(hosts.values()), self.view.number + 1)
 
-    def start_view(self, reason: str = "", given: StateSource | None = None) -> StartView:
-        """Return the instruction to start the view, for `reason`; new members get the state `given`."""
+    def start_view(self, reason: str = "", source: StateSource | None = None) -> StartView:
+        """Return the instruction to start the view, for `reason`; new members get the state from `source`."""
         hosts = tuple(HostMembers(self.workers[there[0]].host, there) for there in self.view.hosts)
-        number = 0 if given is None else given.number
+        number = 0 if source is None else source.number
         return StartView(self.view.number, hosts, reason, tuple(sorted(self.leaving)), number)
 
     @property
