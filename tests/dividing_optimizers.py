@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
@@ -169,12 +169,11 @@ def divide_on_jax(
     """Return the weights and the optimizer's values after updates by blocks."""
     from lockstep.keras.backends.jax_blocks import JaxBlockUpdate
 
-    def unused() -> NoReturn:
-        raise AssertionError
-
     blocks = functions.blocks
     layout = DividedLayout(blocks.block_groups, blocks.elements, REPLICAS, versions=2)
-    shared = DividedState(layout, np.zeros(layout.size, np.uint8))
+    pool = SharedPool.create()
+    pool.grow(layout.size)
+    shared = DividedState(layout, np.frombuffer(pool.map(layout.size), np.uint8))
     state: Any = (weights, [], values, [])
     for number, of_step in enumerate(gradients):
         pending: list[Any] = []
@@ -189,7 +188,7 @@ def divide_on_jax(
                 for block in layout.shards[replica]:
                     update.fill(shared, block)
             shared.update(number, replica, compute)
-        _, state = update.finish(shared, number + 1, unused)
+        _, state = update.finish(shared, number + 1, pool)
     return state[0], state[2]
 
 
@@ -332,11 +331,11 @@ def divide(blocks: Any, make: Any, steps: Sequence[dict[int, Array]]) -> tuple[A
                 for block in layout.shards[replica]:
                     update.fill(shared, block)
             shared.update(number, replica, compute)
-        assert update.finish(shared, number + 1, lambda: pool.map_privately(layout.size)) == ("logs", None)
+        assert update.finish(shared, number + 1, pool) == ("logs", None)
         assert update.has(shared)
         if number == len(steps) - 2:
             check_fork(update, shared)
-            update.finish(shared, number + 1, lambda: pool.map_privately(layout.size))
+            update.finish(shared, number + 1, pool)
     return update, shared
 
 

@@ -6,6 +6,7 @@ Where the loss is scaled, weights have several dtypes, and gradients are clipped
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.sums = list[str]()
+        self.kept = dict[int, list[Any]]()
+        """On JAX: what NumPy has of the variables after some steps; it does not change with later steps."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         FAULTS.step += 1
@@ -46,12 +49,17 @@ class Steps(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         FAULTS.passing("after apply")
         if FAULTS.step % 4 == 0:
+            variables = self.model.optimizer.variables
             if keras.backend.backend() == "jax":
                 self.model.jax_state_sync()
-            sums = [float(keras.ops.sum(variable)) for variable in self.model.optimizer.variables]
-            self.sums.append(float(np.sum(sums)).hex())
+                self.kept[len(self.sums)] = [np.asarray(variable.value) for variable in variables]
+            self.sums.append(summed(variables))
         if FAULTS.step == 8:
             self.model.optimizer.learning_rate = 0.002
+
+
+def summed(values: Sequence[Any]) -> str:
+    return float(np.sum([float(keras.ops.sum(value)) for value in values])).hex()
 
 
 def main() -> None:
@@ -90,6 +98,7 @@ def main() -> None:
     model.fit(x, x[:, :1], epochs=1, batch_size=24, **data)
     model.save(FOLDER / f"{job.current().worker}.keras")
     scale = [float(optimizer.dynamic_scale.numpy())] if SCALED else []
+    assert all(summed(values) == steps.sums[i] for i, values in steps.kept.items())
     print("result", lockstep.digest(model), *steps.sums, *scale, flush=True)
 
 

@@ -4,6 +4,8 @@ import mmap
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +41,27 @@ from lockstep.system.memory import available_memory, cgroup_rooms
 
 SMALL = Reduce(1, ((100,),), ("float32",))
 BIG = Reduce(2, ((1_000_000,),), ("float32",))
+
+FORKS = """
+import os
+
+import numpy as np
+
+from lockstep.collectives.shared.pool import SharedPool
+
+pool = SharedPool.create()
+pool.grow(10_000)
+memory = np.frombuffer(pool.map(10_000), np.uint8)
+shown = pool.show(memory)
+readable, writable = os.pipe()
+if not (child := os.fork()):
+    os.read(readable, 1)
+    os._exit(int(shown.sum() > 0))
+memory[:] = 1
+os.write(writable, b"x")
+assert os.waitpid(child, 0)[1] == 0
+"""
+"""Forks while an array shows the memory, and changes it."""
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
@@ -214,6 +237,35 @@ def test_what_is_written_to_a_private_mapping_is_seen_there_alone_and_noticed() 
     assert shared[-1] == 1
     assert not pool.map_privately(size).is_written()
     pool.close()
+
+
+def test_what_arrays_show_of_the_memory_is_kept_while_they_or_views_of_them_are_in_use() -> None:
+    pool = SharedPool.create()
+    pool.grow(size := 5 * mmap.PAGESIZE)
+    memory = np.frombuffer(pool.map(size), np.uint8)
+    memory[:] = 1
+    parts = [memory[i * 4000 + 8 : (i + 1) * 4000] for i in range(5)]
+    first, *_, last = map(pool.show, parts)
+    view = pool.show(parts[1])[:5]
+    assert first.ctypes.data != parts[0].ctypes.data
+    parts[0][0] = 2
+    # No copy before the memory changes.
+    assert first[0] == 2
+    last[0] = 7
+    again = pool.show(parts[4])
+    assert (again[0], parts[4][0]) == (1, 1)
+    pool.keep_shown()
+    memory[:] = 3
+    assert [set(array[1:].tolist()) for array in (first, last, again, view)] == [{1}] * 4
+    assert (first[0], last[0], again[0]) == (2, 7, 1)
+    assert pool.show(parts[0])[0] == 3
+    assert pool.show(np.ones(1)) is None
+    pool.close()
+    assert pool.show(parts[0]) is None
+
+
+def test_a_forked_process_has_what_arrays_showed_before() -> None:
+    subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
 def test_abort_keeps_the_first_reason_and_truncates_it() -> None:

@@ -97,7 +97,7 @@ class Sums:
         new = slots[0] + self.added
         return [self.weights[number * ELEMENTS :][:ELEMENTS] - new, new]
 
-    def finish(self, state: DividedState, updates: int, private: Any) -> tuple[Any, Any]:
+    def finish(self, state: DividedState, updates: int, pool: Any) -> tuple[Any, Any]:
         self.after = state.weights_after(updates)[0]
         return "logs", state
 
@@ -205,6 +205,18 @@ def test_workers_fill_once_and_a_joiner_uses_what_is_there(pool: SharedPool) -> 
     assert [update.released for update in (*first, *second, *third)] == [False] * 2 + [True] * 3 + [False] * 3
     assert third[2].shared is not None
     np.testing.assert_array_equal(third[2].shared.slots[0][0], third[0].own + 2)
+
+
+def test_what_shows_the_shared_slots_does_not_change_with_the_next_update(pool: SharedPool) -> None:
+    divided: dict[int, DividedUpdate] = {}
+    first = [sums(1), sums(1)]
+    assert together(pool, first, divided) == []
+    state = first[0].shared
+    assert state is not None
+    shown = pool.show(state.slots[0][0])
+    assert together(pool, [sums(5, update.shared) for update in first], divided) == []
+    np.testing.assert_array_equal(state.slots[0][0], first[0].own + 6)
+    np.testing.assert_array_equal(shown, first[0].own + 1)
 
 
 def test_one_worker_makes_all_blocks(pool: SharedPool) -> None:

@@ -1,6 +1,8 @@
 """The update by blocks has the bits of the whole one, for each elementwise optimizer, dtype and shape."""
 
 import functools
+import mmap
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,20 @@ import numpy as np
 import pytest
 
 import dividing_optimizers
-from dividing_optimizers import ALL, CLIPPED, MIXED, OPTIMIZERS, REPLICAS, built, differing_on_jax
+from dividing_optimizers import (
+    ALL,
+    CLIPPED,
+    MIXED,
+    OPTIMIZERS,
+    REPLICAS,
+    SHAPES,
+    built,
+    differing_on_jax,
+    divide_on_jax,
+    gradients_of,
+)
 from lockstep.collectives.shared.divided_state import DividedLayout, DividedState
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.keras.backends import optimizer_blocks
 from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedValue
 
@@ -145,11 +159,56 @@ def test_blocks_have_the_bits_of_the_whole_update_on_pytorch(
     assert [line for line in lines if not line.endswith(": equal")] == []
 
 
-def test_operations_get_copies_of_a_shared_value_and_numpy_its_memory() -> None:
-    memory = np.ones(4, np.float32)
-    value = SharedValue(DividedState(DividedLayout((), 64, 1), np.zeros(64, np.uint8)), memory)
-    copied = jax.numpy.asarray(value)
-    seen = np.asarray(value)
+@pytest.mark.parametrize("dtype", ["float32", MIXED])
+def test_an_update_takes_shared_values_for_what_was_made_from_them_until_they_change(dtype: str) -> None:
+    optimizer, variables = built(ALL["AdamW"], dtype)
+    functions = JaxBlocks.of(optimizer, REPLICAS)
+    assert isinstance(functions, JaxBlocks)
+    start = [[jax.numpy.array(v.value) for v in group] for group in (variables, optimizer.variables)]
+    weights, values = divide_on_jax(functions, *start, gradients_of("AdamW", dtype, 2, SHAPES))
+    pool = weights[0]._pool
+
+    def epoch_end() -> tuple[list[Any], list[Any]]:
+        return [jax.numpy.asarray(value) for value in weights], [jax.numpy.asarray(value) for value in values]
+
+    def are_shared(values: list[Any]) -> list[bool]:
+        return [isinstance(value, SharedValue) for value in values]
+
+    first, second = epoch_end()
+    latest_first, latest_second = epoch_end()
+    functions.take_back(latest_first, latest_second)
+    assert all(map(operator.is_, latest_first, weights))
+    assert are_shared(latest_second) == are_shared(values)
+    functions.take_back(first, second)
+    assert not any(are_shared([*first, *second]))
+    first, second = epoch_end()
+    first[0] = first[0] + 0
+    functions.take_back(first, second)
+    assert not any(are_shared(first))
+    assert are_shared(second) == are_shared(values)
+    first, second = epoch_end()
+    pool.keep_shown()
+    functions.take_back(first, second)
+    assert not any(are_shared([*first, *second]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_operations_get_what_keeps_a_shared_value_and_numpy_its_memory(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = SharedPool.create()
+    pool.grow(size := 3 * mmap.PAGESIZE)
+    memory = np.frombuffer(pool.map(size), np.uint8)[64:-64].view(jax.numpy.dtype(dtype))
+    memory[:] = 1
+    value = SharedValue(pool, DividedState(DividedLayout((), 64, 1), np.zeros(64, np.uint8)), memory)
+    first, seen = jax.numpy.asarray(value), np.asarray(value)
+    by_numpy = np.asarray(jax.numpy.asarray(value))
+    pool.keep_shown()
     memory[:] = 2
-    assert copied.tolist() == [1.0] * 4
-    assert seen.tolist() == [2.0] * 4
+    monkeypatch.setattr("lockstep.collectives.shared.pool._TAKE_PAGES", -1)
+    copied = jax.numpy.asarray(value)
+    memory[:] = 3
+    assert set(first.tolist()) == set(by_numpy.tolist()) == {1.0}
+    assert set(copied.tolist()) == {2.0}
+    assert set(seen.tolist()) == {3.0}
+    pool.close()

@@ -10,8 +10,9 @@ coordinator has a stuck worker killed, and waits for its end, before it starts a
 import fcntl
 import mmap
 import os
+import weakref
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.memory import Available, available_memory
@@ -25,6 +26,12 @@ _OF_PRIVATE = (
 """Limits that count a mapping which a process may write to for itself, although it takes no memory yet."""
 
 _IN_MEMORY_OR_SWAPPED, _OF_A_FILE = 3 << 62, 1 << 61
+
+_TAKE_PAGES = 23
+"""`MADV_POPULATE_WRITE`, from Linux 5.14 on: gives a private mapping pages of its own, as a write would.
+
+It writes nothing itself, so another thread may write there meanwhile.
+"""
 
 
 class PrivateMapping:
@@ -63,16 +70,53 @@ class PrivateMapping:
         return bool(np.any((entries & used != 0) & (entries & of_file == 0)))
 
 
+class _ShownPart(NamedTuple):
+    """A part of the memory that an array shows.
+
+    Attributes:
+        owner: refers to the mapping as long as anything shows it.
+        mapping: a private one.
+        start: the first byte.
+        stop: the end.
+    """
+
+    owner: "weakref.ref[Any]"
+    mapping: "weakref.ref[mmap.mmap]"
+    start: int
+    stop: int
+
+    def keep(self) -> None:
+        """Give the array pages of its own, if it is in use."""
+        owner, mapping = self.owner(), self.mapping()
+        if owner is None or mapping is None:
+            return
+        first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+        try:
+            mapping.madvise(_TAKE_PAGES, first, self.stop - first)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot copy {self.stop - self.start} bytes of a shared state, of which the program has an "
+                f"array: {error}; check the limits on memory"
+            ) from error
+
+
 class SharedPool:
     """One process's handle of the memory, with its mapping.
 
     Use `create` in the process that starts the workers, and `attach` in each worker.
+
+    Attributes:
+        changes: how often `keep_shown` was called.
     """
 
     def __init__(self, fd: int, available: Available = available_memory) -> None:
         self.fd = fd
         self._available = available
         self._mapping = memoryview(b"")
+        self._showing = memoryview(b"")
+        self._starts: set[int] = set()
+        self._shown: list[_ShownPart] = []
+        self.changes = 0
 
     @classmethod
     def create(cls) -> Self:
@@ -153,6 +197,47 @@ class SharedPool:
         """
         return PrivateMapping(self._mapped(size, mmap.MAP_PRIVATE))
 
+    def show(self, array: Any) -> Any:
+        """Return another array with the memory of one in the last mapping; None if impossible.
+
+        Whatever is written to one of the two later, the other one does not change, if `keep_shown` is called
+        before the memory changes.
+
+        Raises:
+            SharedMemoryError: this process cannot map the memory again.
+        """
+        import numpy as np
+
+        start = self.offset_of(array)
+        if start is None or self.fd < 0:
+            return None
+        stop = start + array.nbytes
+        if start in self._starts or stop > len(self._showing):
+            # This process may have written to what it has shown.
+            self._showing = self._mapped(len(self._mapping), mmap.MAP_PRIVATE)
+            self._starts.clear()
+        mapping: Any = self._showing.obj
+        try:
+            mapping.madvise(_TAKE_PAGES, 0, 0)
+        except OSError:
+            return None
+        owner = np.frombuffer(self._showing[start:stop], np.uint8)
+        self._starts.add(start)
+        self._shown.append(_ShownPart(weakref.ref(owner), weakref.ref(mapping), start, stop))
+        _with_shown.add(self)
+        return owner.view(array.dtype).reshape(array.shape)
+
+    def keep_shown(self) -> None:
+        """Copy what arrays show that are still in use, because the memory changes from now on.
+
+        Raises:
+            SharedMemoryError: there is too little memory.
+        """
+        self.changes += 1
+        shown, self._shown, self._showing = self._shown, [], memoryview(b"")
+        for each in shown:
+            each.keep()
+
     def map_allocated(self) -> None:
         """Map the memory that others have already allocated, before any of them waits for this process.
 
@@ -166,6 +251,19 @@ class SharedPool:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+_with_shown: weakref.WeakSet[SharedPool] = weakref.WeakSet()
+"""Those whose memory arrays may show."""
+
+
+def _keep_all_shown() -> None:
+    """Copy what arrays show; in a process that is forked, they would otherwise change with the memory."""
+    for pool in list(_with_shown):
+        pool.keep_shown()
+
+
+os.register_at_fork(before=_keep_all_shown)
 
 
 def allocate(fd: int, start: int, size: int, available: Available) -> None:

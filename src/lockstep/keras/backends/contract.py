@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
-from lockstep.collectives.shared.pool import PrivateMapping
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.data.batch import Share
 from lockstep.keras.backends.multi_update import Update
 
@@ -110,15 +110,13 @@ class BlockUpdate(Protocol):
     ) -> Sequence[npt.NDArray[Any]]:
         """Return the new weights and slots of a block, given its number in its group."""
 
-    def finish(
-        self, state: DividedState, updates: int, private: Callable[[], PrivateMapping]
-    ) -> tuple[Any, Any]:
+    def finish(self, state: DividedState, updates: int, pool: SharedPool) -> tuple[Any, Any]:
         """Return (logs or None, new state), once all blocks are updated.
 
         Args:
             state: the shared memory.
             updates: how many its slots have had, with this one.
-            private: returns another mapping of it.
+            pool: has the memory.
         """
 
     @property
@@ -226,7 +224,8 @@ class Program(TrainingState, Protocol):
         """Return the update of a step as one that workers can divide, or why there is none.
 
         The blocks depend on the number of replicas. What `apply` does otherwise is part of the update. It may
-        read the totals until `settle` returns.
+        read the totals until `settle` returns. In the lists of `state`, values in shared memory replace
+        arrays that show them.
         """
 
     def outputs(self) -> list[tuple[int, Any]]:

@@ -405,6 +405,7 @@ class JaxProgram(JaxState):
         if any(gradient.dtype != weight.dtype for gradient, weight in zip(gradients, state[0], strict=True)):
             return "a gradient has another dtype than its weight"
         rest = {name: array for name, array in total.items() if not name.startswith(GRADIENTS)}
+        blocks.take_back(state[0], state[2])
         return JaxBlockUpdate(
             blocks,
             state,

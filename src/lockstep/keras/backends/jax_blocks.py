@@ -1,12 +1,16 @@
 """The divided update on JAX: blocks are computed from shared memory, and their results are copied to it.
 
-A JAX array does not change, so none has the memory of the slots or of the weights. Between updates, the state
-of a step has a `SharedValue` in the place of each. Compiled functions read the weights there. An update
-writes other memory than that of the weights before it, and all workers have the new weights before the next
-one begins.
+Between updates, the state of a step has a `SharedValue` in the place of each slot and weight. Compiled
+functions read the weights there. An update writes other memory than that of the weights before it, and all
+workers have the new weights before the next one begins.
+
+A JAX array does not change. What Keras and the program get at the end of an epoch shows the shared memory
+through a private mapping. If the next epoch begins with these arrays, its state has the shared values again.
+Arrays that are still in use get pages of their own before the next update.
 """
 
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
-from lockstep.collectives.shared.pool import PrivateMapping
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.keras.backends.optimizer_blocks import (
     OptimizerBlocks,
     VariableGroup,
@@ -47,11 +51,18 @@ _VERSIONS = 2
 class SharedValue:
     """The value of a weight or a slot between two updates, in memory that a later one changes.
 
-    JAX and Keras get a copy of it, NumPy the memory itself.
+    JAX and Keras get an array that keeps the value, NumPy the memory itself.
+
+    Args:
+        pool: has the memory.
+        state: all of it.
+        array: the part with the value.
     """
 
-    def __init__(self, state: DividedState, array: Array) -> None:
+    def __init__(self, pool: SharedPool, state: DividedState, array: Array) -> None:
         self.state = state
+        self._pool = pool
+        self._given: tuple[int, weakref.ref[Any]] | None = None
         self.array = array
         self.shape, self.dtype = array.shape, array.dtype
 
@@ -60,16 +71,34 @@ class SharedValue:
         return np.array(self.array, dtype) if copy or dtype not in (None, self.dtype) else self.array
 
     def __jax_array__(self) -> Any:
+        """Return an array that shows the memory, or a copy."""
+        shown = self._pool.show(self.array)
+        array = self.copied() if shown is None else _in_place(shown)
+        self._given = self._pool.changes, weakref.ref(array)
+        return array
+
+    def is_value_of(self, array: Any) -> bool:
+        """Whether `array` was made from this value, which has not changed since."""
+        if self._given is None:
+            return False
+        changes, given = self._given
+        return changes == self._pool.changes and given() is array
+
+    def copied(self) -> Any:
         """Return a copy, whose memory goes back to the kernel, where an allocator would retain it."""
         memory = np.frombuffer(mmap.mmap(-1, max(1, self.array.nbytes)), np.uint8)
         copied = memory[: self.array.nbytes].view(self.dtype).reshape(self.shape)
         np.copyto(copied, self.array)
-        try:
-            # In place: nothing else refers to it.
-            return jax.dlpack.from_dlpack(copied)
-        except (BufferError, RuntimeError, TypeError):
-            # NumPy's exchange of memory lacks bfloat16.
-            return jnp.asarray(copied)
+        return _in_place(copied)
+
+
+def _in_place(array: Array) -> Any:
+    """Return an array of JAX with the memory of another one, to which nothing else refers, or with a copy."""
+    try:
+        return jax.dlpack.from_dlpack(array)
+    except (BufferError, RuntimeError, TypeError):
+        # NumPy's exchange of memory lacks bfloat16.
+        return jax.block_until_ready(jnp.array(array))
 
 
 def present(values: Sequence[Any]) -> list[Any]:
@@ -79,7 +108,7 @@ def present(values: Sequence[Any]) -> list[Any]:
 
 def owned(values: Sequence[Any]) -> list[Any]:
     """Return the values of variables as arrays of JAX."""
-    return [value.__jax_array__() if isinstance(value, SharedValue) else value for value in values]
+    return [value.copied() if isinstance(value, SharedValue) else value for value in values]
 
 
 class StandIn:
@@ -192,6 +221,7 @@ class JaxBlocks:
         self._state: DividedState | None = None
         self._slots: list[SharedValue | None] = []
         self._weights: list[list[SharedValue]] = []
+        self._updates = 0
 
     @classmethod
     def of(cls, optimizer: Any, replicas: int) -> "JaxBlocks | str":
@@ -205,11 +235,12 @@ class JaxBlocks:
         return cls(blocks, stand_ins, WholeGradients(optimizer))
 
     def views(
-        self, state: DividedState, updates: int, weights: Sequence[Any]
+        self, pool: SharedPool, state: DividedState, updates: int, weights: Sequence[Any]
     ) -> tuple[list[SharedValue | None], list[SharedValue]]:
         """Return the shared slots by the positions of the variables, and the shared weights after an update.
 
         Args:
+            pool: has the memory of `state`.
             state: the shared memory.
             updates: how many its slots have had.
             weights: the weights, for their shapes.
@@ -219,15 +250,31 @@ class JaxBlocks:
             slots: list[SharedValue | None] = [None] * (len(self.blocks.slots) + len(self.blocks.others))
             for position, (group, kind, i) in self.blocks.slots.items():
                 array = self.blocks.groups[group].elements_of(i, state.slots[group][kind])
-                slots[position] = SharedValue(state, array.reshape(shapes[i]))
+                slots[position] = SharedValue(pool, state, array.reshape(shapes[i]))
             self._state, self._slots, self._weights = state, slots, []
             for version in range(_VERSIONS):
                 shared: dict[int, SharedValue] = {}
                 for of, array in zip(self.blocks.groups, state.weights_after(version), strict=True):
                     for i in of.offsets:
-                        shared[i] = SharedValue(state, of.elements_of(i, array).reshape(shapes[i]))
+                        value = of.elements_of(i, array).reshape(shapes[i])
+                        shared[i] = SharedValue(pool, state, value)
                 self._weights.append([shared[i] for i in range(len(shapes))])
+        self._updates = updates
         return self._slots, self._weights[updates % _VERSIONS]
+
+    def take_back(self, weights: list[Any], values: list[Any]) -> None:
+        """Put shared values in the place of arrays that were made from them: all weights, or all slots.
+
+        Args:
+            weights: before an update.
+            values: of the optimizer's variables.
+        """
+        if self._state is None:
+            return
+        for arrays, shared in ((weights, self._weights[self._updates % _VERSIONS]), (values, self._slots)):
+            pairs = zip(arrays, shared, strict=True)
+            if all(value is None or value.is_value_of(array) for array, value in pairs):
+                arrays[:] = [value or array for array, value in zip(arrays, shared, strict=True)]
 
 
 class JaxBlockUpdate:
@@ -333,9 +380,7 @@ class JaxBlockUpdate:
         """Does nothing: Keras copies the weights and the slots into variables at the end of a `fit`."""
         return lambda: None
 
-    def finish(
-        self, state: DividedState, updates: int, private: Callable[[], PrivateMapping]
-    ) -> tuple[Any, Any]:
+    def finish(self, state: DividedState, updates: int, pool: SharedPool) -> tuple[Any, Any]:
         """Return (logs, the state after the step), once all blocks are updated."""
         functions = self._functions
         if self._others is None:
@@ -344,7 +389,7 @@ class JaxBlockUpdate:
             slots = [np.zeros(first.elements, first.dtype) for _ in first.kinds]
             self.compute(0, 0, slots)
             assert self._others is not None
-        slots_after, weights = functions.views(state, updates, self._weights)
+        slots_after, weights = functions.views(pool, state, updates, self._weights)
         logs, layers, metrics, applied = self._rest()
         self._pending.append(applied)
         others = iter(self._others)

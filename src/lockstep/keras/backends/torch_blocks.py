@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from lockstep.collectives.shared.divided_state import BlockGroup, DividedState, SlotValue
-from lockstep.collectives.shared.pool import PAGEMAP, PrivateMapping
+from lockstep.collectives.shared.pool import PAGEMAP, PrivateMapping, SharedPool
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.optimizer_blocks import (
     BlockPart,
@@ -345,9 +345,7 @@ class TorchBlockUpdate:
             update.apply(of_block)
         self._others = [value for _, value in others]
 
-    def finish(
-        self, state: DividedState, updates: int, private: Callable[[], PrivateMapping]
-    ) -> tuple[Any, Any]:
+    def finish(self, state: DividedState, updates: int, pool: SharedPool) -> tuple[Any, Any]:
         """Return (logs, None), once all blocks are updated."""
         blocks = self._blocks
         if not self._others:
@@ -365,5 +363,5 @@ class TorchBlockUpdate:
             for variable, value in zip(blocks.others, self._others, strict=True):
                 variable.assign(value)
         if not blocks.are_shown(state):
-            blocks.show(state, private())
+            blocks.show(state, pool.map_privately(state.layout.size))
         return self._rest(), None

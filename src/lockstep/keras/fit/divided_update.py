@@ -9,8 +9,9 @@
 Each host has all slots, and a worker updates an equal share of all shards, in the order of the workers of its
 host. So any host may be lost.
 
-On PyTorch, the optimizer's variables show the shared memory between two updates. Before it is filled for
-other variables, they get copies of their values.
+Between two updates, the optimizer's variables show the shared memory: on PyTorch always, and before it is
+filled for other variables, they get copies of their values; on JAX at the end of an epoch, and what is still
+in use before an update is copied then.
 
 Until the step is committed, the total stays in the memory of the exchange and the old weights stay as they
 are. So when a worker is lost, the others update the blocks that are not counted. A worker that survives
@@ -156,6 +157,8 @@ class DividedUpdate:
             if not shares:
                 # The next update may write to any part of the memory.
                 update.own_weights()
+            # No worker writes to it before all have made this call.
+            self._pool.keep_shown()
 
         def meet(view: View, communicator: Communicator) -> tuple[View, list[_Standing]]:
             worker, host = self._job.worker, self._host(view)[0]
@@ -204,7 +207,7 @@ class DividedUpdate:
         self._number = (number or 0) + 1
         # If it ends with an error, some variables may show the memory.
         self._release = update.release
-        return update.finish(state, self._number, lambda: self._pool.map_privately(layout.size))
+        return update.finish(state, self._number, self._pool)
 
     def _host(self, view: View) -> tuple[int, ...]:
         """Return the workers of this worker's host."""
