@@ -155,6 +155,23 @@ def environment(shared_folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
+def compiled_code(request: pytest.FixtureRequest, shared_folder: Path) -> Path:
+    """Where JAX keeps the compiled code of tests, from one test run to the next; `make clean` removes it."""
+    cache: pytest.Cache | None = getattr(request.config, "cache", None)
+    return cache.mkdir("compiled") if cache else shared_folder / "compiled"
+
+
+@pytest.fixture(scope="session")
+def keeps_code(compiled_code: Path) -> dict[str, str]:
+    """Variables with which a script without the command keeps its compiled code there."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled_code),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@pytest.fixture(scope="session")
 def commands(tmp_path_factory: pytest.TempPathFactory, shared_folder: Path) -> Iterator[CommandServers]:
     """Runs commands in processes that have imported Keras and a backend already."""
     servers = CommandServers(tmp_path_factory.mktemp("output"), shared_folder)

@@ -40,12 +40,8 @@ def main() -> None:
     parser.add_argument("programs", type=int, nargs="+")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    if options.plain and BACKEND == "tensorflow":
-        import tensorflow as tf
-
-        # For TensorFlow's own strategy.
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+    if options.plain:
+        prepare_own_strategy()
     for number in options.programs:
         line, out_of_step = run(options.folder / f"{number:07}.py", options.save)
         print("program", number, json.dumps(line), flush=True)
@@ -53,6 +49,15 @@ def main() -> None:
         broken = options.plain and BACKEND == "tensorflow" and "error" in line
         if out_of_step or broken:
             sys.exit(3)
+
+
+def prepare_own_strategy() -> None:
+    """Let TensorFlow's own strategy have several devices."""
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
 
 
 def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:

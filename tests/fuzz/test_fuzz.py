@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fuzz_specs import KINDS, Loop, Output, Spec, Training, draw, simpler, size
 from fuzz_text import text
 
 from command_server import IMPORTS_OF_JOBS, CommandServers
-from fuzz import Bench, shrink
+from fuzz import WORKER, Bench, shrink
 from lockstep.launcher.import_scan import imports_for_training
 from lockstep.system.environment import job_environment
 
@@ -34,31 +35,47 @@ WRONG = Loop(loss="replica")
 
 
 @pytest.fixture
-def bench(commands: CommandServers, tmp_path: Path) -> Callable[[str], Bench]:
-    """Runs programs in processes that have imported Keras and a backend already."""
+def bench(
+    commands: CommandServers,
+    lean: Callable[..., dict[str, str]],
+    keeps_code: dict[str, str],
+    tmp_path: Path,
+) -> Callable[..., Bench]:
+    """Runs programs in processes that have imported Keras and a backend already.
 
-    def call(command: Sequence[str], environment: Mapping[str, str]) -> str:
-        backend = environment["KERAS_BACKEND"]
-        imports, importing = ("keras", backend), dict(environment)
-        if command[0] == "-m":
-            importing = job_environment(0, 1, environment, backend=backend)
-            imports = (*IMPORTS_OF_JOBS, *imports_for_training(backend))
-        return commands.run(command, environment, PATIENCE, imports, importing).stdout
+    If they use no other backend, the tests of trainings have started the servers of these processes, too.
+    """
 
-    # A server runs one command at a time.
-    return lambda backend: Bench(backend, tmp_path, quick=True, processes=1, call=call)
+    def bench_of(backend: str, *, only_backend: bool) -> Bench:
+        hidden = lean(WORKER, backend) if only_backend else {}
+
+        def call(command: Sequence[str], environment: Mapping[str, str]) -> str:
+            variables = {**environment, **hidden}
+            if command[0] == "-m":
+                importing = job_environment(0, 1, variables, backend=backend)
+                imports = (*IMPORTS_OF_JOBS, *imports_for_training(backend))
+            else:
+                variables |= keeps_code
+                importing, imports = variables, ("keras", backend)
+            return commands.run(command, variables, PATIENCE, imports, importing).stdout
+
+        # A server runs one command at a time.
+        return Bench(backend, tmp_path, quick=True, processes=1, call=call)
+
+    return bench_of
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("part", ["first", pytest.param("rest", marks=pytest.mark.slow)])
-def test_random_programs(backend: str, part: str, bench: Callable[[str], Bench]) -> None:
+def test_random_programs(backend: str, part: str, bench: Callable[..., Bench]) -> None:
     first = FIRST[backend]
     seeds = first if part == "first" else [seed for seed in range(PROGRAMS) if seed not in first]
     programs = {seed: quicker(seed, settled(draw(seed), backend), backend) for seed in seeds}
     # TensorFlow's own strategy sums them too; with one pipeline per replica, one replica is the reference.
     wrong = replace(WRONG, source="function") if backend == "tensorflow" else WRONG
-    verdicts = bench(backend).run({**programs, 10**6: settled(wrong, backend)})
+    found = bench(backend, only_backend=part == "first")
+    verdicts = found.run({**programs, 10**6: settled(wrong, backend)})
     assert verdicts.pop(10**6).kind == "wrong"
     faults = [
         f"--backend {backend} --quick --seeds {seed}: {verdict}"
@@ -76,7 +93,12 @@ def test_the_first_programs_have_parts_of_each_kind() -> None:
     counts = Counter[str]()
     for backend, seeds in FIRST.items():
         for seed in seeds:
-            counts.update(features(quicker(seed, settled(draw(seed), backend), backend)))
+            spec = quicker(seed, settled(draw(seed), backend), backend)
+            counts.update(features(spec))
+            programs = "".join(text(spec, backend, plain=plain) for plain in (False, True))
+            imported = set(re.findall(r"^\s*(?:import|from) (\w+)", programs, re.MULTILINE))
+            # Where they run, other backends are hidden.
+            assert not imported & {*ALL} - {backend}
     assert {kind for kind in KINDS if not counts[kind]} == {"any", "own"}
 
 

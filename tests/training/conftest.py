@@ -72,29 +72,17 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def compiled_code(request: pytest.FixtureRequest, shared_folder: Path) -> Path:
-    """Where JAX keeps the compiled code of tests, from one test run to the next; `make clean` removes it."""
-    cache: pytest.Cache | None = getattr(request.config, "cache", None)
-    return cache.mkdir("compiled") if cache else shared_folder / "compiled"
-
-
-@pytest.fixture(scope="session")
 def plain(
     commands: CommandServers,
     environment: dict[str, str],
     lean: Callable[..., dict[str, str]],
-    compiled_code: Path,
+    keeps_code: dict[str, str],
 ) -> Callable[..., str]:
     """Run a script of this folder without the command; return its output; `optimized` as in `lean`."""
-    compiled = {
-        "JAX_COMPILATION_CACHE_DIR": str(compiled_code),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
 
     def run(script: str, *arguments: str, backend: str = "jax", optimized: bool = False) -> str:
         command = [str(HERE / script), *arguments]
-        variables = environment | lean(HERE / script, backend, optimized=optimized) | compiled
+        variables = environment | lean(HERE / script, backend, optimized=optimized) | keeps_code
         variables["KERAS_BACKEND"] = backend
         result = commands.run(command, variables, PATIENCE, ("keras", backend))
         assert result.returncode == 0, result.stderr
