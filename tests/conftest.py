@@ -39,7 +39,7 @@ _LONGEST = ("test_invariance.py", "test_whole_batch.py", "test_tensorflow.py", "
 """Files that take half a minute or more. They begin first: the last one would keep only one core busy."""
 _LONG = ("training", "byhand", "notebook", "fuzz")
 """Folders whose files take minutes: they run first, so that the test processes end at the same time."""
-_WAITING = ("hosts", "ray")
+_WAITING = ("hosts", "ray", "collectives")
 """Folders whose tests often wait: their files run between those of the former, which use all cores."""
 
 _HERE = Path(__file__).parent
