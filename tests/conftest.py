@@ -47,7 +47,7 @@ _EXAMPLES = _HERE.parent / "examples"
 _BACKENDS = ("jax", "tensorflow", "torch")
 _IMPORTED_BY_TESTS = ("keras", "tensorflow", "torch", "ray", "kubernetes")
 """Packages that collecting all tests imports, and that take long."""
-_OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
+_OPTIONAL = ("sklearn", "IPython", "jax", "tensorflow")
 """Packages that Keras or a backend imports if they are installed, even if they are not needed."""
 _jaxlib = Version(version("jaxlib"))
 _QUICK = "--xla_llvm_disable_expensive_passes=true --xla_cpu_parallel_codegen_split_count=1"

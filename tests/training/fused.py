@@ -8,6 +8,9 @@ import numpy as np
 from lockstep.keras.backends import fused
 from lockstep.keras.backends.multi_update import Update
 
+if keras.backend.backend() == "tensorflow":
+    import tensorflow as tf
+
 SHAPES = ((3, 5), (5,), (70, 33), (), (4, 4))
 STEPS = 12
 SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)
@@ -53,8 +56,6 @@ def made(name: str, options: dict[str, Any], by_update: bool, in_graph: bool) ->
             optimizer.apply(values, variables)
 
     if in_graph:
-        import tensorflow as tf
-
         apply = tf.function(apply)
     for step in range(STEPS):
         apply(gradients(step))
