@@ -11,6 +11,8 @@ from click.testing import CliRunner
 
 from lockstep.cli import job_options
 from lockstep.cli import run as command
+from lockstep.cli.agent import agent
+from lockstep.cli.check import check
 from lockstep.errors import ConfigError
 from lockstep.ray import command as ray
 from lockstep.system import environment
@@ -302,3 +304,19 @@ def test_tags_that_no_table_can_show_are_refused(tag: str) -> None:
     done = CliRunner().invoke(command.run, ["--tag", "fine", "--tag", tag, "train.py"])
     assert done.exit_code == 2
     assert "give 1 to 100 printable characters without a comma" in done.output
+
+
+@pytest.mark.parametrize(
+    ("called", "words"),
+    [
+        (command.run, "--timeout nan train.py"),
+        (command.run, "--cpus-per-worker nan train.py"),
+        (command.run, "--gpus-per-worker nan train.py"),
+        (agent, "--timeout nan"),
+        (check, f"--seed {2**63} train.py"),
+    ],
+    ids=lambda value: value.name if isinstance(value, click.Command) else value,
+)
+def test_numbers_that_no_command_can_use(called: click.Command, words: str) -> None:
+    with pytest.raises(click.BadParameter):
+        called.make_context("lockstep", words.split())

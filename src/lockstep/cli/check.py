@@ -13,7 +13,7 @@ import click
 
 import lockstep.errors
 from lockstep.cli.completion import complete_script
-from lockstep.cli.parameter_types import PARTS
+from lockstep.cli.parameter_types import PARTS, SEEDS
 from lockstep.cli.witness import compare
 from lockstep.coordinator.comparison import unnamed, verdict
 from lockstep.launcher.backend import BACKENDS
@@ -41,7 +41,7 @@ _KINDS = {"train": "training step", "test": "evaluation step", "predict": "predi
 )
 @click.option("--tf-distribute", is_flag=True, help="As for lockstep run.")
 @click.option("--exact-batch", is_flag=True, help="As for lockstep run.")
-@click.option("--seed", type=click.IntRange(min=0), metavar="SEED", help="As for lockstep run.")
+@click.option("--seed", type=SEEDS, metavar="SEED", help="As for lockstep run.")
 @click.option("--json", "as_json", is_flag=True, help="Write the result as JSON.")
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script", shell_complete=complete_script)

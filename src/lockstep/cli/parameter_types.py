@@ -12,21 +12,24 @@ from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths, is_recorded
 from lockstep.system.prose import printable
 
-PARTS = click.IntRange(min=1, max=4096)
+MOST_PARTS = 4096
+"""The most workers or replicas of a job."""
+PARTS = click.IntRange(min=1, max=MOST_PARTS)
 """The range of the number of workers or replicas."""
+SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
 _LONGEST_TAG = 100
 
 
-class Seconds(click.FloatRange):
-    """A time; rejects `nan`, which click accepts in every range."""
+class RealNumber(click.FloatRange):
+    """A number; rejects `nan`, which click accepts in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number of seconds, or fail."""
-        seconds = super().convert(value, param, ctx)
-        if seconds != seconds:
-            self.fail(f"{value} is not a number of seconds.", param, ctx)
-        return seconds
+        """Return the number, or fail."""
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 class Folder(click.Path):

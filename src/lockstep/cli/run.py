@@ -44,7 +44,7 @@ from lockstep.cli.notifier import (
     parse_receiver,
 )
 from lockstep.cli.page import page_beside
-from lockstep.cli.parameter_types import PARTS, Folder, FolderOrUrl, Seconds, Tag
+from lockstep.cli.parameter_types import MOST_PARTS, PARTS, SEEDS, Folder, FolderOrUrl, RealNumber, Tag
 from lockstep.cli.task_role import as_before, destination_of, script_name, take_variables
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.coordinator.comparison import NOT_COMPARED, save_verdict
@@ -89,7 +89,6 @@ _FIRST_RETRIES = 4
 _ENDS_WITHIN = 2.0
 """Seconds in which the processes of a run end whose command was killed."""
 _TIMES = 10**9
-_SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
 
 def _of_schedulers(command: Command) -> Command:
@@ -190,7 +189,7 @@ _GROUPS = {
 @click.option(
     "--workers-here",
     "here",
-    type=click.IntRange(min=1, max=4096),
+    type=PARTS,
     metavar="K",
     help="With --listen or --tf-config, number of workers on this host.  [default: 1]",
 )
@@ -205,14 +204,14 @@ _GROUPS = {
 @click.option(
     "--cpus-per-worker",
     "cpus",
-    type=click.FloatRange(min=0, min_open=True, max=4096),
+    type=RealNumber(min=0, min_open=True, max=MOST_PARTS),
     metavar="C",
     help="With --on, CPUs of Ray for each worker.  [default: 1]",
 )
 @click.option(
     "--gpus-per-worker",
     "gpus",
-    type=click.FloatRange(min=0, max=4096),
+    type=RealNumber(min=0, max=MOST_PARTS),
     metavar="G",
     help="With --on, GPUs of Ray for each worker.  [default: 0]",
 )
@@ -243,7 +242,7 @@ _GROUPS = {
 )
 @click.option(
     "--seed",
-    type=_SEEDS,
+    type=SEEDS,
     help="Seed of all random numbers.  [default: 0]",
 )
 @click.option(
@@ -312,7 +311,7 @@ _GROUPS = {
 )
 @click.option(
     "--timeout",
-    type=Seconds(min=0, max=_TIMES, min_open=True),
+    type=RealNumber(min=0, max=_TIMES, min_open=True),
     default=TIMEOUT,
     show_default=True,
     metavar="SECONDS",
