@@ -30,6 +30,7 @@ The name of a class is the code of its errors: a message on a terminal carries i
 """
 
 import re
+from typing import Self
 
 
 class LockstepError(Exception):
@@ -124,6 +125,14 @@ class UnknownFormatError(CheckpointError):
 
     A checkpoint is not damaged then, so no other one takes its place.
     """
+
+    @classmethod
+    def of(cls, where: object, written: object, read: int) -> Self:
+        """Return the error for a file whose format is `written`, while this version reads `read`."""
+        return cls(
+            f"{where} has the format {written!r:.80}, but this Lockstep reads {read}; use the version that "
+            "wrote it"
+        )
 
 
 class FunctionError(LockstepError):

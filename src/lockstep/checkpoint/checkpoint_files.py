@@ -193,10 +193,7 @@ def _unseal(data: bytes, file: Path) -> Outline:
         body: dict[str, Any] = json.loads(b"{" + text)
         version = body.get("format")
         if type(version) is int and version != _FORMAT:
-            raise UnknownFormatError(
-                f"{file} has the format {version!r:.80}, but this Lockstep reads {_FORMAT}; use the version "
-                "that wrote it"
-            )
+            raise UnknownFormatError.of(file, version, _FORMAT)
         if version != _FORMAT:
             raise ValueError(f"its format is {version!r:.80}")
         return msgspec.convert(body, Outline)

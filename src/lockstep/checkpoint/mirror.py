@@ -171,10 +171,7 @@ def _decoded(data: bytes, url: str) -> Head:
     try:
         version = msgspec.json.decode(data, type=_Version).format
         if version != _FORMAT:
-            raise UnknownFormatError(
-                f"{where} has the format {version}, but this Lockstep reads {_FORMAT}; use the version that "
-                "wrote it"
-            )
+            raise UnknownFormatError.of(where, version, _FORMAT)
         return msgspec.json.decode(data, type=Head)
     except ValueError as error:
         raise CheckpointError(f"{where} is damaged: {error}; give another URL, or restore it") from None

@@ -17,6 +17,7 @@ import msgspec
 
 from lockstep.errors import CheckpointError, ConfigError, UnfitError
 from lockstep.system.environment import cache_folder
+from lockstep.system.prose import install_command
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
 _PART = 8 << 20
@@ -122,9 +123,7 @@ class ObjectStore:
             import obstore
             from obstore.store import from_url
         except ImportError:
-            raise UnfitError(
-                f"{url} needs the package obstore: pip install 'keras-lockstep[store]'"
-            ) from None
+            raise UnfitError(f"{url} needs the package obstore: {install_command('store')}") from None
         self._obstore = obstore
         if backing is not None:
             self._store = backing

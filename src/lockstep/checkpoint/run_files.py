@@ -90,10 +90,7 @@ def read_index(data: bytes, url: str) -> RunIndex:
     except ValueError as error:
         raise CheckpointError(f"{url}/{INDEX} is damaged: {error}; give another URL, or remove it") from None
     if index.format != _FORMAT:
-        raise UnknownFormatError(
-            f"{url}/{INDEX} has the format {index.format}, but this Lockstep reads {_FORMAT}; use the "
-            "version that wrote it"
-        )
+        raise UnknownFormatError.of(f"{url}/{INDEX}", index.format, _FORMAT)
     if outside := [name for name in index.files if not _is_below(name)]:
         raise CheckpointError(
             f"{url}/{INDEX} is damaged: it names {outside[0]!r}; give another URL, or remove it"

@@ -21,6 +21,7 @@ from lockstep.system.child_process import command_of
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import shared_variables
 from lockstep.system.notes import note
+from lockstep.system.prose import install_command
 from lockstep.worker.script import Script, refuse_undecodable
 
 _AMBIGUOUS = re.compile(r"[-+.]*\d|.$")
@@ -231,8 +232,7 @@ def _yaml(documents: tuple[dict[str, Any], ...]) -> str:
         import yaml
     except ImportError:
         raise UnfitError(
-            "manifests need the package PyYAML, which is not installed: pip install "
-            "'keras-lockstep[kubernetes]'"
+            f"manifests need the package PyYAML, which is not installed: {install_command('kubernetes')}"
         ) from None
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]

@@ -14,7 +14,7 @@ from lockstep.cli.help import LazyGroup
 from lockstep.cli.parameter_types import PARTS, FolderOrUrl, Run
 from lockstep.errors import LockstepError, with_code
 from lockstep.system.notes import note
-from lockstep.system.prose import count, os_error, printable, size_text
+from lockstep.system.prose import count, date_text, os_error, printable, size_text
 from lockstep.system.standard_streams import (
     discard_stdout,
     fill_standard_descriptors,
@@ -118,7 +118,7 @@ def checkpoints(folder: Path | str) -> None:
     store = Store(folder)
     entries = store.entries()
     for entry in entries:
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+        when = date_text(entry.time)
         verified = "" if entry.verified is None else f", verified up to step {entry.verified}"
         fault = entry.fault or f"complete{verified}"
         click.echo(f"{entry.path.name}  {when}  {size_text(entry.bytes):>13}  {fault}")
@@ -136,7 +136,7 @@ def _list_stored(url: str) -> NoReturn:
     store, damaged = ObjectStore(url), False
     head, _ = read_head(store)
     for stored in head.checkpoints if head is not None else ():
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stored.time))
+        when = date_text(stored.time)
         fault = fault_of(store, stored)
         damaged = damaged or fault is not None
         text = fault or "complete" + (

@@ -63,6 +63,7 @@ from lockstep.system.environment import (
 )
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
+from lockstep.system.prose import install_command
 from lockstep.system.run_folder import (
     RUNS,
     check_writable,
@@ -744,9 +745,7 @@ def _exports(options: Mapping[str, Any]) -> Exports:
         package = importlib.util.find_spec("tensorboard")
         # A folder of that name in the current one is not a package.
         if package is None or package.origin is None:
-            raise UnfitError(
-                "--tensorboard needs the package tensorboard: pip install 'keras-lockstep[tensorboard]'"
-            )
+            raise UnfitError(f"--tensorboard needs the package tensorboard: {install_command('tensorboard')}")
         check_writable(folder, "the folder for TensorBoard", "--tensorboard")
         folder = folder.absolute()
     if port is not None:

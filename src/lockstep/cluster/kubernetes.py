@@ -9,6 +9,7 @@ from typing import Any
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import UnfitError
+from lockstep.system.prose import install_command
 
 _PATIENCE = 10.0
 """Seconds to wait for the server to accept a connection, and to answer."""
@@ -175,7 +176,6 @@ def _library() -> tuple[Any, Any]:
         from kubernetes import client, config
     except ImportError:
         raise UnfitError(
-            "KubernetesClusterResolver needs the package `kubernetes`: "
-            "pip install 'keras-lockstep[kubernetes]'"
+            f"KubernetesClusterResolver needs the package `kubernetes`: {install_command('kubernetes')}"
         ) from None
     return client, config

@@ -14,6 +14,7 @@ from packaging.version import InvalidVersion
 from lockstep.doctor.check import Finding, Rating, Sources, failure, fine, warning
 from lockstep.errors import LockstepError
 from lockstep.launcher.backend import BACKENDS, INSTALLATION, Choice, choose_backend
+from lockstep.system.prose import install_command
 
 LOCKSTEP = "keras-lockstep"
 _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
@@ -161,7 +162,7 @@ def judge_keras(installation: Installation) -> Finding:
     packages = installation.packages
     version, requirement = packages.versions.get("keras"), packages.lowest("keras")
     if version is None:
-        return failure("is not installed", "pip install 'keras-lockstep[jax]'")
+        return failure("is not installed", install_command("jax"))
     if requirement is not None and not requirement.specifier.contains(version, prereleases=True):
         needed = f"keras{requirement.specifier}"
         reason = f"{version}, but Lockstep needs {needed}"

@@ -26,6 +26,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any, BinaryIO, NamedTuple
 
 from lockstep.errors import InputError, UnfitError
+from lockstep.system.prose import install_command
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _HEADER = struct.Struct("<QQB")
@@ -223,7 +224,7 @@ def _cloudpickle(caller: str) -> ModuleType:
     except ImportError:
         raise UnfitError(
             f"{caller} sends functions and results with cloudpickle, which is not installed: "
-            "pip install 'keras-lockstep[notebook]'"
+            f"{install_command('notebook')}"
         ) from None
     module: ModuleType = cloudpickle
     return module

@@ -58,6 +58,7 @@ from lockstep.system.event_loop import EventLoop, wait_for
 from lockstep.system.files import open_own
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
+from lockstep.system.prose import install_command
 from lockstep.system.run_folder import RUNS, claim_folder, empty_folder, fresh_folder, leave_folder, run_name
 from lockstep.transport.addresses import is_here, is_loopback, resolve_host, split_address
 from lockstep.transport.dial import connect
@@ -156,7 +157,7 @@ class Standby:
             return ""
         return (
             f"this host cannot take the job over at {self.address}, because the package obstore is not "
-            "installed: pip install 'keras-lockstep[store]'"
+            f"installed: {install_command('store')}"
         )
 
     @property

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.protocol.job_spec import BACKEND_NAMES
+from lockstep.system.prose import install_command
 
 BACKENDS = tuple(BACKEND_NAMES)
 RULE = (
@@ -29,7 +30,7 @@ RULE = (
 )
 """The default of `--backend`, as shown in the help."""
 INSTALLATION = (
-    "install one: pip install 'keras-lockstep[jax]', or pip install tensorflow-cpu, or PyTorch's CPU build "
+    f"install one: {install_command('jax')}, or pip install tensorflow-cpu, or PyTorch's CPU build "
     "(keras-lockstep[torch] takes 5 GB, with CUDA)"
 )
 """The advice if no backend is installed."""

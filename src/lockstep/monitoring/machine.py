@@ -16,7 +16,7 @@ from lockstep.protocol.admin import Status
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.load import HostSampler
 from lockstep.system.nvml import GpuMemory, GpuReading
-from lockstep.system.prose import printable
+from lockstep.system.prose import date_text, printable
 
 _GIB = 2**30
 _PATIENCE = 10.0
@@ -140,7 +140,7 @@ def machine_lines(machine: MachineLoad | None, now: float, interval: float) -> l
     """
     if machine is None:
         return [f"{_NO_ANSWER} for {_PATIENCE:g} s"]
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(machine.time))
+    stamp = date_text(machine.time)
     host = machine.host
     memory = f"memory {host.memory_used / _GIB:.1f} of {host.memory_total / _GIB:.1f} GiB"
     lines = [f"{stamp}  {host.host}: {host.busy:.1f} of {host.cores} cores busy; {memory}"]

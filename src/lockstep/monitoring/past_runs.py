@@ -8,7 +8,6 @@ less.
 import contextlib
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -28,7 +27,7 @@ from lockstep.observability.run_lines import happenings, measurement
 from lockstep.observability.run_state import RunState, effective_share, location_of
 from lockstep.system.files import open_regular, read_regular
 from lockstep.system.paths import RunPaths
-from lockstep.system.prose import columns, duration_text, percent, printable, shortened
+from lockstep.system.prose import columns, date_text, duration_text, percent, printable, shortened
 
 _MOST = 256 * 1024 * 1024
 """Bytes of measurements from which those of a run without an end are not read: that would take a minute."""
@@ -378,7 +377,7 @@ def as_csv(runs: Sequence[PastRun]) -> str:
 
 
 def _date(began: float | None) -> str:
-    return "" if began is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
+    return "" if began is None else date_text(began)
 
 
 def _took(seconds: float | None) -> str:

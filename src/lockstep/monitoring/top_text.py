@@ -12,7 +12,7 @@ import msgspec
 from lockstep.monitoring.overview import HostRow, Overview, WorkerRow
 from lockstep.monitoring.progress import metric_rank
 from lockstep.observability.measurements import STEP_PARTS, GpuLoad
-from lockstep.system.prose import count, duration_text, printable
+from lockstep.system.prose import count, date_text, duration_text, printable
 
 _GIB = 2**30
 _MIB = 2**20
@@ -65,7 +65,7 @@ _MOST_STATE = 22
 
 def heading(view: Overview) -> list[str]:
     """Return the lines above the table."""
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(view.began)) if view.began else "unknown"
+    since = date_text(view.began) if view.began else "unknown"
     wanted = "" if view.wanted is None else f" of {view.wanted}"
     living = sum(not row.ended for row in view.workers)
     workers = count(living, "worker") if not wanted else f"{living}{wanted} workers"

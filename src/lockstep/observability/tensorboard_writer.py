@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import localtime, strftime
 from time import time as wall_time
 from typing import NamedTuple
 
@@ -29,7 +28,7 @@ from lockstep.observability.measurements import STEP_PARTS, LoadMeasured, Metric
 from lockstep.observability.run_state import RunState
 from lockstep.observability.step_recorder import serves, trains
 from lockstep.system.files import FOLDER_MODE
-from lockstep.system.prose import count, name_workers
+from lockstep.system.prose import count, date_text, name_workers
 
 _MEMBERSHIP: tuple[type[Event], ...] = (JobStarted, ViewStarted, CoordinatorStarted, JobFinished)
 _KINDS = (MetricsRecorded, StepsMeasured, LoadMeasured, TrainingResumed, *_MEMBERSHIP)
@@ -98,7 +97,7 @@ class Points:
             return []
         points = []
         for time, _, event in self._waiting:
-            line = f"* {strftime('%Y-%m-%d %H:%M:%S', localtime(time))}: {_described(event)}"
+            line = f"* {date_text(time)}: {_described(event)}"
             # TensorBoard shows one text for each step.
             step, text = self._text
             text = f"{text}\n{line}" if step == last_step else line

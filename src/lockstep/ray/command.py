@@ -16,6 +16,7 @@ from lockstep.ray.node import ANSWERS_WITHIN
 from lockstep.system.environment import shared_variables
 from lockstep.system.exit_status import STOP_SIGNALS
 from lockstep.system.notes import note
+from lockstep.system.prose import install_command
 
 if TYPE_CHECKING:
     from lockstep.ray.function_run import SentFunction
@@ -90,7 +91,7 @@ def require_ray(user: str) -> Any:
     try:
         import ray
     except ImportError:
-        raise UnfitError(f"{user} needs the package ray: pip install 'keras-lockstep[ray]'") from None
+        raise UnfitError(f"{user} needs the package ray: {install_command('ray')}") from None
     return ray
 
 

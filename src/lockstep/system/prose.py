@@ -1,5 +1,6 @@
 """Phrases in messages of several rooms."""
 
+import time
 from collections.abc import Sequence
 
 
@@ -79,11 +80,21 @@ def duration_text(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
+def date_text(seconds: float) -> str:
+    """Return a time since 1970 as the local date and time: "2026-01-02 15:04:05"."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
 def clock_text(seconds: float) -> str:
     """Return a time since a start as a clock shows it, rounded: "0:05", "12:30", "7:15:03"."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{hours}:{minutes_left:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs what an extra of Lockstep needs."""
+    return f"pip install 'keras-lockstep[{extra}]'"
 
 
 def os_error(error: OSError) -> str:

@@ -20,6 +20,7 @@ from lockstep.errors import ConfigError, UnfitError
 from lockstep.protocol.credentials import Credentials
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.files import open_regular
+from lockstep.system.prose import install_command
 
 MODE = 0o600
 """The mode of a key file."""
@@ -188,7 +189,7 @@ class JobKey:
         except ImportError:
             raise UnfitError(
                 "jobs over several hosts need the package cryptography, which is not installed: "
-                "pip install 'keras-lockstep[hosts]'"
+                f"{install_command('hosts')}"
             ) from None
 
         greeting_key = self.derive("greetings")

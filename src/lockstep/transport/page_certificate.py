@@ -11,6 +11,7 @@ import ssl
 from dataclasses import dataclass, field
 
 from lockstep.errors import UnfitError
+from lockstep.system.prose import install_command
 from lockstep.transport.keys import JobKey
 from lockstep.transport.tls import page_context
 
@@ -47,7 +48,7 @@ def page_certificate(key: JobKey, *names: str) -> PageCertificate:
     except ImportError:
         raise UnfitError(
             "a page for other machines needs the package cryptography, which is not installed: "
-            "pip install 'keras-lockstep[hosts]'"
+            f"{install_command('hosts')}"
         ) from None
     owner = ec.derive_private_key(secret % (_ORDER - 1) + 1, ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "lockstep page")])
