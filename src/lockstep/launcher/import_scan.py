@@ -18,7 +18,11 @@ _OF_KERAS = (
 _OF_BACKEND = {
     "jax": ("lockstep.keras.backends.jax", "lockstep.keras.replica_run.eager_runner"),
     "tensorflow": ("lockstep.keras.backends.tensorflow", "lockstep.keras.replica_run.tf_runner"),
-    "torch": ("lockstep.keras.backends.torch", "lockstep.keras.replica_run.eager_runner"),
+    "torch": (
+        "lockstep.keras.backends.torch",
+        "lockstep.keras.backends.torch_eager",
+        "lockstep.keras.replica_run.eager_runner",
+    ),
 }
 _DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
 """Names that can change what an import returns, by their module."""

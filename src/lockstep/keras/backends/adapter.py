@@ -12,7 +12,7 @@ from lockstep.keras.backends.eager_contract import EagerBackend
 
 @dataclass(frozen=True)
 class Adapter:
-    """The parts that the file of a backend defines.
+    """The parts that the files of a backend define.
 
     Attributes:
         steps: creates the `Backend`, which computes the steps of Keras's loops.
@@ -39,7 +39,8 @@ def adapter() -> Adapter:
 
             return Adapter(TensorFlowBackend, TensorFlowEagerBackend)
         case "torch":
-            from lockstep.keras.backends.torch import TorchBackend, TorchEagerBackend
+            from lockstep.keras.backends.torch import TorchBackend
+            from lockstep.keras.backends.torch_eager import TorchEagerBackend
 
             return Adapter(TorchBackend, TorchEagerBackend)
         case name:
