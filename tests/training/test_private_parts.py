@@ -231,7 +231,7 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ),
     ("", lambda: model().optimizer, "_trainable_variables _use_weight_decay _velocities"),
     ("", excluding, "_exclude_from_weight_decay _exclude_from_weight_decay_pattern"),
-    ("", lambda: keras.Variable(0.0), "_direct_assign _shape _value"),
+    ("", lambda: keras.Variable(0.0), "_deferred_initialize _direct_assign _shape _value"),
     ("", lambda: keras.random.SeedGenerator(7), "_initial_seed"),
     ("", array_adapter, "_batch_size _inputs _num_samples"),
     ("", dataset_adapter, "_get_iterator _standardize_batch"),

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import keras
 
-from lockstep.keras.private.common import ASSIGN, stored_value
+from lockstep.keras.private.common import ASSIGN, INITIALIZE, stored_value
 from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import PATCHES, definer, replaced
 
@@ -92,7 +92,7 @@ def _property_replaced(name: str, get: Callable[[property, Any], Any]) -> Iterat
 def install() -> None:
     """Patch Keras's variables, once per process."""
     if not PATCHES.has(__name__):
-        for method, event in (("__init__", "on_create"), (ASSIGN, "on_assign")):
+        for method, event in (("__init__", "on_create"), (INITIALIZE, "on_create"), (ASSIGN, "on_assign")):
             owner = definer(keras.Variable, method)
             PATCHES.replace(__name__, owner, method, functools.partial(_notifying, event))
 

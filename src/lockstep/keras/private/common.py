@@ -88,6 +88,9 @@ def explicit_seed(generator: keras.random.SeedGenerator) -> int | None:
 ASSIGN = "_direct_assign"
 """The method of `keras.Variable` by which all assignments outside of a `StatelessScope` set the value."""
 
+INITIALIZE = "_deferred_initialize"
+"""The method of `keras.Variable` that sets the first value of one that a `StatelessScope` has created."""
+
 
 def stored_value(variable: Any) -> Any:
     """Return the array, tensor or variable of the backend that a variable holds, or None before it has one.
