@@ -436,6 +436,24 @@ def test_replicas_begin_without_gradients_and_keep_outer_ones() -> None:
 
 
 @here
+def test_a_step_of_keras_in_a_function_of_replicas_tracks_the_loss_of_the_batch() -> None:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    made = layers()
+    made.compile(keras.optimizers.SGD(0.1), "mse")
+    batch = next(iter(strategy.experimental_distribute_dataset([(X[:6], Y[:6])])))
+    kernel, bias = made.get_weights()
+    trained = kernel - 0.1 * X[:6].T @ (X[:6] @ kernel + bias - Y[:6]) / 3
+    # In a function, a method is looked up when it is called.
+    for step in (made.train_step, lambda data: made.test_step(data)):
+        error = X[:6] @ kernel + bias - Y[:6]
+        made.reset_metrics()
+        strategy.run(step, args=(batch,))
+        assert float(made.get_metrics_result()["loss"]) == pytest.approx(np.mean(error**2), rel=1e-5)
+        kernel, bias = made.get_weights()
+    np.testing.assert_allclose(kernel, trained, rtol=1e-5)
+
+
+@here
 def test_replicas_draw_distinct_numbers_and_keep_the_global_states() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     states = torch.get_rng_state(), np.random.get_state()[1]

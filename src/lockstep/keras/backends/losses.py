@@ -1,7 +1,7 @@
 """Combines replicas' losses into the loss of the global batch, also if they are not means over examples."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,13 +21,16 @@ from lockstep.keras.private.common import (
     UNSCALE_LOSS,
     apply_mask,
     loss_total,
+    loss_tracker,
     weighted_metrics,
 )
 from lockstep.keras.variables import flat_metrics
 from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
-from lockstep.worker.patch_registry import replaced
+from lockstep.worker.patch_registry import definer, replaced
 
+STEPS = ("train_step", "test_step")
+"""The steps of Keras's models that compute a loss."""
 MEANS = ("mean", "sum_over_batch_size")
 """Reductions of losses that are means over the unmasked elements."""
 _WEIGHTED_MEAN = "mean_with_sample_weight"
@@ -327,8 +330,33 @@ def scaled_losses(replicas: int) -> Iterator[None]:
         replaced(*REDUCE_VALUES, reduced),
         replaced(*SCALE_LOSS, scaled),
         replaced(*UNSCALE_LOSS, lambda value: value * keras.ops.cast(replicas, value.dtype)),
-        _scaled_by_tensorflow(replicas) if keras.backend.backend() == "tensorflow" else nullcontext(),
+        (_scaled_by_tensorflow if keras.backend.backend() == "tensorflow" else _tracked_unscaled)(replicas),
     ):
+        yield
+
+
+@contextmanager
+def _tracked_unscaled(replicas: int) -> Iterator[None]:
+    """Within the block, steps of Keras track their losses unscaled. Keras itself does so on TensorFlow."""
+
+    def tracking(step: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(model: Any, *args: Any) -> Any:
+            if (tracker := loss_tracker(model)) is None:
+                return step(model, *args)
+            update = tracker.update_state
+
+            def update_state(loss: Any, *weights: Any, **options: Any) -> Any:
+                return update(loss * replicas, *weights, **options)
+
+            with replaced(tracker, "update_state", update_state):
+                return step(model, *args)
+
+        return replacement
+
+    with ExitStack() as stack:
+        for name in STEPS:
+            owner = definer(keras.Model, name)
+            stack.enter_context(replaced(owner, name, tracking(vars(owner)[name])))
         yield
 
 
