@@ -32,11 +32,14 @@ def counted(saver: Any, prefix: str, **how: Any) -> Any:
 
 TrackableSaver.save = counted
 strategy = lockstep.MultiWorkerMirroredStrategy()
-# Before the strategy does anything else: a variable of Keras begins as in one process, also one like a
-# metric's.
+# Before the strategy does anything else: variables of Keras begin as in one process, also in a metric.
 with strategy.scope():
     counter = keras.Variable(1.0, trainable=False, synchronization="on_read", aggregation="sum")
-assert float(counter) == 1
+    with keras.StatelessScope():
+        late = keras.Variable(
+            keras.initializers.Ones(), (), trainable=False, synchronization="on_read", aggregation="sum"
+        )
+assert (float(counter), float(late)) == (1, 1)
 
 
 def dataset(rows: int = len(ROWS), batch: int = BATCH) -> Any:
@@ -379,6 +382,33 @@ def accumulating() -> Any:
     return made.weight.numpy().tolist(), int(made.optimizer.iterations)
 
 
+class Limiting(keras.optimizers.SGD):
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        limited = [tf.clip_by_value(gradient, -0.01, 0.01) for gradient in grads]
+        super().apply(limited, trainable_variables)
+
+
+class LimitingPairs(keras.optimizers.SGD):
+    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+        pairs = [(tf.clip_by_value(gradient, -0.01, 0.01), weight) for gradient, weight in grads_and_vars]
+        return super().apply_gradients(pairs, **options)
+
+
+def limiting() -> Any:
+    """Updates of the program's own get the sums of the gradients."""
+    results = []
+    for kind in (Limiting, LimitingPairs):
+        made = Plain()
+        made.optimizer = kind(0.1)
+
+        @tf.function
+        def train_step(inputs: Any, made: Plain = made) -> Any:
+            return strategy.reduce("SUM", strategy.run(made.step, args=(inputs,)), axis=None)
+
+        results.append(made.result([float(train_step(inputs)) for inputs in dataset()]))
+    return results
+
+
 def generator() -> Any:
     """Numbers of a TensorFlow generator, which differ between replicas and steps."""
     made = tf.random.Generator.from_seed(1)
@@ -494,6 +524,7 @@ CASES: list[Callable[[], Any]] = [
     meeting_in_a_loop,
     variables,
     accumulating,
+    limiting,
     generator,
     optional,
     returning,

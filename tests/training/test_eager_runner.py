@@ -303,6 +303,57 @@ def test_an_error_of_the_function_that_names_unknown_values_is_raised(
     assert float(weight) == 1
 
 
+class EarlyLimit(keras.optimizers.SGD):
+    """Limits gradients. The strategy is created after it."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        super().apply([ops.clip(gradient, -3.0, 3.0) for gradient in grads], trainable_variables)
+
+
+class Inherited(EarlyLimit):
+    pass
+
+
+def late_limit() -> type:
+    class LateLimit(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply([ops.clip(gradient, -3.0, 3.0) for gradient in grads], trainable_variables)
+
+    return LateLimit
+
+
+def limit_of_pairs() -> type:
+    class LimitOfPairs(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+            pairs = [(ops.clip(gradient, -3.0, 3.0), weight) for gradient, weight in grads_and_vars]
+            return super().apply_gradients(pairs, **options)
+
+    return LimitOfPairs
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", [lambda: EarlyLimit, lambda: Inherited, late_limit, limit_of_pairs])
+def test_an_update_of_the_program_gets_the_gradients_of_all_replicas(
+    strategy: lockstep.Strategy, kind: Callable[[], Any]
+) -> None:
+    """The gradients of the replicas are 4, 4 and -6. Limited before the sum, it would be 3 and not 2."""
+    weight = variable(1.0, trainable=True)
+    optimizer = kind()(0.1)
+    gradients = strategy.experimental_distribute_values_from_function(
+        lambda context: [4.0, 4.0, -6.0][context.replica_id_in_sync_group]
+    )
+
+    def step(gradient: Any) -> None:
+        optimizer.apply_gradients([(ops.convert_to_tensor(gradient), weight)])
+
+    strategy.run(step, args=(gradients,))
+    assert float(weight) == pytest.approx(0.8)
+    assert int(optimizer.iterations) == 1
+    # Outside of a function, it limits what it gets.
+    optimizer.apply_gradients([(ops.convert_to_tensor(4.0), weight)])
+    assert float(weight) == pytest.approx(0.5)
+
+
 def apply_in_a_traced_function(strategy: lockstep.Strategy) -> None:
     weight = variable(1.0, trainable=True)
     optimizer = keras.optimizers.SGD(1.0)

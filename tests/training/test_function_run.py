@@ -69,6 +69,26 @@ def test_gradients_are_kept_and_changes_measured_and_undone(made: SimpleNamespac
     assert [one.name for one in made.runner.served][:2] == ["weight", "iteration"]
 
 
+def test_the_servers_alone_make_an_update_of_the_program(made: SimpleNamespace) -> None:
+    """Only an `apply_gradients`, which servers do not call, changes the gradients before."""
+
+    class Halving(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply([gradient / 2.0 for gradient in grads], trainable_variables)
+
+    class HalvingPairs(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+            return super().apply_gradients([(gradient / 2.0, weight) for gradient, weight in grads_and_vars])
+
+    optimizers = Halving(), HalvingPairs()
+
+    def step() -> None:
+        optimizers[0].apply([ops.ones(()) * 4.0], [made.weight])
+        optimizers[1].apply_gradients([(ops.ones(()) * 4.0, made.other)])
+
+    assert run(made, step).gradients == {0: np.float32(4), 1: np.float32(2)}
+
+
 def test_random_numbers_follow_from_the_number_of_the_function(made: SimpleNamespace) -> None:
     def draw() -> Any:
         return [keras.random.uniform((), seed=made.draws), keras.random.normal(()), np.random.rand()]

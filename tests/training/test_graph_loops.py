@@ -13,12 +13,12 @@ Launch = Callable[..., Any]
 CASES = (
     *("plain", "stateful", "few_rows", "without_function", "two_updates", "zero_rows", "through", "together"),
     *("meeting_in_a_loop", "variables", "accumulating", "generator", "returning", "optional", "saving"),
-    "refused",
+    *("limiting", "refused"),
 )
-SOME = ("plain", "few_rows", "two_updates", "meeting_in_a_loop", "saving")
+SOME = ("plain", "few_rows", "two_updates", "meeting_in_a_loop", "saving", "limiting")
 """Those that are in `make test-ci`."""
 WITHOUT_PARTS_PER_REPLICA = (
-    *("plain", "few_rows", "two_updates", "through", "accumulating", "optional", "returning"),
+    *("plain", "few_rows", "two_updates", "through", "accumulating", "optional", "returning", "limiting"),
 )
 MARKS = ("figures: ", "first: ", "second: ")
 

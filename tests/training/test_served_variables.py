@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import keras
@@ -34,6 +35,16 @@ class Factor(optimizers.SGD):
     def __init__(self, learning_rate: float = 0.1, factor: float = 1.0, **options: Any) -> None:
         super().__init__(learning_rate, **options)
         self.factor = factor
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, *data: Any) -> Any:
+        return super().train_step(*data)
+
+
+class OwnPairs(optimizers.SGD):
+    def apply_gradients(self, grads_and_vars: Any, **options: Any) -> Any:
+        return super().apply_gradients(grads_and_vars, **options)
 
 
 def model(optimizer: Any, **options: Any) -> keras.Model:
@@ -126,6 +137,33 @@ def test_what_servers_cannot_update_is_refused(make: Callable[[], Any], partitio
     made = make()
     with pytest.raises(ModelError, match=said):
         refuse_unserved(made, placed(made, partitioner))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("backend", "own_step", "refused"),
+    [("tensorflow", False, True), ("torch", True, True), ("torch", False, False), ("jax", True, False)],
+)
+def test_an_apply_gradients_of_the_program_is_refused_where_steps_call_it(
+    backend: str, own_step: bool, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = (OwnStep if own_step else keras.Sequential)([keras.Input((6,)), keras.layers.Dense(1)])
+    made.compile(OwnPairs(), "mse")
+    made.optimizer.build(made.trainable_variables)
+    shards = placed(made)
+    if not refused and backend != keras.backend.backend():
+        pytest.skip("that backend would create variables")
+    monkeypatch.setattr(keras.backend, "backend", lambda: backend)
+    said = pytest.raises(ModelError, match="OwnPairs has apply_gradients of the program's own")
+    with said if refused else nullcontext():
+        refuse_unserved(made, shards)
+
+
+def test_an_apply_of_one_optimizer_alone_is_refused() -> None:
+    made = model("sgd")
+    made.optimizer.apply = lambda *args: None
+    with pytest.raises(ModelError, match="SGD has apply of the program's own"):
+        refuse_unserved(made, placed(made))
 
 
 def test_a_layer_frozen_after_compile_is_refused() -> None:

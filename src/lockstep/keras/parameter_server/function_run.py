@@ -52,7 +52,7 @@ import numpy.typing as npt
 from lockstep.errors import InputError, LockstepError, ModelError
 from lockstep.keras.assignments import is_observed_by, observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
-from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.multi_update import ApplyCall, Update
 from lockstep.keras.parameter_server.served_optimizers import (
     iterations_of,
     lazy_hindrance,
@@ -763,13 +763,23 @@ class _Watcher:
         if not self._tries and position not in self.starts:
             self.starts[position] = self._now(variable)
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Keep gradients instead of applying them.
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any] | None,
+        call: ApplyCall | None = None,
+    ) -> None:
+        """Keep gradients instead of applying them. The servers call the optimizer's `apply`.
 
         Raises:
             ModelError: parameter servers do not support the optimizer, or the variables that it updates.
         """
         if not gradients:
+            return
+        if call is not None:
+            # An `apply_gradients` of the program's own ends with `apply`.
+            call(gradients, trained_by(optimizer) if variables is None else variables)
             return
         number = self._runner.number_of(optimizer)
         if number is None:

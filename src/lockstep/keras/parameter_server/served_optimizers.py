@@ -17,10 +17,10 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.common import refuse_other_weights
+from lockstep.keras.backends.common import has_own, refuse_other_weights
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.eager_contract import EagerBackend
-from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
 from lockstep.keras.parameter_server.server_tables import server_table
 from lockstep.keras.parameter_server.transfers import Transfers
 from lockstep.keras.private.common import (
@@ -137,7 +137,21 @@ def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
     """Raise ModelError for what parameter servers do not support in a call of `fit`."""
     if model.optimizer.built:
         refuse_other_weights(model, trained_by(model.optimizer))
+    _refuse_own_updates(model)
     refuse_optimizer(Update(model.optimizer, model.trainable_variables), shards)
+
+
+def _refuse_own_updates(model: Any) -> None:
+    """Raise ModelError if steps call a method of the optimizer that the copies on the servers do not have."""
+    optimizer, backend = model.optimizer, keras.backend.backend()
+    # Keras's own step calls `apply` on PyTorch, and neither on JAX.
+    calls = backend == "tensorflow" or (backend == "torch" and has_own(model, "train_step"))
+    if "apply" in vars(optimizer) or (calls and overrides_apply_gradients(optimizer)):
+        name = "apply" if "apply" in vars(optimizer) else "apply_gradients"
+        raise ModelError(
+            f"{type(optimizer).__name__} has {name} of the program's own, which parameter servers do not "
+            "call: override apply(grads, trainable_variables) in its class"
+        )
 
 
 def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:

@@ -10,7 +10,8 @@ contains the divisor. Single numbers that the function returns travel with the l
 `strategy.reduce` of a loss needs no further reduce.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
@@ -20,7 +21,7 @@ import keras
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.eager_contract import CustomGradient
-from lockstep.keras.backends.multi_update import EndOfRound, Update, UpdateRecorder
+from lockstep.keras.backends.multi_update import ApplyCall, EndOfRound, Update, UpdateRecorder
 from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import PATCHES, definer
 
@@ -33,8 +34,14 @@ SUMMED = "merge/"
 class Merger(Protocol):
     """Merges what the replicas of a `strategy.run` compute; all make the same calls in the same order."""
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Apply an optimizer once, to the sum of all replicas' gradients."""
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any] | None,
+        call: ApplyCall | None = None,
+    ) -> None:
+        """Apply an optimizer once, to the sum of all replicas' gradients, by `call`; see `Update`."""
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the sum or the mean over the replicas of each leaf of a nest."""
@@ -70,17 +77,64 @@ def computing_as(replica: Replica | None) -> AbstractContextManager[None]:
 
 
 def install() -> None:
-    """Patch `apply` of Keras's optimizers, once per process, so that replicas merge their gradients."""
+    """Patch the updates of all optimizers, once per process, so that replicas merge their gradients.
+
+    Those of the program's own classes are patched, too, also of later ones: what they do with gradients, they
+    do with the sum.
+    """
     if PATCHES.has(__name__):
         return
     optimizers = keras.optimizers
-    kinds = [optimizers.Optimizer, optimizers.LossScaleOptimizer]
-    # Includes the optimizer that calls `apply` of several others, which has no public name.
-    classes = [*kinds, *optimizers.Optimizer.__subclasses__()]
-    for owner in dict.fromkeys(definer(kind, "apply") for kind in classes):
-        PATCHES.wrap(__name__, owner, "apply", _merging_apply)
+    for kind in (*_with_subclasses(optimizers.Optimizer), optimizers.LossScaleOptimizer):
+        _patch(kind)
+    PATCHES.put(__name__, optimizers.Optimizer, "__init_subclass__", classmethod(_begin_subclass))
+
+
+def _begin_subclass(kind: type, /, **options: Any) -> None:
+    super(keras.optimizers.Optimizer, kind).__init_subclass__(**options)
+    _patch(kind)
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    subclasses: list[type] = kind.__subclasses__()
+    for subclass in subclasses:
+        yield from _with_subclasses(subclass)
+
+
+def _patch(kind: type) -> None:
+    """Patch the updates that a class of optimizers defines or inherits, unless they are patched."""
+    owner: Any = definer(kind, "apply")
+    if not _is_patched(owner, "apply"):
+        _wrap(owner, "apply", _merging_apply)
         if "stateless_apply" in vars(owner):
             PATCHES.wrap(__name__, owner, "stateless_apply", _apply_separately)
+    owner = definer(kind, "apply_gradients")
+    # Keras's own calls `apply`.
+    is_own = owner is not definer(keras.optimizers.Optimizer, "apply_gradients")
+    if is_own and not _is_patched(owner, "apply_gradients"):
+        _wrap(owner, "apply_gradients", _merging_apply_gradients)
+
+
+def _is_patched(owner: type, name: str) -> bool:
+    return any(patch.by == __name__ and patch.owner is owner and patch.name == name for patch in PATCHES)
+
+
+def _wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
+    """Replace a method by one that calls `call` with the original; AutoGraph does not convert it."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
+
+        if keras.backend.backend() != "tensorflow":
+            return replacement
+        from lockstep.keras.private.tensorflow import not_converted
+
+        return not_converted(replacement)
+
+    PATCHES.replace(__name__, owner, name, make)
 
 
 def _apply_separately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,13 +153,38 @@ def _merging_apply(
     return replica.merger.apply(optimizer, list(grads), variables)
 
 
+def _merging_apply_gradients(
+    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any, **options: Any
+) -> Any:
+    replica = current_replica()
+    if replica is None:
+        return original(optimizer, grads_and_vars, **options)
+    gradients, variables = zip(*grads_and_vars, strict=True)
+
+    def call(gradients: list[Any], variables: list[Any]) -> None:
+        original(optimizer, list(zip(gradients, variables, strict=True)), **options)
+
+    replica.merger.apply(optimizer, list(gradients), list(variables), call)
+    # As Keras does.
+    return optimizer.iterations
+
+
 class SingleReplicaMerger:
     """The `Merger` of a job with one replica, which behaves as without a strategy."""
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
+    def apply(
+        self,
+        optimizer: Any,
+        gradients: list[Any],
+        variables: list[Any] | None,
+        call: ApplyCall | None = None,
+    ) -> None:
         """Apply the optimizer."""
         with computing_as(None):
-            optimizer.apply(gradients, variables)
+            if call is None:
+                optimizer.apply(gradients, variables)
+            else:
+                call(gradients, variables or [])
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the value."""
