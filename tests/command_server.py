@@ -109,6 +109,8 @@ class CommandServers:
         timeout: float,
         imports: Sequence[str],
         importing: Mapping[str, str] | None = None,
+        *,
+        folder: Path | None = None,
     ) -> "subprocess.CompletedProcess[str]":
         """Run `python command...` to its end.
 
@@ -118,6 +120,7 @@ class CommandServers:
             timeout: in seconds.
             imports: modules that the server imports first.
             importing: the environment of these imports; by default that of the command.
+            folder: where it runs; by default in that of this process.
         """
         importing = environment if importing is None else importing
         key = (*imports, *imported_with(importing).items())
@@ -131,7 +134,7 @@ class CommandServers:
             server = self._servers[key]
             with Path(os.devnull).open() as stdin:
                 standard = [file.fileno() for file in (stdin, stdout, stderr)]
-                started = server.start(command, environment, Path.cwd(), standard)
+                started = server.start(command, environment, folder or Path.cwd(), standard)
             try:
                 status = started.wait(timeout)
             except TimeoutError:

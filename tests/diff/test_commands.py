@@ -2,15 +2,16 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from command_server import IMPORTS_OF_JOBS, CommandServers
+from lockstep.launcher.import_scan import imports_for_training
 from lockstep.observability.digest_log import segments, thinned
+from lockstep.system.environment import job_environment
 
 SCRIPT = Path(__file__).with_name("training.py")
 PATIENCE = 1200.0
@@ -20,17 +21,20 @@ Command = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def command(
-    environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path_factory: Any
+    commands: CommandServers,
+    environment: dict[str, str],
+    lean: Callable[..., dict[str, str]],
+    tmp_path_factory: Any,
 ) -> Command:
     """Run `lockstep` with these arguments in a new folder; return the result."""
     folder = tmp_path_factory.mktemp("runs")
     variables = environment | lean(SCRIPT, "jax") | {"KERAS_BACKEND": "jax"}
+    importing = job_environment(0, 1, variables, backend="jax")
+    imports = (*IMPORTS_OF_JOBS, *imports_for_training("jax"))
 
     def run(*words: str) -> Any:
-        whole = [sys.executable, "-m", "lockstep", *words]
-        return subprocess.run(
-            whole, cwd=folder, env=variables, capture_output=True, text=True, timeout=PATIENCE
-        )
+        whole = ["-m", "lockstep", *words]
+        return commands.run(whole, variables, PATIENCE, imports, importing, folder=folder)
 
     run.folder = folder  # type: ignore[attr-defined]
     return run

@@ -1,13 +1,13 @@
 """Planted faults are found at the right step, with the right cause; what changes no bit is no difference."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from command_server import CommandServers
 
 PLANTING = Path(__file__).with_name("planting.py")
 PATIENCE = 3600.0
@@ -15,14 +15,18 @@ PATIENCE = 3600.0
 
 @pytest.fixture
 def planted(
-    environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path: Path
+    commands: CommandServers,
+    environment: dict[str, str],
+    lean: Callable[..., dict[str, str]],
+    keeps_code: dict[str, str],
+    tmp_path: Path,
 ) -> Callable[..., list[dict[str, Any]]]:
     """Run the script with the plants; return a result per plant."""
 
     def run(*arguments: str) -> list[dict[str, Any]]:
-        variables = environment | lean(PLANTING, "jax") | {"KERAS_BACKEND": "jax"}
-        command = [sys.executable, str(PLANTING), str(tmp_path), *arguments]
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
+        variables = environment | lean(PLANTING, "jax") | keeps_code | {"KERAS_BACKEND": "jax"}
+        command = [str(PLANTING), str(tmp_path), *arguments]
+        result = commands.run(command, variables, PATIENCE, ("keras", "jax"))
         assert result.returncode == 0, result.stderr
         return [json.loads(line) for line in result.stdout.splitlines()]
 
