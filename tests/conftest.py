@@ -154,6 +154,8 @@ def _descriptors() -> set[tuple[int, int, int]]:
 def closes_descriptors() -> Iterator[None]:
     """Checks that a test leaves no descriptor open. Meanwhile, some of earlier tests may be closed."""
     before = _descriptors()
+    # Afterwards, only the objects of the test are searched for garbage, not millions of earlier ones.
+    gc.freeze()
     yield
     assert not _descriptors() - before
 
