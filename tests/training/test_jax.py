@@ -87,6 +87,27 @@ def test_the_memory_of_the_compiler_is_returned_after_the_steps_that_it_has_comp
     assert seen == ["returned", *["step"] * 6]
 
 
+class MakesWhole:
+    """A divided update that is not divided."""
+
+    def make(self, program: Any, state: Any, totals: Any, *_: Any) -> Any:
+        return program.apply(state, totals)
+
+
+def test_the_memory_of_slots_is_returned_after_the_first_two_steps_that_share_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(global_step, "return_freed_memory", lambda: seen.append("returned"))
+    monkeypatch.setattr(global_step.DividedUpdate, "of", lambda job: MakesWhole())
+    step = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append("step"))
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    model.fit(np.ones((12, 2)), np.ones((12, 1)), batch_size=3, verbose=0, callbacks=[step])
+    assert seen == [*["returned", "step"] * 2, *["step"] * 2]
+
+
 class ListsTwice(keras.Sequential):
     def build(self, shape: Any = None) -> None:
         super().build(shape)

@@ -49,6 +49,9 @@ from lockstep.worker.job import Job
 CHECKED_STEPS = 3
 """The steps that a call takes where the job only checks the script."""
 
+_RETURNS = 2
+"""The first steps, after which a worker that divides updates returns memory, because later ones need less."""
+
 _decoder = msgspec.msgpack.Decoder(list[ReplicaOutputs])
 
 
@@ -87,6 +90,7 @@ class GlobalStep(StepPrograms):
         self.timer = job.timer
         self._digests = recorder_of(job, backend.to_numpy)
         self._divided = DividedUpdate.of(job)
+        self._returns = 0 if self._divided is None else _RETURNS
 
     def follow(
         self, batch: Batch, published: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -143,9 +147,10 @@ class GlobalStep(StepPrograms):
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
         compiled = self.traced != traced
-        if compiled:
-            # The compiler has needed much, and glibc would keep it.
+        # The compiler has needed much, or the slots before they were shared, and glibc would keep it.
+        if compiled or self._returns:
             return_freed_memory()
+        self._returns = max(0, self._returns - 1)
         owned = len(self.job.view.replicas_of(self.job.worker))
         trained = self.calls.taken
         self.timer.end(
