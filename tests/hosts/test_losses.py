@@ -43,8 +43,8 @@ def test_lost_workers(hosts: Sequence[Host], losses: str) -> None:
     """Lost workers are replaced on their hosts; the bits stay."""
     names, faults, finished = LOSSES[losses]
     # Otherwise, training could end before the last replacement has joined.
-    paced = [f"{worker}:0:after apply:pace" for worker in range(6)]
-    job = SteppingJob(hosts, f"--hosts {names} --min-workers 3", 400, *faults, *paced)
+    paced = [f"{worker}:0:after apply:crawl" for worker in range(6)]
+    job = SteppingJob(hosts, f"--hosts {names} --min-workers 3", 60, *faults, *paced)
     job.running.wait_until(lambda: job.steps(max(finished)) > 0)
     job.hurry()
     assert set(job.finish()) == finished, job.running.err
