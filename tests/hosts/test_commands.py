@@ -12,13 +12,12 @@ from stepping_job import SteppingJob
 
 HERE = Path(__file__).parent
 
-PACED = "0:1:after apply:pace"
+PACED = "0:1:after apply:crawl"
 
 
 def test_list_and_scale(hosts: Sequence[Host]) -> None:
     """A job is listed where its command is; workers leave, and others join on the hosts with fewest."""
-    steps = 400
-    job = SteppingJob(hosts, "--hosts node1,node2", steps, PACED)
+    job = SteppingJob(hosts, "--hosts node1,node2", 60, PACED)
     job.running.wait_until(lambda: job.steps(1) > 3)
     listed = [host.lockstep("list") for host in hosts[:2]]
     assert [one.end() for one in listed] == [0, 0]

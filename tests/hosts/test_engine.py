@@ -13,7 +13,8 @@ from local_engine import PATIENCE, LocalEngine, kill
 
 from lockstep.protocol.engine import EndKnown, LeaseOver, LeaseRenewed
 
-PACED = [f"{worker}:0:after apply:pace" for worker in range(4)]
+STEPS = 60
+PACED = [f"{worker}:0:after apply:crawl" for worker in range(4)]
 
 Start = Callable[..., LocalEngine]
 
@@ -35,7 +36,7 @@ def start(tmp_path: Path, environment: dict[str, str], lean_environment: dict[st
 
 @pytest.mark.ci
 def test_a_job_begins_with_the_workers_found_and_grows(start: Start) -> None:
-    engine = start("-n 3", 300, *PACED)
+    engine = start("-n 3", STEPS, *PACED)
     engine.coordinate(2)
     engine.add(1)
     engine.add(1)
@@ -51,7 +52,7 @@ def test_a_job_begins_with_the_workers_found_and_grows(start: Start) -> None:
 @pytest.mark.ci
 def test_a_coordinator_that_is_started_at_another_address(start: Start) -> None:
     """It takes over, although the agents were started with another address, and no worker is lost."""
-    engine = start("-n 2", 300, *PACED)
+    engine = start("-n 2", STEPS, *PACED)
     engine.coordinate(2)
     engine.add(1)
     engine.add(1)
@@ -90,7 +91,7 @@ def test_a_coordinator_that_is_lost_before_the_job_begins(start: Start) -> None:
 @pytest.mark.parametrize("stopped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_coordinator_whose_lease_is_over(start: Start, stopped: bool) -> None:
     """It ends, also if it was stopped at that time; the job does not, and another one takes over."""
-    engine = start("-n 2", 300, *PACED)
+    engine = start("-n 2", STEPS, *PACED)
     engine.coordinate(2, lease=time.monotonic() + PATIENCE)
     engine.add(1)
     engine.add(1)
@@ -121,7 +122,7 @@ def signal_all(processes: list[int], number: int) -> None:
 @pytest.mark.slow
 def test_an_agent_ends_with_its_lifeline(start: Start) -> None:
     """Another one, of a host that the engine finds, takes its place."""
-    engine = start("-n 2", 400, *PACED)
+    engine = start("-n 2", STEPS, *PACED)
     engine.coordinate(2)
     engine.add(1)
     lost = engine.add(1)
@@ -138,7 +139,7 @@ def test_an_agent_ends_with_its_lifeline(start: Start) -> None:
 @pytest.mark.parametrize("leaver", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_that_retires_hands_over(start: Start, leaver: int) -> None:
     """Its worker, also the chief, leaves between two steps, another joins, and no step is redone."""
-    engine = start("-n 2 --max-restarts 0", 300, *PACED)
+    engine = start("-n 2 --max-restarts 0", STEPS, *PACED)
     engine.coordinate(2)
     engine.add(1)
     engine.add(1)
@@ -152,7 +153,7 @@ def test_a_host_that_retires_hands_over(start: Start, leaver: int) -> None:
     engine.hurry()
     stayer = 1 - leaver
     assert engine.finish() == {stayer, 2}
-    assert engine.steps(stayer) == 300
+    assert engine.steps(stayer) == STEPS
     for worker in range(3):
         assert engine.steps(worker, "computes") == engine.steps(worker)
 
@@ -160,7 +161,7 @@ def test_a_host_that_retires_hands_over(start: Start, leaver: int) -> None:
 @pytest.mark.slow
 def test_the_only_host_retires(start: Start) -> None:
     """Its workers continue until one is ready elsewhere, also when another coordinator has taken over."""
-    engine = start("-n 1 --max-restarts 0", 300, *PACED)
+    engine = start("-n 1 --max-restarts 0", STEPS, *PACED)
     engine.coordinate(1)
     engine.add(1)
     engine.wait_until(lambda: engine.steps(0) > 3)
@@ -175,7 +176,7 @@ def test_the_only_host_retires(start: Start) -> None:
     assert engine.finish() == {1}
     # After the loss of a coordinator, output of its last moments may appear twice.
     made, computed = ([set(engine.lines(w, what)) for w in range(2)] for what in ("made", "computes"))
-    assert sum(map(len, made)) == 300
+    assert sum(map(len, made)) == STEPS
     assert list(map(len, made)) == list(map(len, computed))
 
 
