@@ -111,9 +111,24 @@ Script = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
+    """The settings of all members.
+
+    Attributes:
+        policy: how they wait.
+        timeout_without: workers, and the timeout of each wait that is for all of these and for no others.
+        clock_step: how far each reading advances the clock of the members; None for the system's clock.
+        available: the bytes of memory that are available; None for those of the machine.
+    """
+
     policy: WaitPolicy = dataclasses.field(default_factory=lambda: WaitPolicy(timeout=600.0))
+    timeout_without: tuple[tuple[int, ...], float] | None = None
     clock_step: float | None = None
     available: int | None = None
+
+    def note_wait(self, wait: PeerWait) -> None:
+        """Shorten the timeout if the others have arrived."""
+        if self.timeout_without is not None and wait.workers == self.timeout_without[0]:
+            self.policy.timeout = self.timeout_without[1]
 
 
 def plan_of(replicas: int, workers: Sequence[int] | int) -> ReducePlan:
@@ -180,6 +195,7 @@ class Threads:
         waits: list[list[PeerWait]] = [[] for _ in plan.workers]
 
         def observe(waiting: PeerWait) -> None:
+            settings.note_wait(waiting)
             waits[rank_of.value].append(waiting)
             events.put((rank_of.value, waiting))
 
@@ -551,6 +567,7 @@ def _join_view(connection: Connection) -> None:
     waits: list[PeerWait] = []
 
     def observe(waiting: PeerWait) -> None:
+        settings.note_wait(waiting)
         waits.append(waiting)
         connection.send(waiting)
 
