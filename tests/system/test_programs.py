@@ -53,6 +53,29 @@ def test_the_deadline_is_common_to_all_programs() -> None:
     assert ended[2].seconds - ended[0].seconds < 2.0
 
 
+def test_the_time_of_waiting_for_a_core_does_not_count(tmp_path: Path) -> None:
+    """A chosen delay, and then the measured one of programs that share a core."""
+    spinning = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\nwhile True: pass"
+    first, second = started(spinning), started(spinning)
+    try:
+        deadline = time.monotonic() + 300
+        while not (first.delay() and second.delay()):
+            assert time.monotonic() < deadline
+    finally:
+        for program in (first, second):
+            program.end()
+            program.collect(None, 0.0)
+    mark = tmp_path / "mark"
+    program = started(f"import os\nwhile not os.path.exists({str(mark)!r}): pass")
+
+    def delay() -> float:
+        mark.touch()
+        return 300.0
+
+    program.delay = delay  # type: ignore[method-assign]
+    assert program.result(time.monotonic()).status == 0
+
+
 def test_running_programs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep.system.programs, "_REPORT_SECONDS", 0.0)
     reports: list[list[int]] = []

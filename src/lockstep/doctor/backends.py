@@ -19,7 +19,9 @@ from lockstep.system.processor import common_limit, limit_of, limited
 from lockstep.system.programs import ProbeProgram, ProgramResult, results
 
 SECONDS = 60.0
-"""The limit for programs that run at the same time: the first import after an installation takes long."""
+"""The limit for programs that run at the same time: the first import after an installation takes long.
+
+The time for which they wait for a core does not count."""
 SLOW_BACKEND, SLOW_TRAINING = 14.0, 13.0
 """Seconds. A backend that takes longer to import and compute is slow, and so is a longer training."""
 WORKERS = 2
@@ -51,7 +53,7 @@ def running(
 
     def report(indices: Sequence[int], seconds: float) -> None:
         left = " and ".join(names[index] for index in indices)
-        say(f"waiting for {left}: {seconds:.0f} of at most {SECONDS:.0f} s")
+        say(f"waiting for {left}: {seconds:.0f} s; at most {SECONDS:.0f} s in which a core is free for it")
 
     def wait() -> dict[str, ProgramResult]:
         ended = dict(zip(names, results(list(processes.values()), deadline, report), strict=True))

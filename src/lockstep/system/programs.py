@@ -17,6 +17,7 @@ import psutil
 from lockstep.system.child_process import ending_with_this_process
 from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.exit_status import describe_exit
+from lockstep.system.load import PROC, process_counters
 from lockstep.system.prctl import adopt_orphans
 
 _POLL_SECONDS = 0.05
@@ -96,7 +97,7 @@ class ProbeProgram:
         return cls(process, time.monotonic(), grace)
 
     def result(self, deadline: float) -> ProgramResult:
-        """Wait for the end, at most until `deadline` on the monotonic clock, and return the result.
+        """Wait for the end, at most until `deadline` as in `results`, and return the result.
 
         Call this once.
         """
@@ -107,10 +108,9 @@ class ProbeProgram:
         if self._has_ended:
             return
         self._has_ended = True
-        children = []
+        children: list[psutil.Process] = []
         if self._process.poll() is None:
-            with contextlib.suppress(psutil.Error):
-                children = psutil.Process(self._process.pid).children(recursive=True)
+            children = self._children()
             if self._grace:
                 # On SIGTERM, `lockstep run` ends its workers, which have their own sessions.
                 self._process.terminate()
@@ -139,6 +139,18 @@ class ProbeProgram:
         """Return its exit status, or None while it runs."""
         return self._process.poll()
 
+    def delay(self) -> float:
+        """Return the most seconds for which one of its threads was ready to run and had no core."""
+        pids = [self._process.pid, *(child.pid for child in self._children())]
+        counters = filter(None, (process_counters(pid, PROC) for pid in pids))
+        return max((max(each.delays.values(), default=0.0) for each in counters), default=0.0)
+
+    def _children(self) -> list[psutil.Process]:
+        children: list[psutil.Process] = []
+        with contextlib.suppress(psutil.Error):
+            children = psutil.Process(self._process.pid).children(recursive=True)
+        return children
+
 
 def results(
     programs: Sequence[ProbeProgram],
@@ -149,10 +161,12 @@ def results(
 
     Args:
         programs: the programs to wait for.
-        deadline: the time on the monotonic clock at which this gives up.
+        deadline: the time on the monotonic clock at which this gives up. It is later by the time for which
+            the programs wait for a core, because other programs use them.
         say: called every few seconds with the indices of running programs and the seconds waited so far.
     """
     begun = reported = time.monotonic()
+    delay = 0.0
     ends: dict[int, tuple[int | None, float]] = {}
     # Output must neither fill the memory nor block the program.
     with selectors.PollSelector() as selector:
@@ -164,7 +178,10 @@ def results(
                     ends[index] = status, program.seconds()
                     program.end()
             now = time.monotonic()
-            left = deadline - now
+            left = deadline + delay - now
+            if left <= 0 and len(ends) < len(programs):
+                delay = max(program.delay() for index, program in enumerate(programs) if index not in ends)
+                left = deadline + delay - now
             if left <= 0 or len(ends) == len(programs):
                 break
             if now - reported >= _REPORT_SECONDS:
