@@ -42,6 +42,11 @@ _LONG = ("training", "byhand", "notebook", "fuzz")
 _WAITING = ("hosts", "ray", "collectives")
 """Folders whose tests often wait: their files run between those of the former, which use all cores."""
 
+_SET_FOR_GOOD = ("jax_check_static_indices", "jax_compilation_cache_dir")
+"""Options of JAX that a training of Lockstep sets for the rest of the process."""
+_READ_FROM_ENVIRONMENT = ("$LOCKSTEP_", "$KERAS_", "$TF_CONFIG", "$JAX_", "$XLA_", "$CUDA_", "$SLURM_")
+"""How the names of variables begin that change what Lockstep or a backend does."""
+_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"
 _BACKENDS = ("jax", "tensorflow", "torch")
@@ -136,6 +141,41 @@ def _signals_end_processes() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def _process_state() -> dict[str, Any]:
+    """The state of this process that tests of other files may use, by a name for messages."""
+    state: dict[str, Any] = {f"${name}": value for name, value in os.environ.items()}
+    # It is that of the present phase of a test.
+    state.pop("$PYTEST_CURRENT_TEST", None)
+    state |= {f"the handler of {signal.strsignal(each)}": signal.getsignal(each) for each in _SIGNALS}
+    state |= {"the working directory": Path.cwd(), "sys.path": [*sys.path], "niceness": os.nice(0)}
+    if jax := sys.modules.get("jax"):
+        state |= {name: value for name, value in jax.config.values.items() if name not in _SET_FOR_GOOD}
+    return state
+
+
+def _patches() -> list[Any]:
+    registry = sys.modules.get("lockstep.worker.patch_registry")
+    return [*registry.PATCHES] if registry else []
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Fails a test after which others, in an order of files that a later run may have, would differ.
+
+    What Lockstep replaces in Keras stays replaced: strategies of other tests need it.
+    """
+    before, patches = _process_state(), _patches()
+    yield
+    after = _process_state()
+    changed = [name for name, value in before.items() if name not in after or after[name] != value]
+    # Libraries, too, set variables when they are imported.
+    changed += [name for name in after if name not in before and name.startswith(_READ_FROM_ENVIRONMENT)]
+    assert not changed, f"the test has changed {', '.join(sorted(changed))}"
+    left = {id(patch) for patch in _patches()}
+    undone = [f"{patch.name} by {patch.by}" for patch in patches if id(patch) not in left]
+    assert not undone, f"the test has undone replacements that others need: {', '.join(undone)}"
 
 
 def _descriptors() -> set[tuple[int, int, int]]:

@@ -1,4 +1,5 @@
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -6,13 +7,14 @@ import random
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import psutil
 import pytest
 
 from command_server import IMPORTS_OF_JOBS, CommandServers
@@ -24,6 +26,7 @@ from lockstep.parameter_server.order import read_order
 from lockstep.protocol.job_spec import JobSettings
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import job_environment
+from lockstep.system.memory import return_freed_memory
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
@@ -43,6 +46,8 @@ def _backends() -> list[str]:
 
 BACKENDS = _backends()
 REPLICAS_IN_PROCESS = 3
+_MUCH_MEMORY = 1 << 30
+"""Bytes by which a test process may grow. It has about 0.9 GiB when its first test begins."""
 PATIENCE = 1200.0
 """The time limit of a process, in seconds, on a shared machine."""
 
@@ -69,6 +74,21 @@ class Run:
     def marked(self, worker: int, mark: str) -> list[str]:
         """The lines of a worker's log that start with `mark`."""
         return [line for line in self.log(worker) if line.startswith(mark)]
+
+
+class Memory:
+    """The resident memory of this process, compared with that at an earlier time."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self.note()
+
+    def note(self) -> None:
+        self._before = self._process.memory_info().rss
+
+    def growth(self) -> int:
+        """Return the growth since the last note, in bytes."""
+        return int(self._process.memory_info().rss) - self._before
 
 
 @pytest.fixture(scope="session")
@@ -261,11 +281,37 @@ def _compiles_quickly(lean: Callable[..., dict[str, str]], compiled_code: Path) 
         jax.jit(lambda number: number + 1)(1.0)
 
 
+@pytest.fixture(scope="session")
+def memory() -> Memory:
+    """The memory of this process."""
+    return Memory()
+
+
 @pytest.fixture(autouse=True)
-def _equal_initial_weights() -> None:
-    """Seed what initializers draw from: with some weights, a loss is too small for a relative bound."""
+def _frees_compiled_code(memory: Memory) -> Iterator[None]:
+    """Let JAX forget what it has compiled once that takes much memory; otherwise it keeps all of it."""
+    yield
+    if (jax := sys.modules.get("jax")) and memory.growth() > _MUCH_MEMORY:
+        jax.clear_caches()
+        # Also among the objects that earlier tests have exempted.
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
+        return_freed_memory()
+        memory.note()
+
+
+@pytest.fixture(autouse=True)
+def _equal_models() -> None:
+    """Number the names of layers anew, and seed what initializers draw from, for any order of the tests.
+
+    Some orders of variables are those of their names. With some weights, a loss is too small for a relative
+    bound.
+    """
     random.seed(0)
     np.random.seed(0)
+    if keras := sys.modules.get("keras"):
+        keras.utils.clear_session(free_memory=False)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
 

@@ -1,6 +1,6 @@
 """Installs what Lockstep replaces in Keras and its backend, and restores it; argument: a folder.
 
-Fails where the registry of patches lacks a replacement.
+Fails where the registry of patches lacks a replacement, or a forked process does not train as plain Keras.
 """
 
 import sys
@@ -10,6 +10,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import keras
+import numpy as np
 
 import lockstep
 from lockstep.keras import assignments, patches
@@ -25,7 +26,7 @@ from lockstep.worker.patch_registry import PATCHES
 LIBRARIES = ("jax", "keras", "tensorflow", "torch")
 OWN = str(Path(lockstep.__file__).parent)
 VIEW = place(3, (0,))
-JOB = Job(JobContext(0, Bus(SystemClock(), 0), JobSettings(threads=1)), (VIEW, by_itself(VIEW)))
+JOB = Job(JobContext(0, Bus(SystemClock(), 0), JobSettings(seed=7, threads=1)), (VIEW, by_itself(VIEW)))
 
 Attributes = dict[tuple[int, str], tuple[str, Any]]
 
@@ -117,6 +118,22 @@ def main() -> None:
     assert before.keys() <= now.keys()
     install()
     assert len([*PATCHES]) > 30
+    train_as_in_a_forked_process()
+
+
+def train_as_in_a_forked_process() -> None:
+    """Train a model whose step the replicas of its worker have computed."""
+    patches.install(JOB).adopt_all()
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.ones((6, 2), "float32")
+    model.fit(x, x[:, :1], verbose=0)
+    # In a process that is really forked, Keras might wait for threads of JAX.
+    patches._note_fork()
+    JOB.left = True
+    model.fit(x, x[:, :1], verbose=0)
+    assert model.predict(x, verbose=0).shape == (6, 1)
+    assert not PATCHES.has("lockstep.keras.patches")
 
 
 if __name__ == "__main__":

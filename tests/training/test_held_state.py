@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
+from lockstep.keras.input import held_state
 from lockstep.keras.input.held_state import ChangedNumbers, held_iterator, states_held
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.journal import Journal
+from lockstep.system.notes import RepeatedNotes
 
 
 class Part:
@@ -90,8 +92,9 @@ def test_the_numbers_that_have_changed_are_those_of_another_object_then() -> Non
 
 @pytest.mark.parametrize("reads", [True, False])
 def test_of_objects_that_change_other_attributes_only_orders_are_kept(
-    reads: bool, capsys: pytest.CaptureFixture[str]
+    reads: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(held_state, "_note", RepeatedNotes())
     data, other = Lazy(), Lazy()
     states_held(("x", data))
     held = states_held(("x", other))
