@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 
+import lockstep
 from lockstep.collectives.layout import allocate
 from lockstep.errors import DataError, ModelError
 from lockstep.keras.backends.multi_update import Update
@@ -317,7 +318,8 @@ def test_a_variable_does_not_change_the_array_that_it_was_given() -> None:
     made = keras.Sequential(
         [keras.Input((2,), dtype="int32"), layers.Embedding(5000, 4), layers.Flatten(), layers.Dense(3)]
     )
-    made.compile("adagrad", "mse")
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        made.compile("adagrad", "mse")
     made.optimizer.build(made.trainable_variables)
     groups = (
         made.trainable_variables,
