@@ -436,6 +436,35 @@ def test_replicas_begin_without_gradients_and_keep_outer_ones() -> None:
 
 
 @here
+@pytest.mark.parametrize("own", [True, False])
+def test_a_function_of_replicas_that_changes_weights_in_place_is_refused(own: bool) -> None:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    made = layers()
+    optimizer = torch.optim.SGD([weight.value for weight in made.trainable_variables], 0.1)
+    kerass, moved = keras.optimizers.SGD(0.1), []
+
+    def step(x: Any) -> None:
+        for _ in range(2):
+            made.zero_grad()
+            made(x).sum().backward()
+            if own:
+                optimizer.step()
+                continue
+            with torch.no_grad():
+                kerass.apply([v.value.grad for v in made.trainable_variables], made.trainable_variables)
+        # A tensor of the function's own may change.
+        point = torch.zeros(2, requires_grad=True)
+        (point - 1).square().sum().backward()
+        with torch.no_grad():
+            moved.append(point.sub_(point.grad).tolist())
+
+    batch = next(iter(strategy.experimental_distribute_dataset([X[:6]])))
+    with pytest.raises(ModelError, match="changes a weight in place") if own else nullcontext():
+        strategy.run(step, args=(batch,))
+    assert own or moved[-1] == [2, 2]
+
+
+@here
 def test_a_step_of_keras_in_a_function_of_replicas_tracks_the_loss_of_the_batch() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     made = layers()

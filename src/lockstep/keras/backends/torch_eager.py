@@ -19,6 +19,7 @@ from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.backends.torch import only_reads_gradients, random_numbers
 from lockstep.keras.backends.torch_tensors import borrowed, copied, enable_determinism, to_numpy
 from lockstep.keras.private.common import stored_value
+from lockstep.keras.private.torch import versions
 from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
 from lockstep.worker.patch_registry import PATCHES
@@ -39,7 +40,7 @@ class TorchEagerBackend:
             try:
                 with random_numbers(seed):
                     yield
-                effects.refuse_changed_buffers()
+                effects.refuse_own_changes()
             finally:
                 effects.restore()
 
@@ -72,6 +73,8 @@ class TorchEagerBackend:
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         with torch.no_grad():
             update.apply(tensors)
+        if _effects.value is not None:
+            _effects.value.note_update(update.variables)
 
 
 class _CustomGradient(torch.autograd.Function):  # type: ignore[misc]
@@ -91,10 +94,14 @@ class _SideEffects:
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._buffers: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
 
     def begin_backward(self, roots: Iterable[Any]) -> None:
         """Set aside the gradients to which the first backward pass from `roots` would add."""
         for leaf in _differentiated_leaves(roots):
+            # Those of scheduled functions come from the servers.
+            if isinstance(leaf, torch.nn.Parameter) and not job.current().context.has_servers:
+                self._weights.setdefault(id(leaf), (leaf, *versions([leaf])))
             if id(leaf) not in self._gradients:
                 self._gradients[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
@@ -106,8 +113,22 @@ class _SideEffects:
                 copy = buffer.detach().clone()
                 self._buffers[id(buffer)] = f"{type(module).__name__}.{name}", buffer, copy
 
-    def refuse_changed_buffers(self) -> None:
-        """Raise ModelError if the computation has changed the state of a PyTorch module."""
+    def note_update(self, variables: Iterable[Any]) -> None:
+        """Note that an optimizer of Keras has updated variables."""
+        for weight in (variable.value for variable in variables):
+            if id(weight) in self._weights:
+                self._weights[id(weight)] = weight, *versions([weight])
+
+    def refuse_own_changes(self) -> None:
+        """Raise ModelError if the computation has changed weights, or the state of a PyTorch module."""
+        for weight, version in self._weights.values():
+            if versions([weight]) != [version]:
+                raise ModelError(
+                    "the function passed to strategy.run changes a weight in place, of the shape "
+                    f"{tuple(weight.shape)}, as optimizers of PyTorch do, with the gradients of one replica; "
+                    "use the apply of an optimizer of Keras, or return the gradients and change the weight "
+                    "outside of the function"
+                )
         for name, buffer, copy in self._buffers.values():
             if not torch.equal(buffer, copy):
                 raise ModelError(
