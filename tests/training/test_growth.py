@@ -38,6 +38,8 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(29, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
+WHOLE = slice(24)
+"""The rows of three whole batches: the shares of replicas have two sizes, for which JAX compiles."""
 
 Built = tuple[keras.Model, Any]
 
@@ -492,7 +494,7 @@ def test_random_numbers_that_are_not_of_a_layer_are_named(
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential([keras.Input((4,)), layer(name="drawing"), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
-    model.fit(X, Y, batch_size=8, verbose=0)
+    model.fit(X[WHOLE], Y[WHOLE], batch_size=8, verbose=0)
     told = [line for line in capfd.readouterr().err.splitlines() if "per replica" in line]
     assert [line.partition("per replica: ")[2] for line in told] == ([names] if names else [])
 
@@ -635,7 +637,7 @@ def test_what_is_neither_is_named(
     keras.utils.clear_session()
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model, y = build()
-    model.fit(X, y, batch_size=8, verbose=0)
+    model.fit(X[WHOLE], y[WHOLE], batch_size=8, verbose=0)
     assert f"computed per replica: {names}\n" in nothing_exchanged(capfd.readouterr().err)
 
 
@@ -708,7 +710,7 @@ def test_weights_of_examples_take_part_in_the_trial(
     """Keras multiplies the one number of a loss by the mean weight of the batch: a product of two means."""
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model, _ = one_output(mean_of_squares)()
-    model.fit(X, Y, sample_weight=WEIGHTS, batch_size=8, verbose=0)
+    model.fit(X[WHOLE], Y[WHOLE], sample_weight=WEIGHTS[WHOLE], batch_size=8, verbose=0)
     assert "computed per replica: the loss mean_of_squares\n" in nothing_exchanged(capfd.readouterr().err)
 
 
@@ -762,9 +764,9 @@ def test_a_layer_that_is_added_after_a_training_is_tried() -> None:
             model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
             model.compile(keras.optimizers.SGD(0.003), "mse", run_eagerly=True)
         options = {"batch_size": 8, "shuffle": False, "verbose": 0}
-        first = fit(model, X, Y, **options).history["loss"]
+        first = fit(model, X[WHOLE], Y[WHOLE], **options).history["loss"]
         model.add(AddsLater())
-        return [*first, *fit(model, X, Y, **options).history["loss"]]
+        return [*first, *fit(model, X[WHOLE], Y[WHOLE], **options).history["loss"]]
 
     strategy = lockstep.MultiWorkerMirroredStrategy()
     plain = losses(nullcontext(), inspect.unwrap(keras.Model.fit))

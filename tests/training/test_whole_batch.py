@@ -36,6 +36,9 @@ Y = X.sum(axis=1, keepdims=True)
 LABELS = (np.arange(29) % 3).astype("int32")[:, None]
 WEIGHTS = np.linspace(0.2, 2, 29).astype("float32")
 
+WHOLE = slice(27)
+"""The rows of three whole batches: the shares of replicas have one size, for which JAX compiles."""
+
 EQUAL_AT_FIRST = np.where(np.arange(29)[:, None] < 9, 0, LABELS)
 """In the first batch, all labels are equal."""
 
@@ -477,7 +480,7 @@ class Weighted(keras.utils.PyDataset):
         self._arrays = arrays
 
     def __len__(self) -> int:
-        return 4
+        return 3
 
     def __getitem__(self, index: int) -> Any:
         return tuple(array[9 * index : 9 * index + 9] for array in self._arrays)
@@ -488,7 +491,7 @@ class Weighted(keras.utils.PyDataset):
 )
 def test_the_first_weights_may_come_later(given: str) -> None:
     """Keras multiplies a loss of one number by the mean of the weights."""
-    labels = 1.0 * (X[:, :1] > 0)
+    x, labels, weights = X[WHOLE], 1.0 * (X[WHOLE, :1] > 0), WEIGHTS[WHOLE]
 
     def trained(scope: Any, fit: Any, train_on_batch: Any) -> Any:
         keras.utils.set_random_seed(5)
@@ -496,17 +499,17 @@ def test_the_first_weights_may_come_later(given: str) -> None:
             model, _ = one_output(mean_error, y=Y, units=1)()
         options = {"batch_size": 9, "shuffle": False, "verbose": 0}
         if given == "a dataset to validate with":
-            data = Weighted(X, labels, WEIGHTS)
-            return fit(model, X, labels, validation_data=data, epochs=2, **options).history["val_loss"]
+            data = Weighted(x, labels, weights)
+            return fit(model, x, labels, validation_data=data, epochs=2, **options).history["val_loss"]
         if given == "a dataset":
-            fit(model, Weighted(X, labels), shuffle=False, verbose=0)
-            fit(model, Weighted(X, labels, WEIGHTS), shuffle=False, verbose=0)
+            fit(model, Weighted(x, labels), shuffle=False, verbose=0)
+            fit(model, Weighted(x, labels, weights), shuffle=False, verbose=0)
             return list(map(np.ravel, model.get_weights()))
-        fit(model, X, labels, **options)
+        fit(model, x, labels, **options)
         by_class = {} if given == "weights of one batch" else {"class_weight": {0: 0.3, 1: 2.0}}
-        of_rows = () if by_class else (WEIGHTS[:9],)
+        of_rows = () if by_class else (weights[:9],)
         for _ in range(2):
-            train_on_batch(model, X[:9], labels[:9], *of_rows, **by_class)
+            train_on_batch(model, x[:9], labels[:9], *of_rows, **by_class)
         return list(map(np.ravel, model.get_weights()))
 
     # It replaces the methods.
@@ -813,7 +816,7 @@ def test_a_term_may_have_a_weight_of_zero_at_first(kind: str) -> None:
             model = CHANGED_LATER[kind]()
         changes = keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: model.change())
         options = {"batch_size": 9, "epochs": 3, "shuffle": False, "verbose": 0, "callbacks": [changes]}
-        losses = fit(model, X, LABELS, **options).history["loss"]
+        losses = fit(model, X[WHOLE], LABELS[WHOLE], **options).history["loss"]
         return [losses, *map(np.ravel, model.get_weights())]
 
     strategy = lockstep.MultiWorkerMirroredStrategy()
@@ -904,7 +907,7 @@ def test_numbers_that_change_in_a_step_are_named_together(capfd: pytest.CaptureF
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential([keras.Input((4,)), DenseThatCounts(2)])
         model.compile("sgd", "mse", run_eagerly=True)
-    model.fit(X, Y, batch_size=9, verbose=0)
+    model.fit(X[WHOLE], Y[WHOLE], batch_size=9, verbose=0)
     notes = [line for line in capfd.readouterr().err.splitlines() if "later values" in line]
     named = "what depends on later values of DenseThatCounts.{} (possibly: it could not be tested)".format
     assert [note.partition("per replica: ")[2] for note in notes] == [f"{named('calls')}, {named('rows')}"]
@@ -952,7 +955,7 @@ def test_a_process_that_joins_does_not_compile_with_other_values() -> None:
     options = {"batch_size": 9, "shuffle": False, "verbose": 0}
     member, joins = models
     flips = keras.callbacks.LambdaCallback(on_train_begin=lambda *_: setattr(member, "phase", "contrast"))
-    member.fit(X, LABELS, callbacks=[flips], **options)
+    member.fit(X[WHOLE], LABELS[WHOLE], callbacks=[flips], **options)
     # The process that has compiled it may compile it for other rows.
     member.phase = "mean"
     member.fit(X[:13], LABELS[:13], **options)
@@ -1002,10 +1005,11 @@ def test_a_step_follows_what_has_changed_since_the_trial(when: str) -> None:
         flips = keras.callbacks.LambdaCallback(on_train_begin=lambda *_: model.change())
         options = {"batch_size": 9, "shuffle": False, "verbose": 0}
         callbacks = [flips] if when == "begun" else []
-        losses = fit(model, X, LABELS, epochs=2, callbacks=callbacks, **options).history["loss"]
+        x, y = X[WHOLE], LABELS[WHOLE]
+        losses = fit(model, x, y, epochs=2, callbacks=callbacks, **options).history["loss"]
         model.change()
-        figure = evaluate(model, X, LABELS, batch_size=9, verbose=0)
-        return [*losses, figure, *fit(model, X, LABELS, **options).history["loss"]]
+        figure = evaluate(model, x, y, batch_size=9, verbose=0)
+        return [*losses, figure, *fit(model, x, y, **options).history["loss"]]
 
     strategy = lockstep.MultiWorkerMirroredStrategy()
     plain = trained(nullcontext(), inspect.unwrap)
