@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from lockstep.checkpoint import run_upload
 from lockstep.checkpoint.object_store import name_for
 from lockstep.checkpoint.run_files import INDEX
+from lockstep.cli.parameter_types import Run
 from lockstep.system.paths import RunPaths
 from object_server import SECRET, FaultyServer, s3_server
 
@@ -140,6 +143,28 @@ def test_the_store_has_the_whole_run_and_commands_show_it(
     assert continued == local(elsewhere)
     assert continued["events.jsonl"].startswith(files["events.jsonl"])
     assert continued["worker-1.log"] == files["worker-1.log"] * 2
+
+
+@pytest.mark.parametrize(
+    ("last", "is_noted"),
+    [
+        ('{"time":2.0,"event":"finished","status":0}\n', False),
+        ('{"time":2.0,"event":"warning","text":"x"}\n', True),
+        ('{"time":2.0,"event":"own","phase":"finished"}\n', True),
+        ('{"time":2.0,"event":"finished","stat', True),
+    ],
+)
+def test_a_run_whose_end_is_not_in_the_store_is_noted(
+    last: str, is_noted: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fetch_run(url: str, folder: Path, _: object) -> None:
+        RunPaths(folder).events.write_text('{"time":1.0,"event":"job"}\n' + last)
+
+    monkeypatch.setattr(run_upload, "fetch_run", fetch_run)
+    with click.Context(click.Command("logs")) as context:
+        Run().convert(URL, None, context)
+    noted = f"lockstep: the end of the run is not in {URL}: it is shown as it was uploaded last\n"
+    assert capfd.readouterr().err == (noted if is_noted else "")
 
 
 def test_a_job_in_a_folder_that_cannot_be_written_uploads_its_run(

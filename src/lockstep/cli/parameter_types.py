@@ -66,6 +66,7 @@ class Run(click.types.StringParamType):
         """Return the text, or the path of the folder in which the run is until the command ends."""
         from lockstep.checkpoint.object_store import is_url, parse_url
         from lockstep.checkpoint.run_upload import fetch_run
+        from lockstep.observability.run_lines import happening
 
         text = super().convert(value, param, ctx)
         if not is_url(text) or ctx is None or ctx.resilient_parsing:
@@ -78,7 +79,8 @@ class Run(click.types.StringParamType):
         folder = Path(above, name)
         folder.mkdir()
         fetch_run(url, folder, is_recorded)
-        if b'"finished"' not in RunPaths(folder).events.read_bytes().rstrip(b"\n").rpartition(b"\n")[2]:
+        last = happening(RunPaths(folder).events.read_bytes().rstrip(b"\n").rpartition(b"\n")[2])
+        if last is None or last.event != "finished":
             note(f"the end of the run is not in {url}: it is shown as it was uploaded last")
         return str(folder)
 
