@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from lockstep.protocol.channel import Channel, decoded
+from lockstep.protocol.channel import Channel, decoded, too_long
 
 MAX_TEXT = 4 * 1024
 """Bytes of UTF-8 that each text in a message may have; a longer one is cut."""
@@ -126,7 +126,7 @@ def encode(message: AdminRequest | Reply) -> bytes:
         {name: _clip(value) if isinstance(value, str) else value for name, value in fields.items()}
     )
     if len(packet) > MAX_PACKET:
-        raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
+        raise ValueError(too_long(len(packet), MAX_PACKET))
     return packet
 
 

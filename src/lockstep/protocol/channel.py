@@ -96,6 +96,11 @@ def decoded(decoder: "msgspec.json.Decoder[Message]", packet: bytes) -> Message:
         raise ValueError(str(error)) from None
 
 
+def too_long(length: int, limit: int) -> str:
+    """Return the error about a message of more bytes than the limit."""
+    return f"a message of {length} bytes is more than {limit}"
+
+
 @dataclass(frozen=True)
 class PeerGone:
     """The other end is closed, or its process has ended; nothing more arrives."""

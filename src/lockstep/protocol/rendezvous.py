@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lockstep.protocol.channel import decoded
+from lockstep.protocol.channel import decoded, too_long
 from lockstep.system.prose import count
 
 MAX_PACKET = 256 * 1024
@@ -126,7 +126,7 @@ def encode(message: Arrival | Answer) -> bytes:
     """
     packet = msgspec.json.encode(message)
     if len(packet) > MAX_PACKET:
-        raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
+        raise ValueError(too_long(len(packet), MAX_PACKET))
     return packet
 
 

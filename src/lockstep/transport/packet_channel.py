@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from lockstep.protocol.channel import Attachment, PeerGone, Unreadable, decoded
+from lockstep.protocol.channel import Attachment, PeerGone, Unreadable, decoded, too_long
 from lockstep.system.event_loop import wait_for
 from lockstep.system.passed_descriptors import receive_descriptors
 
@@ -109,7 +109,7 @@ def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None)
     builtins = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=encode_other)
     packet = msgspec.json.encode(_clean(builtins))
     if len(packet) > MAX_PACKET:
-        raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
+        raise ValueError(too_long(len(packet), MAX_PACKET))
     return packet
 
 

@@ -23,7 +23,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 
-from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
+from lockstep.protocol.channel import Attachment, PeerGone, Unreadable, too_long
 from lockstep.protocol.credentials import Credentials
 from lockstep.transport.packet_channel import MAX_PACKET, PacketDecoder, encode
 from lockstep.transport.tls import describe_tls_error, job_context
@@ -318,7 +318,7 @@ class StreamChannel(Generic[Out, In]):
                 except ValueError as error:
                     return Unreadable(str(error))
             self._arrived.clear()
-            self._fail(f"a message of {length} bytes is more than {MAX_PACKET}")
+            self._fail(too_long(length, MAX_PACKET))
         if self._fault is not None:
             fault, self._fault = self._fault, None
             self._ended = True
