@@ -11,6 +11,7 @@ import pytest
 import lockstep
 from lockstep.cli.main import cli
 from lockstep.cli.run import run
+from lockstep.protocol.job_spec import TERM
 
 ROOT = Path(lockstep.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -45,6 +46,15 @@ def test_the_map_names_every_module() -> None:
     named = {name for page in PAGES for name in FILE.findall(page.read_text())}
     modules = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py") if not path.name.startswith("__")}
     assert modules - named == set(), "name them in the tables of docs/rooms.md or docs/asynchronous.md"
+
+
+def test_texts_repeat_the_time_until_workers_are_killed() -> None:
+    pages = [REPOSITORY / "docs" / f"{name}.md" for name in ("operations", "checkpoints", "running")]
+    texts = {page.stem: page.read_text() for page in pages} | {"help": run.help or ""}
+    repeated = re.compile(
+        rf"workers (then )?have {TERM:g} seconds to exit|SIGKILL {TERM:g} seconds later", re.I
+    )
+    assert [name for name, text in texts.items() if not repeated.search(text)] == []
 
 
 def rows_below(heading: str) -> list[str]:

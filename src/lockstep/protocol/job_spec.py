@@ -19,8 +19,11 @@ TIMEOUT = 600.0
 GRACE = 20.0
 """The default number of seconds that a stopped job has to complete its step and write a checkpoint."""
 
-AFTER_GRACE = 10.0
-"""Seconds beyond the grace period in which a stopped job ends: workers have 3 to exit and 1 to be killed
+TERM = 3.0
+"""Seconds that workers have to exit after SIGTERM or the signal that stops the job, until SIGKILL."""
+
+AFTER_GRACE = TERM + 7.0
+"""Seconds beyond the grace period in which a stopped job ends: after `TERM`, workers have 1 to be killed
 (`TimeLimits`), and the processes that they have started have 5."""
 
 MAX_RESTARTS = 10

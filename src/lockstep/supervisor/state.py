@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lockstep.protocol.host import SILENCE, StartView
-from lockstep.protocol.job_spec import GRACE, TIMEOUT, JobSpec
+from lockstep.protocol.job_spec import GRACE, TERM, TIMEOUT, JobSpec
 from lockstep.protocol.worker import HostMembers, Notice, StateSource
 from lockstep.supervisor.actions import Action, JobOutcome
 from lockstep.system.notes import NOTE_EVERY
@@ -134,7 +134,7 @@ class TimeLimits:
     look: float = 0.5
     abort: float = 3.0
     leave: float = 15.0
-    term: float = 3.0
+    term: float = TERM
     kill: float = 1.0
     save: float = GRACE
     repeat: float = NOTE_EVERY
