@@ -76,7 +76,7 @@ def write_once(
     Raises:
         DisagreementError: another worker has saved another state on this occasion.
         OSError: `write` raised it.
-        PeerStuckError: another worker has been writing for 10 minutes.
+        PeerStuckError: another worker has been writing for too long.
     """
     target = os.fspath(path)
     absolute = target if "://" in target else str(Path(target).absolute())
