@@ -1,5 +1,7 @@
 """The lines and the exit status of `lockstep check` for a result."""
 
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,6 +65,15 @@ def test_a_check_that_compares_nothing_says_why() -> None:
     assert reason == "the script has failed here, and the rest is not compared: ValueError: no"
 
 
+@pytest.fixture
+def _keeps_the_handler_of_sigterm() -> Iterator[None]:
+    """The command sets it for the rest of the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("_keeps_the_handler_of_sigterm")
 @pytest.mark.parametrize("words", [["-n", "1"], ["-n", "4", "--replicas", "1"]])
 def test_one_replica_is_not_compared(words: list[str]) -> None:
     done = CliRunner().invoke(check, [*words, "train.py"])
