@@ -313,6 +313,7 @@ def test_tags_that_no_table_can_show_are_refused(tag: str) -> None:
         (command.run, "--cpus-per-worker nan train.py"),
         (command.run, "--gpus-per-worker nan train.py"),
         (agent, "--timeout nan"),
+        (agent, "--timeout inf"),
         (check, f"--seed {2**63} train.py"),
     ],
     ids=lambda value: value.name if isinstance(value, click.Command) else value,

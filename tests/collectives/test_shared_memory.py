@@ -28,7 +28,7 @@ from test_communicator import CALLS, quick_reports, values
 from lockstep.collectives.call import REASON_LIMIT, CollectiveCall
 from lockstep.collectives.contract import PeerWait, WaitPolicy
 from lockstep.collectives.shared import communicator as communicator_module
-from lockstep.collectives.shared import control_segment, futex
+from lockstep.collectives.shared import control_segment, futex, pool
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
@@ -262,6 +262,21 @@ def test_what_arrays_show_of_the_memory_is_kept_while_they_or_views_of_them_are_
     assert pool.show(np.ones(1)) is None
     pool.close()
     assert pool.show(parts[0]) is None
+
+
+def test_what_could_not_be_kept_is_kept_the_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = SharedPool.create()
+    shared.grow(size := 2 * mmap.PAGESIZE)
+    memory = np.frombuffer(shared.map(size), np.uint8)
+    arrays = [shared.show(memory[: mmap.PAGESIZE]), shared.show(memory[mmap.PAGESIZE :])]
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_TAKE_PAGES", -1)
+        with pytest.raises(SharedMemoryError, match="cannot copy 4096 bytes of a shared state"):
+            shared.keep_shown()
+    shared.keep_shown()
+    memory[:] = 1
+    assert not np.any(arrays)
+    shared.close()
 
 
 def test_a_forked_process_has_what_arrays_showed_before() -> None:

@@ -76,6 +76,14 @@ def test_the_time_of_waiting_for_a_core_does_not_count(tmp_path: Path) -> None:
     assert program.result(time.monotonic()).status == 0
 
 
+def test_the_time_of_waiting_for_a_core_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program whose threads take the cores from each other also waits for a core."""
+    monkeypatch.setattr(lockstep.system.programs, "_MOST_DELAY", 0.0)
+    program = started("import time; time.sleep(600)")
+    program.delay = lambda: 300.0  # type: ignore[method-assign]
+    assert program.result(time.monotonic()).status is None
+
+
 def test_running_programs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lockstep.system.programs, "_REPORT_SECONDS", 0.0)
     reports: list[list[int]] = []

@@ -371,7 +371,7 @@ def is_among_kept(step: int, complete: Sequence[int], written: int, *, keep: int
         verified: the step up to which the one just written is verified; -1 without verification. The job may
             have to roll back to the newest one that is not later.
     """
-    if step >= min(written, *complete[-max(keep, 1) :]):
+    if step >= min([written, *complete[-max(keep, 1) :]]):
         return True
     return step in [each for each in complete if each <= verified][-1:]
 

@@ -4,7 +4,7 @@ import sys
 
 import click
 
-from lockstep.cli.parameter_types import PARTS, RealNumber
+from lockstep.cli.parameter_types import LARGEST_LIMIT, PARTS, RealNumber
 from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_for_engine, run_over_pipes
 from lockstep.hosts.engine_link import EngineLink
 from lockstep.hosts.where import GATHERING
@@ -38,7 +38,7 @@ from lockstep.transport.addresses import split_address, with_port
 @click.option("--plain", is_flag=True, help="Do not encrypt connections, as lockstep run --plain does.")
 @click.option(
     "--timeout",
-    type=RealNumber(min=0, min_open=True),
+    type=RealNumber(min=0, max=LARGEST_LIMIT, min_open=True),
     default=GATHERING,
     show_default=True,
     metavar="SECONDS",

@@ -17,6 +17,9 @@ MOST_PARTS = 4096
 PARTS = click.IntRange(min=1, max=MOST_PARTS)
 """The range of the number of workers or replicas."""
 SEEDS = click.IntRange(min=0, max=2**63 - 1)
+"""The range of seeds."""
+LARGEST_LIMIT = 10**9
+"""The largest number of seconds, or of times, that an option takes."""
 
 _LONGEST_TAG = 100
 

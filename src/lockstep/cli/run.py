@@ -44,7 +44,16 @@ from lockstep.cli.notifier import (
     parse_receiver,
 )
 from lockstep.cli.page import page_beside
-from lockstep.cli.parameter_types import MOST_PARTS, PARTS, SEEDS, Folder, FolderOrUrl, RealNumber, Tag
+from lockstep.cli.parameter_types import (
+    LARGEST_LIMIT,
+    MOST_PARTS,
+    PARTS,
+    SEEDS,
+    Folder,
+    FolderOrUrl,
+    RealNumber,
+    Tag,
+)
 from lockstep.cli.task_role import as_before, destination_of, script_name, take_variables
 from lockstep.cli.witness import Calls, witness_beside
 from lockstep.coordinator.comparison import NOT_COMPARED, save_verdict
@@ -89,7 +98,6 @@ _FIRST_RETRIES = 4
 """How often a request to an object store is repeated before a job begins: some 8 seconds in all."""
 _ENDS_WITHIN = 2.0
 """Seconds in which the processes of a run end whose command was killed."""
-_TIMES = 10**9
 
 
 def _of_schedulers(command: Command) -> Command:
@@ -312,7 +320,7 @@ _GROUPS = {
 )
 @click.option(
     "--timeout",
-    type=RealNumber(min=0, max=_TIMES, min_open=True),
+    type=RealNumber(min=0, max=LARGEST_LIMIT, min_open=True),
     default=TIMEOUT,
     show_default=True,
     metavar="SECONDS",
@@ -320,7 +328,7 @@ _GROUPS = {
 )
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0, max=_TIMES),
+    type=click.IntRange(min=0, max=LARGEST_LIMIT),
     default=MAX_RESTARTS,
     show_default=True,
     metavar="N",
@@ -328,7 +336,7 @@ _GROUPS = {
 )
 @click.option(
     "--restart-job",
-    type=click.IntRange(min=0, max=_TIMES),
+    type=click.IntRange(min=0, max=LARGEST_LIMIT),
     default=0,
     metavar="N",
     show_default=True,
@@ -364,7 +372,7 @@ _GROUPS = {
 )
 @click.option(
     "--keep",
-    type=click.IntRange(min=1, max=_TIMES),
+    type=click.IntRange(min=1, max=LARGEST_LIMIT),
     default=DEFAULT_KEEP,
     show_default=True,
     metavar="K",
@@ -380,7 +388,7 @@ _GROUPS = {
 )
 @click.option(
     "--verify-every",
-    type=click.IntRange(min=1, max=_TIMES),
+    type=click.IntRange(min=1, max=LARGEST_LIMIT),
     metavar="K",
     help="Every K training steps, let a second worker compute one replica and a part of the sum again, "
     "compare the bits before they are used, and compare the states of all workers.",
@@ -394,7 +402,7 @@ _GROUPS = {
 )
 @click.option(
     "--avoid-host-after",
-    type=click.IntRange(min=1, max=_TIMES),
+    type=click.IntRange(min=1, max=LARGEST_LIMIT),
     metavar="N",
     help="With --verify-every, start no more workers on a host whose workers were found at fault N times, "
     "if there is another host.  [default: never]",

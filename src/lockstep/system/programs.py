@@ -22,6 +22,8 @@ from lockstep.system.prctl import adopt_orphans
 
 _POLL_SECONDS = 0.05
 _REPORT_SECONDS = 5.0
+_MOST_DELAY = 240.0
+"""By how many seconds a time limit grows at most while programs wait for a core."""
 _READ_SIZE = 2**16
 _MAX_KEPT = 2**20
 """Bytes to keep of the beginning of a program's output, and of its end."""
@@ -140,7 +142,10 @@ class ProbeProgram:
         return self._process.poll()
 
     def delay(self) -> float:
-        """Return the most seconds for which one of its threads was ready to run and had no core."""
+        """Return the most seconds for which one of its threads was ready to run and had no core.
+
+        Its other threads, too, may have used the cores.
+        """
         pids = [self._process.pid, *(child.pid for child in self._children())]
         counters = filter(None, (process_counters(pid, PROC) for pid in pids))
         return max((max(each.delays.values(), default=0.0) for each in counters), default=0.0)
@@ -162,7 +167,7 @@ def results(
     Args:
         programs: the programs to wait for.
         deadline: the time on the monotonic clock at which this gives up. It is later by the time for which
-            the programs wait for a core, because other programs use them.
+            the programs wait for a core, up to `_MOST_DELAY`.
         say: called every few seconds with the indices of running programs and the seconds waited so far.
     """
     begun = reported = time.monotonic()
@@ -181,6 +186,7 @@ def results(
             left = deadline + delay - now
             if left <= 0 and len(ends) < len(programs):
                 delay = max(program.delay() for index, program in enumerate(programs) if index not in ends)
+                delay = min(delay, _MOST_DELAY)
                 left = deadline + delay - now
             if left <= 0 or len(ends) == len(programs):
                 break

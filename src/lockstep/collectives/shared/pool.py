@@ -235,8 +235,16 @@ class SharedPool:
         """
         self.changes += 1
         shown, self._shown, self._showing = self._shown, [], memoryview(b"")
+        failure: SharedMemoryError | None = None
         for each in shown:
-            each.keep()
+            try:
+                each.keep()
+            except SharedMemoryError as error:
+                # The process may have been forked here. The next change of the memory tries again.
+                self._shown.append(each)
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def map_allocated(self) -> None:
         """Map the memory that others have already allocated, before any of them waits for this process.

@@ -182,6 +182,7 @@ def take_rows(array: Array, numbers: Array) -> Array:
 def put_rows(array: Array, numbers: Array, rows: Array) -> None:
     """Replace rows of a contiguous array."""
     assert array.flags.c_contiguous
+    assert len(rows) == len(numbers)
     size = array.itemsize * math.prod(array.shape[1:])
     if size and len(numbers):
         # As one item of NumPy, a row is copied in a third of the time of `array[numbers] = rows`.
