@@ -44,7 +44,10 @@ _WAITING = ("hosts", "ray", "collectives")
 
 _SET_FOR_GOOD = ("jax_check_static_indices", "jax_compilation_cache_dir")
 """Options of JAX that a training of Lockstep sets for the rest of the process."""
-_READ_FROM_ENVIRONMENT = ("$LOCKSTEP_", "$KERAS_", "$TF_CONFIG", "$JAX_", "$XLA_", "$CUDA_", "$SLURM_")
+_READ_FROM_ENVIRONMENT = (
+    *("$LOCKSTEP_", "$KERAS_", "$TF_", "$JAX_", "$XLA_", "$CUDA_VISIBLE_", "$CUBLAS_", "$NVIDIA_"),
+    *("$OMP_", "$MKL_", "$PYTHONHASHSEED", "$SLURM_"),
+)
 """How the names of variables begin that change what Lockstep or a backend does."""
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _HERE = Path(__file__).parent
@@ -63,8 +66,8 @@ if _jaxlib < Version("0.11"):
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `-m "ci ..."`, import no file without this mark: two of three, in each test process."""
-    if not config.option.markexpr.startswith("ci ") or not collection_path.match("test_*.py"):
+    """With `-m "ci and ..."`, import no file without this mark: two of three, in each test process."""
+    if not config.option.markexpr.startswith("ci and ") or not collection_path.match("test_*.py"):
         return None
     sources = [collection_path, collection_path.with_name("conftest.py")]
     marked = any("mark.ci" in path.read_text() for path in sources if path.exists())

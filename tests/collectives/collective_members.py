@@ -115,7 +115,7 @@ class Settings:
 
     Attributes:
         policy: how they wait.
-        timeout_without: workers, and the timeout of each wait that is for all of these and for no others.
+        timeout_without: workers, and the timeout of all waits from the first one for exactly these on.
         clock_step: how far each reading advances the clock of the members; None for the system's clock.
         available: the bytes of memory that are available; None for those of the machine.
     """

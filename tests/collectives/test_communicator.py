@@ -28,8 +28,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference_sums import DTYPES, blob_of
 
+from lockstep.collectives.call import CallWait, CollectiveCall
 from lockstep.collectives.contract import PeerWait, WaitPolicy
 from lockstep.errors import InternalError, ModelError, PeerLostError, PeerStuckError
+from virtual_clock import VirtualClock
 
 World = Threads | Processes
 SMALL = Reduce(1, ((3,),), ("float32",))
@@ -383,6 +385,19 @@ def test_waiting_time_is_counted(world: World) -> None:
     assert reported >= 0.3
     assert waited >= reported
     assert waited_last < waited
+
+
+def test_a_timeout_may_be_lowered_to_less_than_a_wait_has_lasted() -> None:
+    clock, policy = VirtualClock(), WaitPolicy(timeout=600.0, report_every=2.0)
+
+    def lower(wait: PeerWait) -> None:
+        policy.timeout = 1.0
+
+    wait = CallWait(CollectiveCall("barrier", "step 5"), policy, lower, clock)
+    clock.advance(3.0)
+    assert wait.check((2,)) == 0
+    with pytest.raises(PeerStuckError):
+        wait.check((2,))
 
 
 @pytest.mark.ci("loopback", "hosts, TLS")

@@ -132,9 +132,11 @@ def standing_still(host: Host) -> Iterator[None]:
     stopped = host.processes()
     for pid in stopped:
         os.kill(pid, signal.SIGSTOP)
-    yield
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
+    try:
+        yield
+    finally:
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
 
 
 Begin = Callable[..., StandbyJob]

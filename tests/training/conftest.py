@@ -46,7 +46,7 @@ def _backends() -> list[str]:
 
 BACKENDS = _backends()
 REPLICAS_IN_PROCESS = 3
-_MUCH_MEMORY = 1 << 30
+_MUCH_MEMORY = 2 << 30
 """Bytes by which a test process may grow. It has about 0.9 GiB when its first test begins."""
 PATIENCE = 1200.0
 """The time limit of a process, in seconds, on a shared machine."""

@@ -198,4 +198,5 @@ class CallWait:
         if self._observe is not None and waited >= (self._reports + 1) * policy.report_every:
             self._reports = int(waited // policy.report_every)
             self._observe(PeerWait(str(self._call), missing, waited))
-        return min(MAX_BLOCK_SECONDS, policy.timeout - waited, policy.report_every)
+        # The timeout may have been lowered since.
+        return max(0.0, min(MAX_BLOCK_SECONDS, policy.timeout - waited, policy.report_every))
