@@ -98,7 +98,7 @@ def check_draws(steps: list[dict[str, Any]], *, eager: bool) -> None:
 
 def runs() -> None:
     """Functions of replicas, in graphs and eagerly; outside of them, the script's numbers are unchanged."""
-    outside = nested((2,)), tf.random.normal((2,), seed=1)
+    outside, state = (nested((2,)), tf.random.normal((2,), seed=1)), random.getstate()
     dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(6))
 
     @tf.function  # type: ignore[misc]
@@ -114,6 +114,7 @@ def runs() -> None:
         tf.config.run_functions_eagerly(False)
         check_draws(found, eager=name == "eager")
         print("result", name, digest(*(step[key] for step in found for key in step)))
+    assert random.getstate() == state
     later = nested((2,)), tf.random.normal((2,), seed=1)
     assert not np.array_equal(outside[0], later[0])
     print("result outside", digest(*outside, *later, random.random(), np.random.random()))

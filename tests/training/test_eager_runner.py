@@ -1,5 +1,6 @@
 """`strategy.run` with functions that run eagerly, in one process: results, changes and refusals."""
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -270,6 +271,14 @@ def test_a_note_says_once_that_the_updates_of_functions_are_not_divided(
         assert float(weight) == 1 - 3
     errors = capfd.readouterr().err
     assert errors.count("computes the whole update: a function of strategy.run makes it") == 1
+
+
+def test_runs_draw_other_numbers_and_none_from_the_states_of_the_script(strategy: lockstep.Strategy) -> None:
+    """So a script creates the same models after a run as with one replica."""
+    state = random.getstate()
+    numbers = {float(value) for _ in range(3) for value in strategy.run(lambda: random.random()).values}
+    assert len(numbers) == 9
+    assert random.getstate() == state
 
 
 def test_stateless_updates_are_per_replica(strategy: lockstep.Strategy, batch: Any) -> None:

@@ -69,6 +69,23 @@ def test_calls_within_a_call_do_not_change_the_numbers_of_the_calls_after_it() -
     assert len({*numbers, fit.number, one.number}) == 4
 
 
+def test_seeds_of_runs_depend_on_their_position_and_not_on_other_seeds() -> None:
+    one, other = NumberedCalls(), NumberedCalls()
+    for calls in (one, other):
+        calls.next_run_seed()
+    before = other.next_seed()
+    with one.enter("steps") as call, other.enter("steps") as its_call:
+        # The step that a process takes before it joins or resumes has the same position.
+        first = [one.next_run_seed() for _ in range(2)]
+        one.repeat_run_seeds()
+        assert [one.next_run_seed() for _ in range(2)] == first
+        call.steps = its_call.steps = 1
+        other.next_seed()
+        later = one.next_run_seed()
+        assert other.next_run_seed() == later
+    assert len({*first, later, before}) == 4
+
+
 def own_step(self: Any, state: Any, data: Any) -> Any:
     """A step on JAX that computes its gradients itself."""
     weights, others, slots, metrics = state

@@ -268,7 +268,7 @@ OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
     ),
     ("tensorflow", lambda: tensorflow().train.Checkpoint()._saver, "_graph_view"),
     ("tensorflow", seeded_context, "_rng _seed context_switches"),
-    ("tensorflow", context_module, "async_wait context eager_mode global_seed"),
+    ("tensorflow", context_module, "async_wait context eager_mode"),
     ("", lambda: keras.metrics.MeanMetricWrapper(abs), "_fn _fn_kwargs"),
     ("torch", torch, "_foreach_mul_"),
     ("torch", lambda: torch().nn.modules.batchnorm, "_BatchNorm"),

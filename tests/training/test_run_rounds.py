@@ -37,7 +37,7 @@ def together(act: Callable[[int, RunRounds], Any]) -> list[Any]:
 
     def one(job: Job) -> Any:
         try:
-            return act(job.worker, RunRounds(job, np.asarray))
+            return act(job.worker, RunRounds(job, np.asarray, lambda: 0))
         except (DisagreementError, ModelError) as error:
             return error
 

@@ -485,12 +485,13 @@ def test_a_step_of_keras_in_a_function_of_replicas_tracks_the_loss_of_the_batch(
 @here
 def test_replicas_draw_distinct_numbers_and_keep_the_global_states() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
-    states = torch.get_rng_state(), np.random.get_state()[1]
+    states = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
     draws = (lambda: torch.rand(())), np.random.random, (lambda: keras.random.uniform(())), random.random
     found = strategy.run(lambda: tuple(draw() for draw in draws))
     assert [len({float(value) for value in leaf.values}) for leaf in found] == [3] * 4
     assert torch.equal(states[0], torch.get_rng_state())
     assert np.array_equal(states[1], np.random.get_state()[1])
+    assert states[2] == random.getstate()
 
 
 @here

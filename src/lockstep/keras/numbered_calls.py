@@ -8,6 +8,8 @@ from typing import Any
 from lockstep.keras.randomness import script_seeds
 from lockstep.keras.seeds import seed_of
 
+_RUN = "strategy.run"
+
 
 @dataclass
 class NumberedCall:
@@ -89,7 +91,7 @@ class NumberedCalls:
         taken: number of training steps in all calls.
         stack: the calls in progress.
         unnumbered: methods whose calls do not count in the numbers of calls.
-        last_seed: the position of the last call of `next_seed`, and the number of calls of it there.
+        last_seeds: the position of the last call of `next_seed`, and its number of calls there, by purpose.
     """
 
     job_seed: int = 0
@@ -98,7 +100,7 @@ class NumberedCalls:
     taken: int = 0
     stack: list[NumberedCall] = field(default_factory=lambda: [NumberedCall("no call", 0)])
     unnumbered: frozenset[str] = frozenset()
-    last_seed: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+    last_seeds: dict[str, tuple[tuple[int, int, int], int]] = field(default_factory=dict)
 
     @contextmanager
     def enter(self, method: str) -> Iterator[NumberedCall]:
@@ -138,16 +140,28 @@ class NumberedCalls:
         finally:
             self.stack.pop()
 
-    def next_seed(self) -> int:
+    def next_seed(self, purpose: str = "") -> int:
         """Return a new seed for the current position in the program.
 
         It is derived from the job's seed, the script's seeds, and the position, and is the same in a process
         that skips what others have computed.
+
+        Args:
+            purpose: the seeds of one purpose do not depend on how often others are drawn.
         """
         position = self.outermost, len(self.stack), self.current.steps
-        count = self.last_seed[1] + 1 if self.last_seed[0] == position else 1
-        self.last_seed = position, count
-        return seed_of(script_seeds(self.job_seed), position, count)
+        last_position, count = self.last_seeds.get(purpose, (position, 0))
+        count = count + 1 if last_position == position else 1
+        self.last_seeds[purpose] = position, count
+        return seed_of(script_seeds(self.job_seed), position, count, *filter(None, [purpose]))
+
+    def next_run_seed(self) -> int:
+        """Return a new seed for a `strategy.run` at the current position; see `next_seed`."""
+        return self.next_seed(_RUN)
+
+    def repeat_run_seeds(self) -> None:
+        """Begin the seeds of `next_run_seed` again, if the position stays the same."""
+        self.last_seeds.pop(_RUN, None)
 
     @property
     def current(self) -> NumberedCall:

@@ -8,7 +8,6 @@ The counter of the runs is a variable that starts from zero for each replica, so
 Everywhere else, TensorFlow's own operations run. Operations that cannot be replaced are refused by name.
 """
 
-import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,6 @@ from lockstep.keras.private.tensorflow import (
     counters_of_loops,
     definition_of,
     entered_graphs,
-    global_seed,
     uncounted_variable,
     with_own_graphs,
 )
@@ -233,11 +231,6 @@ def is_own(variable: tf.Variable) -> bool:
 def own_variables() -> list[tf.Variable]:
     """Return the variables of this module, from which the operations of all graphs draw."""
     return [*_variables.values(), *_counters]
-
-
-def new_seed() -> int:
-    """Return a number of int64 drawn from Python's random state, mixed with TensorFlow's seed."""
-    return signed(seed_of(random.getrandbits(64), global_seed()))
 
 
 def set_seed(seed: Any) -> None:

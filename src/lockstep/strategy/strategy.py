@@ -61,7 +61,7 @@ class Strategy:
             )
         self._methods = patches.install(self._job)
         self._methods.adopt_in_scopes()
-        self._runner = runner_of(self._job)
+        self._runner = runner_of(self._job, self._methods.next_run_seed)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -195,6 +195,10 @@ class ModelMethods:
         """Return a new seed for the current position in the program; see `NumberedCalls.next_seed`."""
         return self._calls.next_seed()
 
+    def next_run_seed(self) -> int:
+        """Return the seed of the next `strategy.run`; see `NumberedCalls.next_run_seed`."""
+        return self._calls.next_run_seed()
+
     def call_number(self) -> int:
         """Return the number of the call in progress, equal on workers that have skipped earlier calls."""
         return self._calls.current.number

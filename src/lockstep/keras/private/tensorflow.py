@@ -202,12 +202,6 @@ PFOR: Part = control_flow_ops, "pfor"
 """Called by `tf.vectorized_map` to trace the function of an element."""
 
 
-def global_seed() -> int | None:
-    """Return the seed that `tf.random.set_seed` has set, or None without one."""
-    seed: int | None = _context.global_seed()
-    return seed
-
-
 # Summaries
 
 

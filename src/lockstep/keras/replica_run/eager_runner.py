@@ -8,7 +8,6 @@ The objects that a function names are treated like a model's attributes, but a f
 twice to look for state out of reach.
 """
 
-import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -58,11 +57,11 @@ _RESULT = "result/"
 class EagerRunner:
     """A `lockstep.keras.replica_run.runner.Runner` for functions that run eagerly."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, next_seed: Callable[[], int]) -> None:
         self._job = job
         self._replicas = job.view.replicas
         self._backend = adapter().functions()
-        self._rounds = RunRounds(job, self._backend.to_numpy)
+        self._rounds = RunRounds(job, self._backend.to_numpy, next_seed)
         self._combiner = ResultCombiner(self._rounds, self._backend.to_numpy, self._replicas)
         self._replica = ReplicaComputation(self._backend, self._replicas)
         self._profiles: OrderedDict[Any, FunctionProfile] = OrderedDict()
@@ -80,8 +79,7 @@ class EagerRunner:
         self._rounds.begin_run(name)
         self._rounds.compare_hosts()
         arguments = tuple(args), dict(kwargs)
-        # All workers draw the same number: a process that resumes or joins has restored the random states.
-        seed = random.getrandbits(64)
+        seed = self._rounds.next_seed()
         execution = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
         python = execution.profile.python
         python.begin()

@@ -131,7 +131,7 @@ class GraphRun:
         origins = [(leaf.store, leaf.leaf) for leaf in self._per_replica]
 
         def begin(*handles: Any) -> int:
-            seed = tf_random_ops.new_seed() if self._draws else 0
+            seed = tf_random_ops.signed(self._rounds.next_seed()) if self._draws else 0
             self._scheduler.begin(
                 [
                     (ValueStore.numbered(store).find(int(handle)).values, leaf)

@@ -39,9 +39,11 @@ class RunRounds:
     Attributes:
         job: the job of this worker.
         to_numpy: returns an array of the backend as NumPy sees it.
+        next_seed: returns the seed of the next run. Draws from the script's random states would change what
+            it draws afterwards, such as the initial weights of its next model.
     """
 
-    def __init__(self, job: Job, to_numpy: Callable[[Any], Array]) -> None:
+    def __init__(self, job: Job, to_numpy: Callable[[Any], Array], next_seed: Callable[[], int]) -> None:
         self.job = job
         self._verifications = verifications_of(job)
         self._verifier = Verifier(self._exchange, job, self._verifications)
@@ -50,6 +52,7 @@ class RunRounds:
         self._is_first = False
         self._digests = recorder_of(job, to_numpy)
         self.to_numpy = to_numpy
+        self.next_seed = next_seed
         self._compared = False
 
     @property

@@ -99,23 +99,28 @@ class SingleReplicaRunner:
 _runners: list[Runner] = []
 
 
-def runner_of(job: Job) -> Runner:
-    """Return the runner of this process, created by the first call."""
+def runner_of(job: Job, next_seed: Callable[[], int]) -> Runner:
+    """Return the runner of this process, created by the first call.
+
+    Args:
+        job: the job of this process.
+        next_seed: returns the seed of the next `strategy.run`, which is equal on all workers.
+    """
     assignments.install()
     merges.install()
     if not _runners:
-        _runners.append(_new_runner(job))
+        _runners.append(_new_runner(job, next_seed))
     return _runners[0]
 
 
-def _new_runner(job: Job) -> Runner:
+def _new_runner(job: Job, next_seed: Callable[[], int]) -> Runner:
     if job.view.replicas == 1:
         return SingleReplicaRunner()
     if keras.backend.backend() == "tensorflow":
         from lockstep.keras.replica_run.tf_runner import TensorFlowRunner
 
-        return TensorFlowRunner(job)
+        return TensorFlowRunner(job, next_seed)
     from lockstep.keras.replica_run.eager_runner import EagerRunner
 
-    eager: Runner = EagerRunner(job)
+    eager: Runner = EagerRunner(job, next_seed)
     return eager

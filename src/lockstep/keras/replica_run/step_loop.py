@@ -94,6 +94,7 @@ class StepLoops:
                             finished.raise_error()
                             return
                         call.steps = call.skipped
+                        self._calls.repeat_run_seeds()
                         self._snapshots.restore(None, loop)
                     else:
                         self._job.events.publish(CallStarted(call.name))

@@ -38,10 +38,10 @@ _MAX_GRAPHS = 32
 class TensorFlowRunner:
     """A `lockstep.keras.replica_run.runner.Runner` for TensorFlow."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, next_seed: Callable[[], int]) -> None:
         self._job = job
         self._replicas = job.view.replicas
-        self._rounds = RunRounds(job, to_numpy)
+        self._rounds = RunRounds(job, to_numpy, next_seed)
         self._combiner = ResultCombiner(self._rounds, to_numpy, self._replicas)
         self._graphs: OrderedDict[Any, Any] = OrderedDict()
         self._eager: EagerRunner | None = None
@@ -61,7 +61,7 @@ class TensorFlowRunner:
             converted = as_in_autograph(function)
             return GraphRun(self._job, self._rounds, converted, args, kwargs).build()
         if tf.config.functions_run_eagerly():
-            self._eager = self._eager or _SymbolicEagerRunner(self._job)
+            self._eager = self._eager or _SymbolicEagerRunner(self._job, self._rounds.next_seed)
             return self._eager.run(function, args, kwargs)
         return self._graph_of(function)(tuple(args), dict(kwargs))
 
