@@ -482,16 +482,25 @@ def refused() -> Any:
         made.optimizer.learning_rate.assign(0.01)
         made.step(inputs)
 
+    def clipping(inputs: Any) -> Any:
+        made.optimizer.apply_gradients = lambda pairs: original(
+            [(tf.clip_by_norm(gradient, 1.0), weight) for gradient, weight in pairs]
+        )
+        try:
+            return made.step(inputs)
+        finally:
+            del made.optimizer.apply_gradients
+
     def merged() -> Any:
         return lockstep.get_replica_context().merge_call(lambda strategy: None)
 
     def nested() -> Any:
         return strategy.reduce("SUM", tf.constant(1.0))
 
-    errors = []
+    errors, original = [], made.optimizer.apply_gradients
     inputs = next(iter(data_of_plain))
     strategy.run(made.step, args=(inputs,))
-    for function, args in ((slower, (inputs,)), (merged, ()), (nested, ())):
+    for function, args in ((clipping, (inputs,)), (slower, (inputs,)), (merged, ()), (nested, ())):
         try:
             strategy.run(function, args=args)
         except lockstep.errors.ModelError as error:
@@ -499,6 +508,7 @@ def refused() -> Any:
     assert "strategy.reduce is called in" in errors.pop()
     assert "merge_call" in errors.pop()
     assert strategy.num_replicas_in_sync == 1 or "learning_rate:0' itself" in errors.pop()
+    assert strategy.num_replicas_in_sync == 1 or "has set apply_gradients of" in errors.pop()
     return errors
 
 

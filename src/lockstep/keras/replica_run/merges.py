@@ -247,6 +247,22 @@ class RoundMerger(UpdateRecorder):
         self._custom_gradient = custom_gradient
         self._own_merge: tuple[Merge, Sequence[Any]] | None = None
 
+    def apply(
+        self, optimizer: Any, grads: Any, trainable_variables: Any = None, call: ApplyCall | None = None
+    ) -> None:
+        """See `UpdateRecorder.apply`.
+
+        Raises:
+            ModelError: the program has set an update of its own on the optimizer, which has already got the
+                gradients of one replica.
+        """
+        if own := sorted({"apply", "apply_gradients"} & vars(optimizer).keys()):
+            raise ModelError(
+                f"the program has set {own[0]} of the optimizer {optimizer.name!r}, which gets the gradients "
+                "of one replica in strategy.run; define it in a class of optimizers, which gets their sum"
+            )
+        super().apply(optimizer, grads, trainable_variables, call)
+
     @property
     def merge(self) -> Merge | None:
         """The round's own merge, once the function has reached it."""
