@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -380,6 +381,23 @@ def apply_different_optimizers(strategy: lockstep.Strategy) -> None:
     strategy.run(step)
 
 
+def set_an_update_on_an_optimizer(name: str, strategy: lockstep.Strategy) -> None:
+    weight, optimizer = variable(1.0, trainable=True), keras.optimizers.SGD(0.1)
+    original = getattr(optimizer, name)
+    setattr(optimizer, name, lambda *args: original(*args))
+    # Outside of a function, this does not matter.
+    optimizer.apply_gradients([(ops.ones(()), weight)])
+    strategy.run(lambda: optimizer.apply_gradients([(ops.ones(()), weight)]))
+
+
+ARRAY = np.zeros(1)
+ARRAYS = {"first": [ARRAY], "second": ARRAY}
+
+
+def change(array: Any) -> None:
+    array += 1
+
+
 def take_different_paths(strategy: lockstep.Strategy) -> None:
     metric = keras.metrics.Sum()
 
@@ -406,6 +424,10 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
         (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
         (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
         (apply_different_optimizers, "applies another optimizer than before"),
+        (partial(set_an_update_on_an_optimizer, "apply"), "has set apply of the optimizer 'sgd'"),
+        (partial(set_an_update_on_an_optimizer, "apply_gradients"), "has set apply_gradients of"),
+        (lambda s: s.run(lambda: change(ARRAY)), "changes an array or a tensor in place, in .* 'ARRAY'"),
+        (lambda s: s.run(lambda: change(ARRAYS["second"])), "in place, in the variable 'ARRAYS' outside"),
         (return_different_nests, "replicas return nests of different structures"),
         (take_different_paths, r"replicas compute different things in one step \(.*metric/0/sum/total"),
     ],

@@ -32,6 +32,7 @@ if HERE:
     import torch
 
     from lockstep.keras.backends.torch import TorchBackend, TorchProgram
+    from lockstep.keras.backends.torch_eager import list_existing_parameters
     from lockstep.keras.backends.torch_tensors import borrowed, copied
     from lockstep.keras.fit.torch_modules import constant_modules
     from lockstep.keras.private.torch import normalizing_or_dropping
@@ -436,32 +437,119 @@ def test_replicas_begin_without_gradients_and_keep_outer_ones() -> None:
 
 
 @here
-@pytest.mark.parametrize("own", [True, False])
-def test_a_function_of_replicas_that_changes_weights_in_place_is_refused(own: bool) -> None:
+def test_an_optimizer_of_keras_and_one_of_the_functions_own_tensors_are_allowed() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
-    made = layers()
-    optimizer = torch.optim.SGD([weight.value for weight in made.trainable_variables], 0.1)
-    kerass, moved = keras.optimizers.SGD(0.1), []
+    made, optimizer, moved = layers(), keras.optimizers.SGD(0.1, momentum=0.9), []
+    mean = keras.Variable(np.zeros(2, "float32"), trainable=False)
 
     def step(x: Any) -> None:
         for _ in range(2):
             made.zero_grad()
             made(x).sum().backward()
-            if own:
-                optimizer.step()
-                continue
             with torch.no_grad():
-                kerass.apply([v.value.grad for v in made.trainable_variables], made.trainable_variables)
-        # A tensor of the function's own may change.
+                optimizer.apply([v.value.grad for v in made.trainable_variables], made.trainable_variables)
         point = torch.zeros(2, requires_grad=True)
-        (point - 1).square().sum().backward()
-        with torch.no_grad():
-            moved.append(point.sub_(point.grad).tolist())
+        other = torch.nn.Parameter(torch.zeros(2))
+        (point + other - 1).square().sum().backward()
+        torch.optim.SGD([point], 0.5).step()
+        other.data -= other.grad
+        mean.assign(mean + x.shape[0])
+        moved.append([*point.tolist(), *other.tolist()])
 
     batch = next(iter(strategy.experimental_distribute_dataset([X[:6]])))
-    with pytest.raises(ModelError, match="changes a weight in place") if own else nullcontext():
+    for count in (1, 2):
         strategy.run(step, args=(batch,))
-    assert own or moved[-1] == [2, 2]
+        assert moved[-1] == [1, 1, 2, 2]
+        assert keras.ops.convert_to_numpy(mean).tolist() == [2 * count] * 2
+
+
+def step_of_pytorch(weight: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def write_to_data(weight: Any, optimizer: Any) -> None:
+    weight.data -= 0.1 * weight.grad
+
+
+def write_to_a_view_of_data(weight: Any, optimizer: Any) -> None:
+    weight.data.data[0].mul_(0.5)
+
+
+def replace_data(weight: Any, optimizer: Any) -> None:
+    weight.data = weight.data - 1
+
+
+def write_before_any_backward_pass(weight: Any, optimizer: Any) -> None:
+    teachers_weight, students = layers_of_teachers[0].kernel.value, layers_of_teachers[1].kernel.value
+    with torch.no_grad():
+        teachers_weight.lerp_(students, 0.1)
+
+
+layers_of_teachers: list[Any] = []
+
+
+@here
+@pytest.mark.parametrize(
+    "write",
+    [step_of_pytorch, write_to_data, write_to_a_view_of_data, replace_data, write_before_any_backward_pass],
+)
+def test_a_function_of_replicas_that_changes_weights_in_place_is_refused(write: Callable[..., None]) -> None:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    made = layers()
+    optimizer = torch.optim.SGD([weight.value for weight in made.trainable_variables], 0.1)
+    layers_of_teachers[:] = [layers().layers[-1], layers().layers[-1]]
+
+    def step(x: Any) -> None:
+        made.zero_grad()
+        made(x).sum().backward()
+        write(made.layers[-1].kernel.value, optimizer)
+
+    batch = next(iter(strategy.experimental_distribute_dataset([X[:6]])))
+    with pytest.raises(ModelError, match=r"changes a weight in place, of the shape \(6, 1\)"):
+        strategy.run(step, args=(batch,))
+
+
+@here
+def test_a_parameter_that_was_created_before_the_strategy_is_a_weight() -> None:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    # As if nothing were replaced in PyTorch yet.
+    weight = torch.Tensor._make_subclass(torch.nn.Parameter, torch.zeros(3), True)
+    list_existing_parameters()
+
+    def step() -> None:
+        with torch.no_grad():
+            weight.add_(1)
+
+    with pytest.raises(ModelError, match=r"changes a weight in place, of the shape \(3,\)"):
+        strategy.run(step)
+
+
+class Adding:
+    def __init__(self) -> None:
+        self.sum, self.count = torch.zeros(()), torch.zeros(())
+
+    def step(self, x: Any) -> Any:
+        self.sum.data += x.sum()
+        self.count.data += 1
+        return self.sum + self.count
+
+
+@here
+def test_tensors_that_replicas_change_in_place_are_combined_or_refused() -> None:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    batch, total = next(iter(strategy.experimental_distribute_dataset([X[:6]]))), torch.zeros(())
+    equal, adding = Adding(), Adding()
+    for count in (1, 2):
+        found = strategy.run(lambda: equal.step(torch.zeros(2)))
+        assert [float(value) for value in found.values] == [count] * 3
+        assert (float(equal.sum), float(equal.count)) == (0, count)
+
+    strategy.run(adding.step, args=(batch,))
+    with pytest.raises(ModelError, match=r"reads Adding\.sum, and replicas have left different values"):
+        strategy.run(adding.step, args=(batch,))
+    for add in (lambda x: total.add_(x.sum()), lambda x: total.data.add_(x.sum())):
+        with pytest.raises(ModelError, match="in place, in the variable 'total' outside of the function"):
+            strategy.run(add, args=(batch,))
 
 
 @here

@@ -21,6 +21,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import xxhash
 
 from lockstep.keras.private.common import KERAS_HOLDERS, MODEL_ATTRIBUTES, OWN_ATTRIBUTES
 from lockstep.keras.python_values import (
@@ -686,6 +687,16 @@ def _node_class(value: Any) -> Callable[[str, Any], _Changeable] | None:
 def is_array(value: Any) -> bool:
     """Whether a value is an array with numbers or texts that can change."""
     return _node_class(value) is _Array
+
+
+def mark_of_array(value: Any) -> int | None:
+    """Return a number that changes if an array or a tensor does; None for large arrays and other values."""
+    node_class = _node_class(value) if type(value) not in LEAVES else None
+    if node_class is _Tensor and not value.is_inference():
+        return tensor_version(value)
+    if node_class is _Array and value.nbytes <= LARGE:
+        return xxhash.xxh3_64_intdigest(value.tobytes())
+    return None
 
 
 def is_generator(value: Any) -> bool:

@@ -85,11 +85,9 @@ def graph_of_function(function: Any) -> ObjectGraph:
 
     A method also names its object.
     """
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner = getattr(function, "__self__", None)
-    roots = [] if owner is None or not holds_attributes(owner) else [(type(owner).__name__, owner)]
-    roots += named_objects([function, *(root for _, root in roots)])
+    function, *owners = _parts_of_function(function)
+    roots = [(type(owner).__name__, owner) for owner in owners]
+    roots += named_objects([function, *owners])
     graph = ObjectGraph(roots)
     held = [node.value for node in graph.nodes.values() if isinstance(node.value, keras.layers.Layer)]
     layers = {id(layer): layer for outer in held for layer in layers_of(outer)}
@@ -97,6 +95,22 @@ def graph_of_function(function: Any) -> ObjectGraph:
     roots += [(f"layer {layer.path or layer.name!r}", layer) for layer in layers.values()]
     roots += [(f"metric {metric.name!r}", metric) for metric in metrics]
     return ObjectGraph(roots)
+
+
+def _parts_of_function(function: Any) -> list[Any]:
+    """Return a function, and the object of a method."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    return [function] if owner is None or not holds_attributes(owner) else [function, owner]
+
+
+def places_named_by(function: Any) -> list[tuple[str, Place]]:
+    """Return the names of the variables that a function names, and where they are; see `named_objects`."""
+    places: dict[tuple[str, int], tuple[str, Place]] = {}
+    for name, _, place in _named(_parts_of_function(function)):
+        places[name, id(place)] = name, place
+    return list(places.values())
 
 
 def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """The contract of a Keras backend whose replicas compute functions of `strategy.run` eagerly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -33,10 +33,16 @@ class CustomGradient(Protocol):
 class EagerBackend(Protocol):
     """One backend, for functions that run eagerly."""
 
-    def isolated(self, seed: int) -> AbstractContextManager[None]:
+    def isolated(
+        self, seed: int, assigned: Callable[[], Iterable[Any]] = tuple
+    ) -> AbstractContextManager[None]:
         """Within the block a replica computes, with random numbers derived from `seed`.
 
         Afterwards, global random states, and gradients that the backend stores, are as before.
+
+        Args:
+            seed: determines the random numbers.
+            assigned: returns the variables of Keras that the replica has assigned.
 
         Raises:
             ModelError: the replica has changed something that cannot be combined over replicas.

@@ -841,7 +841,9 @@ def _compilations() -> list[int]:
 class JaxEagerBackend:
     """The `lockstep.keras.backends.eager_contract.EagerBackend` of JAX, whose arrays are immutable."""
 
-    def isolated(self, seed: int) -> AbstractContextManager[None]:
+    def isolated(
+        self, seed: int, assigned: Callable[[], Iterable[Any]] = tuple
+    ) -> AbstractContextManager[None]:
         """Within the block a replica computes, with random numbers derived from `seed`."""
         return random_numbers(seed)
 

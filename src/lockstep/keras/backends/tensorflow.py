@@ -888,7 +888,9 @@ def refuse_unsupported(model: Any, kind: StepKind) -> None:
 class TensorFlowEagerBackend:
     """The `lockstep.keras.backends.eager_contract.EagerBackend` of TensorFlow; its tensors are immutable."""
 
-    def isolated(self, seed: int) -> AbstractContextManager[None]:
+    def isolated(
+        self, seed: int, assigned: Callable[[], Iterable[Any]] = tuple
+    ) -> AbstractContextManager[None]:
         """Within the block a replica computes, with random numbers derived from `seed`."""
         return _computing_eagerly(seed)
 

@@ -2,9 +2,15 @@
 
 While a replica computes, PyTorch's passes are observed. The gradients to which a backward pass would add are
 set aside, and the buffers of modules are copied before a forward pass. Afterwards both are as before.
+
+Weights that a replica changes without Keras are refused. The version counters of all parameters show it, also
+of those in no backward pass, such as the weights of a teacher. Writes through `data` do not count there, so
+they are observed.
 """
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,14 +39,18 @@ class TorchEagerBackend:
         enable_determinism(job.current().settings.threads)
 
     @contextmanager
-    def isolated(self, seed: int) -> Iterator[None]:
+    def isolated(self, seed: int, assigned: Callable[[], Iterable[Any]] = tuple) -> Iterator[None]:
         """Within the block a replica computes, without gradients at first."""
-        effects = _SideEffects()
+        # A scheduled function gets its weights from the servers.
+        effects = _SideEffects([] if job.current().context.has_servers else list(_parameters.values()))
         with _effects.within(effects):
             try:
-                with random_numbers(seed):
-                    yield
-                effects.refuse_own_changes()
+                try:
+                    with random_numbers(seed):
+                        yield
+                finally:
+                    effects.count_writes()
+                effects.refuse_own_changes(assigned())
             finally:
                 effects.restore()
 
@@ -74,7 +84,7 @@ class TorchEagerBackend:
         with torch.no_grad():
             update.apply(tensors)
         if _effects.value is not None:
-            _effects.value.note_update(update.variables)
+            _effects.value.note_update(update.changed)
 
 
 class _CustomGradient(torch.autograd.Function):  # type: ignore[misc]
@@ -89,19 +99,22 @@ class _CustomGradient(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _SideEffects:
-    """The effects of a replica's computation on gradients and buffers, which are not variables of Keras."""
+    """The effects of a replica's computation on gradients, buffers and weights, except through Keras.
 
-    def __init__(self) -> None:
+    Args:
+        weights: the weights that exist before the computation.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._buffers: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
-        self._weights: dict[int, tuple[torch.Tensor, int]] = {}
+        self._weights = {id(weight): (weight, *versions([weight])) for weight in weights}
+        self._aliases: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._replaced: list[torch.Tensor] = []
 
     def begin_backward(self, roots: Iterable[Any]) -> None:
         """Set aside the gradients to which the first backward pass from `roots` would add."""
         for leaf in _differentiated_leaves(roots):
-            # Those of scheduled functions come from the servers.
-            if isinstance(leaf, torch.nn.Parameter) and not job.current().context.has_servers:
-                self._weights.setdefault(id(leaf), (leaf, *versions([leaf])))
             if id(leaf) not in self._gradients:
                 self._gradients[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
@@ -113,21 +126,46 @@ class _SideEffects:
                 copy = buffer.detach().clone()
                 self._buffers[id(buffer)] = f"{type(module).__name__}.{name}", buffer, copy
 
+    def note_data(self, tensor: torch.Tensor, data: torch.Tensor) -> None:
+        """Note that the program has read `tensor.data`, to which it may write."""
+        # A tensor with a history is of this computation.
+        if tensor.grad_fn is None and _counts_writes(data):
+            owner = self._aliases[id(tensor)][0] if id(tensor) in self._aliases else tensor
+            self._aliases[id(data)] = owner, data, *versions([data])
+
+    def note_replaced_data(self, tensor: torch.Tensor) -> None:
+        """Note that the program has set `tensor.data`."""
+        if _counts_writes(tensor):
+            self._replaced.append(tensor)
+
+    def count_writes(self) -> None:
+        """Count writes through `data` in the version counters of the tensors."""
+        written = [owner for owner, data, version in self._aliases.values() if versions([data]) != [version]]
+        torch.autograd.graph.increment_version([*written, *self._replaced])
+        self._aliases.clear()
+        self._replaced.clear()
+
     def note_update(self, variables: Iterable[Any]) -> None:
         """Note that an optimizer of Keras has updated variables."""
-        for weight in (variable.value for variable in variables):
+        self.count_writes()
+        for weight in map(stored_value, variables):
             if id(weight) in self._weights:
                 self._weights[id(weight)] = weight, *versions([weight])
 
-    def refuse_own_changes(self) -> None:
-        """Raise ModelError if the computation has changed weights, or the state of a PyTorch module."""
+    def refuse_own_changes(self, assigned: Iterable[Any]) -> None:
+        """Raise ModelError if the computation has changed weights, or the state of a PyTorch module.
+
+        Args:
+            assigned: the variables of Keras that it has assigned.
+        """
+        through_keras = {id(stored_value(variable)) for variable in assigned}
         for weight, version in self._weights.values():
-            if versions([weight]) != [version]:
+            if versions([weight]) != [version] and id(weight) not in through_keras:
                 raise ModelError(
                     "the function passed to strategy.run changes a weight in place, of the shape "
-                    f"{tuple(weight.shape)}, as optimizers of PyTorch do, with the gradients of one replica; "
-                    "use the apply of an optimizer of Keras, or return the gradients and change the weight "
-                    "outside of the function"
+                    f"{tuple(weight.shape)}, as optimizers of PyTorch and writes to data do; replicas do not "
+                    "combine that: use the apply of an optimizer of Keras, or return gradients and change "
+                    "the weight outside of the function"
                 )
         for name, buffer, copy in self._buffers.values():
             if not torch.equal(buffer, copy):
@@ -153,7 +191,54 @@ def _observe_passes() -> None:
     """Observe PyTorch's backward and forward passes while a replica computes."""
     if not PATCHES.has(__name__):
         PATCHES.wrap(__name__, torch.autograd, "backward", _observed_backward)
+        PATCHES.put(__name__, torch.Tensor, "data", property(_observed_data, _set_observed_data))
+        for kind in (torch.nn.Parameter, torch.nn.UninitializedParameter):
+            PATCHES.wrap(__name__, kind, "__new__", _listed)
+        list_existing_parameters()
     _hook_forward()
+
+
+_parameters: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""The parameters of this process, which include the values of Keras's variables."""
+
+_DATA: Any = vars(torch.Tensor.__base__)["data"]
+
+
+def list_existing_parameters() -> None:
+    """List the parameters that the program has created before anything was replaced in PyTorch."""
+    for value in gc.get_objects():
+        if issubclass(type(value), torch.nn.Parameter) and _counts_writes(value):
+            _parameters[id(value)] = value
+
+
+def _listed(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Return a new parameter, which `_parameters` lists."""
+    parameter = original(*args, **kwargs)
+    if _counts_writes(parameter):
+        _parameters[id(parameter)] = parameter
+    return parameter
+
+
+def _counts_writes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a version counter. One that was created in inference mode has none."""
+    try:
+        versions([tensor])
+    except RuntimeError:
+        return False
+    return True
+
+
+def _observed_data(tensor: torch.Tensor) -> torch.Tensor:
+    data: torch.Tensor = _DATA.__get__(tensor)
+    if _effects.value is not None:
+        _effects.value.note_data(tensor, data)
+    return data
+
+
+def _set_observed_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    _DATA.__set__(tensor, data)
+    if _effects.value is not None:
+        _effects.value.note_replaced_data(tensor)
 
 
 def _observed_backward(original: Callable[..., None], tensors: Any, *args: Any, **kwargs: Any) -> None:

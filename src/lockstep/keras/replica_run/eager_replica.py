@@ -20,6 +20,7 @@ from lockstep.keras.per_replica import DistributedValues, Values, is_empty
 from lockstep.keras.private.common import KERAS_SEED, stored_value
 from lockstep.keras.python_replicas import PythonOfReplicas
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
+from lockstep.keras.replica_run.named_arrays import NamedArrays
 from lockstep.keras.rounds import SCALAR
 from lockstep.keras.seeds import key_of_replica, seed_of_replica
 
@@ -114,6 +115,11 @@ class VariableChanges:
         return hidden(update)
 
     @property
+    def assigned(self) -> list[Any]:
+        """The variables that the computation has assigned, except those that updates change."""
+        return [variable for _, variable in self._assigned.values()]
+
+    @property
     def hides_variables(self) -> bool:
         """Whether `hide` has hidden any variables."""
         return bool(self._hidden)
@@ -188,6 +194,7 @@ class FunctionProfile:
     Attributes:
         function: the function.
         python: the attributes that it changes.
+        arrays: the arrays that it names.
         rounds: the rounds that it takes.
         prepared: the metrics and seeds that it assigns.
         completed: whether it has run to its end before.
@@ -195,6 +202,7 @@ class FunctionProfile:
 
     function: Any
     python: PythonOfReplicas
+    arrays: NamedArrays
     rounds: RoundCount = field(default_factory=RoundCount)
     prepared: list[Any] = field(default_factory=list)
     completed: bool = False
@@ -271,7 +279,9 @@ class ReplicaComputation:
             ModelError: the changes that the function makes cannot be combined over replicas.
         """
         while True:
-            if (computed := self._attempt(execution, earlier, replica)) is not None:
+            computed = self._attempt(execution, earlier, replica)
+            execution.profile.arrays.refuse_changes()
+            if computed is not None:
                 return computed
             execution.profile.python.undo()
 
@@ -285,7 +295,7 @@ class ReplicaComputation:
         with (
             changes.as_replica(replica),
             observed_by(changes),
-            self._backend.isolated(seed),
+            self._backend.isolated(seed, lambda: changes.assigned),
             scaled_losses(self._replicas),
         ):
             merger, outputs = self._call(execution, changes, earlier, replica)

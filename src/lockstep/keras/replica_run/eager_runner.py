@@ -41,6 +41,7 @@ from lockstep.keras.replica_run.eager_replica import (
     origin_of,
 )
 from lockstep.keras.replica_run.merges import Op
+from lockstep.keras.replica_run.named_arrays import NamedArrays
 from lockstep.keras.replica_run.results import Axis, ResultCombiner, reduced_plain
 from lockstep.keras.replica_run.run_rounds import FunctionRound, RunRounds
 from lockstep.keras.rounds import SCALAR, gathered_scalars
@@ -83,6 +84,7 @@ class EagerRunner:
         execution = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
         python = execution.profile.python
         python.begin()
+        execution.profile.arrays.begin()
         totals: list[Total] = []
         while not totals or not execution.profile.rounds.is_last(len(totals) - 1):
             # The reduce of this round reuses the memory of the last total.
@@ -92,6 +94,7 @@ class EagerRunner:
         self._apply(execution, totals)
         returned = self._returned(execution, last, totals[-1])
         python.end()
+        execution.profile.arrays.end()
         self._compare(execution, last.label)
         return returned
 
@@ -139,7 +142,7 @@ class EagerRunner:
         """Return the profile of a function object; two functions with the same code have two profiles."""
         key = (id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function)))
         profile = self._profiles.pop(key, None) or FunctionProfile(
-            function, PythonOfReplicas.of_function(function, self._backend.to_numpy)
+            function, PythonOfReplicas.of_function(function, self._backend.to_numpy), NamedArrays(function)
         )
         self._profiles[key] = profile
         if len(self._profiles) > _MAX_PROFILES:
