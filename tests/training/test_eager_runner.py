@@ -313,6 +313,25 @@ def test_an_error_of_the_function_that_names_unknown_values_is_raised(
     assert float(weight) == 1
 
 
+class Penalty(keras.layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(ops.mean(inputs))
+        return inputs
+
+
+def test_losses_of_layers_count_once_in_a_loss_of_keras(strategy: lockstep.Strategy, batch: Any) -> None:
+    regularizer = keras.regularizers.L2(0.5)
+    layers = [keras.layers.Input((2,)), keras.layers.Dense(2, kernel_regularizer=regularizer), Penalty()]
+    model = keras.Sequential(layers)
+    model.compile(loss="mse")
+
+    def loss(x: Any) -> Any:
+        return model.compute_loss(x, x, model(x))
+
+    total = strategy.reduce("SUM", strategy.run(loss, args=(batch,)))
+    assert float(total) == pytest.approx(float(loss(X)), rel=1e-6)
+
+
 class EarlyLimit(keras.optimizers.SGD):
     """Limits gradients. The strategy is created after it."""
 

@@ -201,7 +201,7 @@ def context_module() -> Any:
 
 
 OWNERS: tuple[tuple[str, Callable[[], Any], str], ...] = (
-    ("", lambda: keras.Model, "_flatten_layers"),
+    ("", lambda: keras.Model, "_aggregate_additional_loss _flatten_layers"),
     ("", lambda: keras.Operation, "symbolic_call"),
     ("", lambda: model()._compile_loss, "_flat_losses"),
     (

@@ -6,6 +6,7 @@ Keras has one backend a process: under another one, this file runs itself again.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -552,22 +553,56 @@ def test_tensors_that_replicas_change_in_place_are_combined_or_refused() -> None
             strategy.run(add, args=(batch,))
 
 
+class Penalized(keras.layers.Dense):
+    """A layer whose kernel adds to the loss, and its mean output."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(1, kernel_regularizer=keras.regularizers.L2(0.5), **options)
+
+    def call(self, inputs: Any, training: Any = None) -> Any:
+        outputs = super().call(inputs, training)
+        self.add_loss(keras.ops.mean(outputs))
+        return outputs
+
+
+class OwnStep(keras.Sequential):
+    """A model whose own step halves the labels."""
+
+    def train_step(self, data: Any) -> Any:
+        return super().train_step((data[0], data[1] / 2))
+
+    def step_of_keras(self) -> Any:
+        return super().train_step
+
+
 @here
-def test_a_step_of_keras_in_a_function_of_replicas_tracks_the_loss_of_the_batch() -> None:
+@pytest.mark.parametrize("layer", [None, Penalized])
+def test_a_step_of_keras_in_a_function_of_replicas_is_that_of_the_batch(layer: Any) -> None:
+    """With all losses: those of regularizers and `add_loss` count once."""
     strategy = lockstep.MultiWorkerMirroredStrategy()
-    made = layers()
-    made.compile(keras.optimizers.SGD(0.1), "mse")
-    batch = next(iter(strategy.experimental_distribute_dataset([(X[:6], Y[:6])])))
-    kernel, bias = made.get_weights()
-    trained = kernel - 0.1 * X[:6].T @ (X[:6] @ kernel + bias - Y[:6]) / 3
-    # In a function, a method is looked up when it is called.
-    for step in (made.train_step, lambda data: made.test_step(data)):
-        error = X[:6] @ kernel + bias - Y[:6]
+    made, plain = (
+        OwnStep([keras.layers.Input((6,)), (layer or partial(keras.layers.Dense, 1))()]) for _ in "12"
+    )
+    plain.set_weights(made.get_weights())
+    for model in (made, plain):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    rows = X[:6], Y[:6]
+    batch = next(iter(strategy.experimental_distribute_dataset([rows])))
+    for step, expected in (
+        (made.train_step, plain.train_step),
+        # In a function, a method is looked up when it is called.
+        (lambda data: made.test_step(data), plain.test_step),
+        (made.test_step, plain.test_step),
+        (made.step_of_keras(), plain.step_of_keras()),
+    ):
         made.reset_metrics()
-        strategy.run(step, args=(batch,))
-        assert float(made.get_metrics_result()["loss"]) == pytest.approx(np.mean(error**2), rel=1e-5)
-        kernel, bias = made.get_weights()
-    np.testing.assert_allclose(kernel, trained, rtol=1e-5)
+        plain.reset_metrics()
+        strategy.run(step, kwargs={"data": batch})
+        expected(rows)
+        losses = (float(model.get_metrics_result()["loss"]) for model in (made, plain))
+        assert next(losses) == pytest.approx(next(losses), rel=1e-5)
+        for weight, wanted in zip(made.get_weights(), plain.get_weights(), strict=True):
+            np.testing.assert_allclose(weight, wanted, rtol=1e-5, atol=1e-7)
 
 
 @here

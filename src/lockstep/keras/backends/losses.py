@@ -1,8 +1,9 @@
 """Combines replicas' losses into the loss of the global batch, also if they are not means over examples."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import keras
@@ -15,6 +16,7 @@ from lockstep.keras.backends.growth import LIKE_LOSS, growths_of, means
 from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.backends.whole_batch import StepGathers, computing_with
 from lockstep.keras.private.common import (
+    ADDITIONAL_LOSS,
     REDUCE_VALUES,
     REDUCE_WEIGHTED_VALUES,
     SCALE_LOSS,
@@ -29,7 +31,7 @@ from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
 from lockstep.worker.patch_registry import definer, replaced
 
-STEPS = ("train_step", "test_step")
+_STEPS = ("train_step", "test_step")
 """The steps of Keras's models that compute a loss."""
 MEANS = ("mean", "sum_over_batch_size")
 """Reductions of losses that are means over the unmasked elements."""
@@ -330,34 +332,50 @@ def scaled_losses(replicas: int) -> Iterator[None]:
         replaced(*REDUCE_VALUES, reduced),
         replaced(*SCALE_LOSS, scaled),
         replaced(*UNSCALE_LOSS, lambda value: value * keras.ops.cast(replicas, value.dtype)),
-        (_scaled_by_tensorflow if keras.backend.backend() == "tensorflow" else _tracked_unscaled)(replicas),
+        (_scaled_by_tensorflow if keras.backend.backend() == "tensorflow" else _scaled_by_models)(replicas),
     ):
         yield
 
 
 @contextmanager
-def _tracked_unscaled(replicas: int) -> Iterator[None]:
-    """Within the block, steps of Keras track their losses unscaled. Keras itself does so on TensorFlow."""
+def _scaled_by_models(replicas: int) -> Iterator[None]:
+    """Within the block, models scale other losses too, and track them unscaled. On TensorFlow, Keras does."""
+
+    def scaling(aggregate: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(model: Any, loss: Any) -> Any:
+            return aggregate(model, loss) / replicas
+
+        return replacement
 
     def tracking(step: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(model: Any, *args: Any) -> Any:
+        @functools.wraps(step)
+        def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
             if (tracker := loss_tracker(model)) is None:
-                return step(model, *args)
+                return step(model, *args, **kwargs)
             update = tracker.update_state
 
             def update_state(loss: Any, *weights: Any, **options: Any) -> Any:
                 return update(loss * replicas, *weights, **options)
 
             with replaced(tracker, "update_state", update_state):
-                return step(model, *args)
+                return step(model, *args, **kwargs)
 
         return replacement
 
     with ExitStack() as stack:
-        for name in STEPS:
+        for name, make in ((ADDITIONAL_LOSS, scaling), *((name, tracking) for name in _STEPS)):
             owner = definer(keras.Model, name)
-            stack.enter_context(replaced(owner, name, tracking(vars(owner)[name])))
+            stack.enter_context(replaced(owner, name, make(vars(owner)[name])))
         yield
+
+
+def as_replaced(function: Any) -> Any:
+    """Return a function; a step of Keras that was bound before a block of `scaled_losses` as it is within."""
+    for name in _STEPS:
+        step = vars(definer(keras.Model, name))[name]
+        if isinstance(function, MethodType) and vars(step).get("__wrapped__") is function.__func__:
+            return MethodType(step, function.__self__)
+    return function
 
 
 @contextmanager

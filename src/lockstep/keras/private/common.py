@@ -420,6 +420,12 @@ SCALE_LOSS: Part = loss_functions, "scale_loss_for_distribution"
 UNSCALE_LOSS: Part = loss_functions, "unscale_loss_for_distribution"
 """Called by Keras's steps and compiled losses with each loss that a metric gets, to undo `SCALE_LOSS`."""
 
+ADDITIONAL_LOSS = "_aggregate_additional_loss"
+"""The method of `keras.Model` by which `compute_loss` reduces each loss of regularizers and of `add_loss`.
+
+On TensorFlow, it applies `SCALE_LOSS`.
+"""
+
 mask_of = backend.get_keras_mask
 """Returns the mask that a layer has attached to its output; None without one."""
 

@@ -13,7 +13,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import EagerBackend
-from lockstep.keras.backends.losses import STEPS, scaled_losses
+from lockstep.keras.backends.losses import as_replaced, scaled_losses
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update, hidden
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
@@ -162,12 +162,6 @@ def kind_of(variable: Any) -> StateKind:
     if variable.trainable:
         refuse_weight(variable)
     return "layer" if keras.backend.is_float_dtype(variable.dtype) else "equal"
-
-
-def _as_now(function: Any) -> Any:
-    """Return `function`, or for a step of a model that was bound before it was replaced, the present one."""
-    model, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-    return getattr(model, name) if isinstance(model, keras.Model) and name in STEPS else function
 
 
 def refuse_weight(variable: Any) -> NoReturn:
@@ -346,7 +340,7 @@ class ReplicaComputation:
             stack.enter_context(computing_as(Replica(replica, merger)))
             try:
                 with suppress(EndOfRound):
-                    nest = _as_now(execution.profile.function)(*args, **kwargs)
+                    nest = as_replaced(execution.profile.function)(*args, **kwargs)
                     outputs = [self._result(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
             except Exception as error:
                 # Some code rejects an unknown value by its type, without reading it.
