@@ -12,6 +12,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import DataError, DisagreementError, ModelError
+from lockstep.keras.replica_run.merges import Replica, SingleReplicaMerger, computing_as
 from lockstep.topology import place
 from lockstep.worker.job import Job, by_itself
 
@@ -381,6 +382,67 @@ def test_an_update_of_the_program_gets_the_gradients_of_all_replicas(
     # Outside of a function, it limits what it gets.
     optimizer.apply_gradients([(ops.convert_to_tensor(4.0), weight)])
     assert float(weight) == pytest.approx(0.5)
+
+
+class Scaling(keras.optimizers.SGD):
+    """Has names and parameters of its own."""
+
+    def apply(self, grads: Any, weights: Any = None, scale: float = 1.0) -> str:
+        super().apply([scale * gradient for gradient in grads], weights)
+        return "applied"
+
+
+class ScalingPairs(keras.optimizers.SGD):
+    def apply_gradients(self, pairs: Any, *scales: float, scale: float = 1.0) -> str:
+        factor = np.prod([scale, *scales])
+        super().apply_gradients([(factor * gradient, weight) for gradient, weight in pairs])
+        return "applied"
+
+
+CALLS: list[tuple[type, Callable[[Any, Any, Any], Any]]] = [
+    (Scaling, lambda own, g, v: own.apply(g, v, 2.0)),
+    (Scaling, lambda own, g, v: own.apply(g, scale=2.0)),
+    (Scaling, lambda own, g, v: own.apply(weights=v, scale=2.0, grads=g)),
+    (ScalingPairs, lambda own, g, v: own.apply_gradients(zip(g, v, strict=True), 2.0)),
+    (ScalingPairs, lambda own, g, v: own.apply_gradients(pairs=zip(g, v, strict=True), scale=2.0)),
+]
+
+
+@pytest.mark.parametrize("call", range(len(CALLS)))
+def test_an_update_of_the_program_keeps_its_parameters(strategy: lockstep.Strategy, call: int) -> None:
+    kind, update = CALLS[call]
+    weight = variable(2.0, trainable=True)
+    optimizer = kind(0.1)
+    optimizer.build([weight])
+
+    def step() -> Any:
+        return update(optimizer, [ops.convert_to_tensor(1.0)], [weight])
+
+    assert step() == "applied"
+    assert float(weight) == pytest.approx(2 - 0.2)
+    strategy.run(step)
+    assert float(weight) == pytest.approx(2 - 0.2 - 0.6)
+    assert int(optimizer.iterations) == 2
+    with computing_as(Replica(0, SingleReplicaMerger())):
+        assert step() == "applied"
+    assert float(weight) == pytest.approx(2 - 0.2 - 0.6 - 0.2)
+
+
+class Amount:
+    """A class from which an optimizer inherits."""
+
+    def apply(self, amount: float) -> float:
+        return 2 * amount
+
+
+def test_a_class_that_is_not_an_optimizer_keeps_a_method_that_one_inherits(
+    strategy: lockstep.Strategy,
+) -> None:
+    class Inheriting(Amount, keras.optimizers.SGD):
+        pass
+
+    assert Inheriting.apply is Amount.apply
+    assert [*strategy.run(lambda: Amount().apply(3.0)).values] == [6.0] * 3
 
 
 def apply_in_a_traced_function(strategy: lockstep.Strategy) -> None:

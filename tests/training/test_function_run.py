@@ -89,6 +89,16 @@ def test_the_servers_alone_make_an_update_of_the_program(made: SimpleNamespace) 
     assert run(made, step).gradients == {0: np.float32(4), 1: np.float32(2)}
 
 
+def test_arguments_of_the_program_for_an_update_of_the_servers_are_refused(made: SimpleNamespace) -> None:
+    class Scaling(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None, scale: float = 1.0) -> None:
+            super().apply([scale * gradient for gradient in grads], trainable_variables)
+
+    optimizer = Scaling()
+    with pytest.raises(ModelError, match="passes arguments of its own to apply of Scaling"):
+        run(made, lambda: optimizer.apply([ops.ones(())], [made.weight], scale=2.0))
+
+
 def test_random_numbers_follow_from_the_number_of_the_function(made: SimpleNamespace) -> None:
     def draw() -> Any:
         return [keras.random.uniform((), seed=made.draws), keras.random.normal(()), np.random.rand()]

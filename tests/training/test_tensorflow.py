@@ -765,6 +765,66 @@ def test_what_replicas_cannot_combine_is_named() -> None:
             act()
 
 
+if HERE:
+
+    class Alternating(keras.optimizers.SGD):
+        """Doubles the gradients of every second update, which is a condition in a graph."""
+
+        def apply(self, grads: Any, trainable_variables: Any = None, scale: float = 1.0) -> None:
+            factor = scale
+            if self.iterations % 2 == 0:
+                factor = 2 * scale
+            super().apply([factor * gradient for gradient in grads], trainable_variables)
+
+    class AlternatingPairs(keras.optimizers.SGD):
+        def apply_gradients(self, grads_and_vars: Any, scale: float = 1.0) -> Any:
+            factor = scale
+            if self.iterations % 2 == 0:
+                factor = 2 * scale
+            return super().apply_gradients(
+                [(factor * gradient, weight) for gradient, weight in grads_and_vars]
+            )
+
+
+@here
+@pytest.mark.parametrize("name", ["Alternating", "AlternatingPairs"])
+def test_autograph_converts_an_update_of_the_program(name: str) -> None:
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    kind = globals()[name]
+    of_replicas, alone = (keras.Variable([10.0]) for _ in range(2))
+    optimizers = kind(0.1), kind(0.1)
+    for optimizer, weight in zip(optimizers, (of_replicas, alone), strict=True):
+        optimizer.build([weight])
+
+    def update(weight: Any, optimizer: Any) -> None:
+        gradients = [tf.constant([1.0])]
+        if isinstance(optimizer, Alternating):
+            optimizer.apply(gradients, [weight], scale=3.0)
+        else:
+            optimizer.apply_gradients(zip(gradients, [weight], strict=True), 3.0)
+
+    def step() -> None:
+        update(of_replicas, optimizers[0])
+
+    @tf.function
+    def outside() -> None:
+        update(alone, optimizers[1])
+
+    @tf.function
+    def inside() -> None:
+        strategy.run(step)
+
+    outside()
+    outside()
+    assert alone.numpy() == pytest.approx(10 - 0.6 - 0.3)
+    inside()
+    inside()
+    assert of_replicas.numpy() == pytest.approx(10 - 3 * (0.6 + 0.3))
+    # A function that no other function calls is a graph, too.
+    strategy.run(step)
+    assert of_replicas.numpy() == pytest.approx(10 - 3 * (0.6 + 0.3 + 0.6))
+
+
 @here
 def test_a_checkpoint_is_written_elsewhere_and_renamed(tmp_path: Path) -> None:
     """Workers of several hosts, which share only a disk, write the same one at the same time."""

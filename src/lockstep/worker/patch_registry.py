@@ -77,8 +77,17 @@ class PatchRegistry:
             ) from None
         self.put(by, owner, name, make(original))
 
-    def wrap(self, by: str, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    def wrap(
+        self, by: str, owner: Any, name: str, call: Callable[..., Any], *, of_program: bool = False
+    ) -> None:
         """Replace a function by one that calls `call` with the original and the arguments.
+
+        Args:
+            by: the module that replaces it.
+            owner: the class or module that has it.
+            name: its name.
+            call: is called instead of it.
+            of_program: whether the program may have defined it: AutoGraph converts it as without `call`.
 
         Raises:
             UnfitError: there is no such function.
@@ -87,9 +96,13 @@ class PatchRegistry:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                return call(original, *args, **kwargs)
+                # AutoGraph converts it with `replacement`, and so the program's function.
+                def convertible(*args: Any, **kwargs: Any) -> Any:
+                    return original(*args, **kwargs)
 
-            if _library(owner) == "tensorflow":
+                return call(convertible if of_program else original, *args, **kwargs)
+
+            if of_program or _library(owner) == "tensorflow":
                 # AutoGraph would call the wrapped function instead.
                 del vars(replacement)["__wrapped__"]
             return replacement

@@ -155,7 +155,10 @@ def exempt_from_autograph(package: str) -> None:
 
 
 def autograph_status() -> Any:
-    """Return the status of AutoGraph in the present code, which `converted` takes."""
+    """Return the status of AutoGraph in the present code, which `converted` takes.
+
+    Within a block of it, code has this status, too.
+    """
     return ag_ctx.control_status_ctx()
 
 

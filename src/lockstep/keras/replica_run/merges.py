@@ -11,8 +11,9 @@ contains the divisor. Single numbers that the function returns travel with the l
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -29,6 +30,58 @@ Op = Literal["sum", "mean"]
 
 SUMMED = "merge/"
 """The prefix of names of arrays that a merge sums."""
+_PARAMETERS = {"apply": ("grads", "trainable_variables"), "apply_gradients": ("grads_and_vars",)}
+"""The parameters of the methods of Keras's optimizers that make an update."""
+
+
+class UpdateCall:
+    """A call of a method that makes an update, which the program may have defined: an `ApplyCall`.
+
+    The first arguments are those of Keras, whatever their names. The program may have added others.
+
+    Args:
+        name: the name of the method.
+        original: calls the method.
+        arguments: its arguments, beginning with the optimizer.
+
+    Attributes:
+        name: the name of the method.
+    """
+
+    def __init__(self, name: str, original: Callable[..., Any], arguments: inspect.BoundArguments) -> None:
+        self.name = name
+        self._original = original
+        self._args, self._kwargs = arguments.args, arguments.kwargs
+        self._status: AbstractContextManager[Any] = nullcontext()
+        if keras.backend.backend() == "tensorflow":
+            from lockstep.keras.private.tensorflow import autograph_status
+
+            # Where the update is made, AutoGraph may be disabled.
+            self._status = autograph_status()
+        names = _PARAMETERS[name]
+        self._positional = len(self._args[1 : len(names) + 1])
+        self._by_name = names[self._positional :]
+
+    @property
+    def values(self) -> list[Any]:
+        """The arguments that Keras knows, None for one that was not passed."""
+        named = [self._kwargs.get(name) for name in self._by_name]
+        return [*self._args[1 : self._positional + 1], *named]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are arguments that Keras does not know."""
+        return len(self._args) > self._positional + 1 or not self._kwargs.keys() <= {*self._by_name}
+
+    def __call__(self, gradients: list[Any], variables: list[Any]) -> Any:
+        """Call the method with other gradients, and with other variables if they were passed."""
+        pairs = self.name == "apply_gradients"
+        values = [list(zip(gradients, variables, strict=True))] if pairs else [gradients, variables]
+        named = dict(zip(self._by_name, values[self._positional :], strict=True))
+        passed = {name: value for name, value in named.items() if name in self._kwargs}
+        args = (self._args[0], *values[: self._positional], *self._args[self._positional + 1 :])
+        with self._status:
+            return self._original(*args, **{**self._kwargs, **passed})
 
 
 class Merger(Protocol):
@@ -39,9 +92,12 @@ class Merger(Protocol):
         optimizer: Any,
         gradients: list[Any],
         variables: list[Any] | None,
-        call: ApplyCall | None = None,
-    ) -> None:
-        """Apply an optimizer once, to the sum of all replicas' gradients, by `call`; see `Update`."""
+        call: UpdateCall | None = None,
+    ) -> Any:
+        """Apply an optimizer once, to the sum of all replicas' gradients, by `call`; see `Update`.
+
+        Return the result of `call`, or None if it is called later.
+        """
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the sum or the mean over the replicas of each leaf of a nest."""
@@ -106,14 +162,14 @@ def _patch(kind: type) -> None:
     """Patch the updates that a class of optimizers defines or inherits, unless they are patched."""
     owner: Any = definer(kind, "apply")
     if not _is_patched(owner, "apply"):
-        _wrap(owner, "apply", _merging_apply)
+        _wrap(owner, "apply", functools.partial(_merging_apply, owner.apply))
         if "stateless_apply" in vars(owner):
-            PATCHES.wrap(__name__, owner, "stateless_apply", _apply_separately)
+            _wrap(owner, "stateless_apply", _apply_separately)
     owner = definer(kind, "apply_gradients")
     # Keras's own calls `apply`.
     is_own = owner is not definer(keras.optimizers.Optimizer, "apply_gradients")
     if is_own and not _is_patched(owner, "apply_gradients"):
-        _wrap(owner, "apply_gradients", _merging_apply_gradients)
+        _wrap(owner, "apply_gradients", functools.partial(_merging_apply_gradients, owner.apply_gradients))
 
 
 def _is_patched(owner: type, name: str) -> bool:
@@ -121,20 +177,7 @@ def _is_patched(owner: type, name: str) -> bool:
 
 
 def _wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
-    """Replace a method by one that calls `call` with the original; AutoGraph does not convert it."""
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return call(original, *args, **kwargs)
-
-        if keras.backend.backend() != "tensorflow":
-            return replacement
-        from lockstep.keras.private.tensorflow import not_converted
-
-        return not_converted(replacement)
-
-    PATCHES.replace(__name__, owner, name, make)
+    PATCHES.wrap(__name__, owner, name, call, of_program=True)
 
 
 def _apply_separately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -144,29 +187,43 @@ def _apply_separately(original: Callable[..., Any], *args: Any, **kwargs: Any) -
 
 
 def _merging_apply(
-    original: Callable[..., Any], optimizer: Any, grads: Any, trainable_variables: Any = None
+    method: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Call an `apply`, in a replica with the gradients of all replicas.
+
+    Args:
+        method: the `apply`, whose parameters count.
+        original: calls it.
+        args: the optimizer, or another object that inherits the method, and other positional arguments.
+        kwargs: the keyword arguments.
+    """
     replica = current_replica()
-    if replica is None:
-        return original(optimizer, grads, trainable_variables)
-    variables = None if trainable_variables is None else list(trainable_variables)
-    return replica.merger.apply(optimizer, list(grads), variables)
+    if replica is None or not isinstance(args[0], keras.optimizers.Optimizer):
+        return original(*args, **kwargs)
+    call = UpdateCall("apply", original, inspect.signature(method).bind(*args, **kwargs))
+    gradients, variables = call.values
+    is_own = not method.__module__.startswith("keras.")
+    return replica.merger.apply(
+        args[0],
+        list(gradients),
+        None if variables is None else list(variables),
+        call if is_own else None,
+    )
 
 
 def _merging_apply_gradients(
-    original: Callable[..., Any], optimizer: Any, grads_and_vars: Any, **options: Any
+    method: Callable[..., Any], original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Call an `apply_gradients` of the program's own, as `_merging_apply` does."""
     replica = current_replica()
-    if replica is None:
-        return original(optimizer, grads_and_vars, **options)
-    gradients, variables = zip(*grads_and_vars, strict=True)
-
-    def call(gradients: list[Any], variables: list[Any]) -> None:
-        original(optimizer, list(zip(gradients, variables, strict=True)), **options)
-
-    replica.merger.apply(optimizer, list(gradients), list(variables), call)
-    # As Keras does.
-    return optimizer.iterations
+    if replica is None or not isinstance(args[0], keras.optimizers.Optimizer):
+        return original(*args, **kwargs)
+    call = UpdateCall("apply_gradients", original, inspect.signature(method).bind(*args, **kwargs))
+    pairs = list(call.values[0])
+    gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+    result = replica.merger.apply(args[0], gradients, variables, call)
+    # A later update returns nothing here; Keras's own method returns this.
+    return args[0].iterations if result is None else result
 
 
 class SingleReplicaMerger:
@@ -177,14 +234,13 @@ class SingleReplicaMerger:
         optimizer: Any,
         gradients: list[Any],
         variables: list[Any] | None,
-        call: ApplyCall | None = None,
-    ) -> None:
+        call: UpdateCall | None = None,
+    ) -> Any:
         """Apply the optimizer."""
         with computing_as(None):
             if call is None:
-                optimizer.apply(gradients, variables)
-            else:
-                call(gradients, variables or [])
+                return optimizer.apply(gradients, variables)
+            return call(gradients, variables or [])
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the value."""
