@@ -428,6 +428,25 @@ def test_an_update_of_the_program_keeps_its_parameters(strategy: lockstep.Strate
     assert float(weight) == pytest.approx(2 - 0.2 - 0.6 - 0.2)
 
 
+@pytest.mark.parametrize(
+    ("scale", "refusal"),
+    [(lambda number: ops.convert_to_tensor(2.0) + number, "or a tensor"), (float, "with other arguments")],
+)
+def test_arguments_that_replicas_pass_to_an_update_are_equal_numbers(
+    strategy: lockstep.Strategy, scale: Callable[[int], Any], refusal: str
+) -> None:
+    weight = variable(2.0, trainable=True)
+    optimizer = Scaling(0.1)
+
+    def step() -> None:
+        number = lockstep.get_replica_context().replica_id_in_sync_group
+        optimizer.apply([ops.convert_to_tensor(1.0)], [weight], scale(number))
+
+    with pytest.raises(ModelError, match=refusal):
+        strategy.run(step)
+    assert float(weight) == 2
+
+
 class Amount:
     """A class from which an optimizer inherits."""
 

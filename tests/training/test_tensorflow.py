@@ -948,6 +948,32 @@ def test_an_apply_gradients_of_the_program_gets_the_gradients_of_all_replicas(
 
 @here
 @pytest.mark.parametrize("eager", [False, True])
+def test_an_update_of_the_program_gets_further_arguments_in_fit(eager: bool) -> None:
+    """The gradient is 6, as above."""
+
+    class Limiting(keras.optimizers.SGD):
+        def apply(self, grads: Any, weights: Any = None, limit: float = 1.0) -> None:
+            super().apply([tf.clip_by_value(gradient, -limit, limit) for gradient in grads], weights)
+
+    class Limited(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(data[0], data[1], self(data[0]))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, weights=self.trainable_variables, limit=3.0)
+            return {"figure": loss}
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        dense = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        model = Limited([keras.layers.Input((1,)), dense])
+        model.compile(Limiting(0.1), "mae", run_eagerly=eager)
+    x = np.array([[12.0]] * 3 + [[0.0]] * 3, "float32")
+    model.fit(x, np.zeros((6, 1)), batch_size=6, shuffle=False, verbose=0)
+    assert model.get_weights()[0].item() == pytest.approx(0.7)
+
+
+@here
+@pytest.mark.parametrize("eager", [False, True])
 def test_integer_state_that_all_replicas_change_equally_is_kept(eager: bool) -> None:
     class Counter(keras.layers.Layer):  # type: ignore[misc]
         def build(self, shape: Any) -> None:

@@ -5,6 +5,7 @@ under the module's name. Those of Keras's models and callbacks are replaced by `
 """
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -105,6 +106,8 @@ class PatchRegistry:
             if of_program or _library(owner) == "tensorflow":
                 # AutoGraph would call the wrapped function instead.
                 del vars(replacement)["__wrapped__"]
+            if of_program:
+                vars(replacement)["__signature__"] = inspect.signature(original)
             return replacement
 
         self.replace(by, owner, name, make)

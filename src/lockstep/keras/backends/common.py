@@ -14,6 +14,7 @@ import keras
 from lockstep.errors import ModelError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import StepKind
+from lockstep.keras.backends.multi_update import UpdateCall
 from lockstep.keras.private.common import build_symbolically, layers_of
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.patch_registry import replaced
@@ -140,7 +141,9 @@ def without_effects(model: Any) -> Iterator[None]:
     assignments.install()
     with ExitStack() as stack:
         for optimizer in optimizers_of(model):
-            stack.enter_context(replaced(optimizer, "apply", partial(_only_build, optimizer)))
+            stack.enter_context(
+                replaced(optimizer, "apply", partial(_only_build, optimizer, optimizer.apply))
+            )
         try:
             with assignments.observed_by(first):
                 yield
@@ -164,6 +167,7 @@ class _FirstValues:
             self.values[id(variable)] = variable, variable.numpy()
 
 
-def _only_build(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-    if trainable_variables is not None and not optimizer.built:
-        optimizer.build(list(trainable_variables))
+def _only_build(optimizer: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    _, variables = UpdateCall.of("apply", apply, args, kwargs).gradients_and_variables
+    if variables is not None and not optimizer.built:
+        optimizer.build(variables)

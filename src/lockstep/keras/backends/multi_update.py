@@ -25,13 +25,15 @@ layer's constraints can do that. A weight that no update changes, such as a slow
 layer state.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import keras
+import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.fused import Kernel, fused, kernel_of
@@ -93,6 +95,88 @@ ApplyCall = Callable[[list[Any], list[Any]], object]
 """Applies an optimizer to gradients and variables."""
 
 
+_PARAMETERS = {"apply": ("grads", "trainable_variables"), "apply_gradients": ("grads_and_vars",)}
+"""The parameters of the methods of Keras's optimizers that make an update."""
+
+
+class UpdateCall:
+    """A call of a method that makes an update, which the program may have defined: an `ApplyCall`.
+
+    The first arguments are those of Keras, whatever their names. The program may have added others.
+
+    Args:
+        name: the name of the method.
+        method: calls it, without the optimizer.
+        arguments: the arguments.
+
+    Attributes:
+        name: the name of the method.
+        gradients_and_variables: a list of the gradients, and one of the variables, None without them.
+    """
+
+    def __init__(self, name: str, method: Callable[..., Any], arguments: inspect.BoundArguments) -> None:
+        self.name = name
+        self._method = method
+        self._args, self._kwargs = arguments.args, arguments.kwargs
+        names = _PARAMETERS[name]
+        self._positional = len(self._args[: len(names)])
+        self._by_name = names[self._positional :]
+        values = [*self._args[: self._positional], *(self._kwargs.get(name) for name in self._by_name)]
+        if name == "apply_gradients":
+            pairs = list(values[0])
+            values = [[gradient for gradient, _ in pairs], [variable for _, variable in pairs]]
+        variables = None if values[1] is None else list(values[1])
+        self.gradients_and_variables: tuple[list[Any], Any] = list(values[0]), variables
+        self._status: AbstractContextManager[Any] = nullcontext()
+        if keras.backend.backend() == "tensorflow":
+            from lockstep.keras.private.tensorflow import autograph_status
+
+            # Where the update is made, AutoGraph may be disabled.
+            self._status = autograph_status()
+
+    @classmethod
+    def of(
+        cls, name: str, method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> "UpdateCall":
+        """Return a call of a bound method with these arguments."""
+        return cls(name, method, inspect.signature(method).bind(*args, **kwargs))
+
+    @property
+    def others(self) -> Mapping[str, Any]:
+        """The arguments that Keras does not know, by their names or positions."""
+        positional = {str(i): value for i, value in enumerate(self._args) if i >= self._positional}
+        return positional | {name: self._kwargs[name] for name in self._kwargs if name not in self._by_name}
+
+    @property
+    def text(self) -> str:
+        """The other arguments as a text."""
+        plain = (bool, int, float, str, type(None))
+        leaves = [(name, leaf) for name, value in self.others.items() for leaf in keras.tree.flatten(value)]
+        return ", ".join(
+            f"{name} {leaf!r}" if isinstance(leaf, plain) else f"{name} of {type(leaf).__qualname__}"
+            for name, leaf in leaves
+        )
+
+    def refuse_tensors(self) -> None:
+        """Raise ModelError if another argument is a tensor: one call makes the update of all replicas."""
+        for leaf in keras.tree.flatten([*self.others.values()]):
+            if keras.ops.is_tensor(leaf) or isinstance(leaf, np.ndarray | np.generic):
+                raise ModelError(
+                    f"{self.name} of the program's optimizer gets an array or a tensor besides gradients, "
+                    "and each replica may pass another one: pass a number that is equal on all replicas"
+                )
+
+    def __call__(self, gradients: list[Any], variables: list[Any]) -> Any:
+        """Call the method with other gradients, and with other variables if they were passed."""
+        pairs = self.name == "apply_gradients"
+        values = [list(zip(gradients, variables, strict=True))] if pairs else [gradients, variables]
+        named = dict(zip(self._by_name, values[self._positional :], strict=True))
+        passed = {name: value for name, value in named.items() if name in self._kwargs}
+        args = (*values[: self._positional], *self._args[self._positional :])
+        with self._status:
+            return self._method(*args, **{**self._kwargs, **passed})
+
+
 @dataclass(frozen=True)
 class Update:
     """An update that each step makes.
@@ -122,12 +206,18 @@ class Update:
 
     @cached_property
     def text(self) -> str:
-        """The names of the optimizer and the variables, which are equal on all workers."""
-        return f"{self.optimizer.name} updates {', '.join(variable.path for variable in self.variables)}"
+        """The optimizer, the variables and other arguments, which are equal on all workers."""
+        updated = f"{self.optimizer.name} updates {', '.join(variable.path for variable in self.variables)}"
+        return f"{updated} with {self.others}" if self.others else updated
+
+    @property
+    def others(self) -> str:
+        """The arguments that Keras does not know, which are equal on all workers."""
+        return self.call.text if isinstance(self.call, UpdateCall) else ""
 
     def is_like(self, other: "Update | None") -> bool:
-        """Whether both updates have the same optimizer and variables."""
-        if other is None or self.optimizer is not other.optimizer:
+        """Whether both updates have the same optimizer, variables and other arguments."""
+        if other is None or self.optimizer is not other.optimizer or self.others != other.others:
             return False
         return [id(variable) for variable in self.variables] == [id(variable) for variable in other.variables]
 
@@ -272,6 +362,8 @@ class UpdateRecorder:
         if not grads:
             # Keras does nothing without gradients.
             return
+        if isinstance(call, UpdateCall):
+            call.refuse_tensors()
         variables = trained_by(optimizer) if trainable_variables is None else trainable_variables
         update = Update(optimizer, list(variables), call=call)
         number = self._next_number()
@@ -310,13 +402,11 @@ class UpdateRecorder:
         applied = list(optimizers)
         with ExitStack() as stack:
             for optimizer in applied:
-                program_apply = vars(optimizer).get("apply")
-                stack.enter_context(
-                    replaced(optimizer, "apply", partial(self.apply, optimizer, call=program_apply))
-                )
-                if overrides_apply_gradients(optimizer):
-                    replacement = partial(self._apply_gradients, optimizer, optimizer.apply_gradients)
-                    stack.enter_context(replaced(optimizer, "apply_gradients", replacement))
+                names = ["apply", *(["apply_gradients"] if overrides_apply_gradients(optimizer) else [])]
+                for name in names:
+                    is_own = name == "apply_gradients" or name in vars(optimizer)
+                    replacement = partial(self._called, optimizer, name, getattr(optimizer, name), is_own)
+                    stack.enter_context(replaced(optimizer, name, replacement))
             yield
         if not (self._reached or (varies and applied)) and model.trainable_variables:
             raise ModelError(
@@ -324,18 +414,30 @@ class UpdateRecorder:
                 "optimizer as an attribute of the model"
             )
 
-    def _apply_gradients(
-        self, optimizer: Any, original: Callable[..., Any], grads_and_vars: Any, **options: Any
+    def _called(
+        self,
+        optimizer: Any,
+        name: str,
+        method: Callable[..., Any],
+        is_own: bool,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Repeat or record an update that the program's own `apply_gradients` makes."""
-        gradients, variables = zip(*grads_and_vars, strict=True)
+        """Repeat or record an update that a method of an optimizer makes.
 
-        def call(gradients: list[Any], variables: list[Any]) -> None:
-            original(list(zip(gradients, variables, strict=True)), **options)
-
-        self.apply(optimizer, gradients, variables, call)
+        Args:
+            optimizer: the optimizer.
+            name: the name of the method.
+            method: the method.
+            is_own: whether the update is not that of the optimizer's class, which may be compiled.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
+        call = UpdateCall.of(name, method, args, kwargs)
+        self.apply(optimizer, *call.gradients_and_variables, call if is_own or call.others else None)
         # As Keras does.
-        return optimizer.iterations
+        return optimizer.iterations if name == "apply_gradients" else None
 
 
 def overrides_apply_gradients(optimizer: Any) -> bool:
@@ -367,8 +469,9 @@ def _refuse_another(update: Update, expected: Update | None) -> None:
     if not update.is_like(expected):
         raise ModelError(
             "a replica applies another optimizer than before in the same step, or applies it to other "
-            "variables: all replicas must make the same updates in the same order, in each round; look for "
-            "conditions on their examples, on the time or on what the step itself has changed in Python"
+            "variables, or with other arguments: all replicas must make the same updates in the same "
+            "order, in each round; look for conditions on their examples, on the time or on what the step "
+            "itself has changed in Python"
         )
 
 

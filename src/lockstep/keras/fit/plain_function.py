@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.keras.backends.multi_update import Update, overrides_apply_gradients
+from lockstep.keras.backends.multi_update import Update, UpdateCall, overrides_apply_gradients
 from lockstep.keras.private.common import layers_of, mask_of, set_mask, trained_by
 from lockstep.keras.variables import optimizers_of
 from lockstep.worker.patch_registry import replaced
@@ -181,11 +181,12 @@ class FunctionWithGradients:
     def _stateful(self, optimizer: Any) -> Callable[..., Any]:
         original = optimizer.apply
 
-        def apply(grads: Any, trainable_variables: Any = None) -> Any:
-            grads = list(grads)
-            variables = trained_by(optimizer) if trainable_variables is None else list(trainable_variables)
-            self._note(optimizer, grads, variables)
-            return original(grads, trainable_variables)
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            call = UpdateCall.of("apply", original, args, kwargs)
+            gradients, variables = call.gradients_and_variables
+            variables = trained_by(optimizer) if variables is None else variables
+            self._note(optimizer, gradients, variables)
+            return call(gradients, variables)
 
         return apply
 
@@ -193,11 +194,11 @@ class FunctionWithGradients:
         """Return an `apply_gradients` of the program's own, whose gradients count before it changes them."""
         apply, original = optimizer.apply, optimizer.apply_gradients
 
-        def apply_gradients(grads_and_vars: Any, **options: Any) -> Any:
-            pairs = list(grads_and_vars)
-            self._note(optimizer, *zip(*pairs, strict=True))
+        def apply_gradients(*args: Any, **kwargs: Any) -> Any:
+            call = UpdateCall.of("apply_gradients", original, args, kwargs)
+            self._note(optimizer, *call.gradients_and_variables)
             with replaced(optimizer, "apply", apply):
-                return original(pairs, **options)
+                return call(*call.gradients_and_variables)
 
         return apply_gradients
 

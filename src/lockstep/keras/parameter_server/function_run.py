@@ -52,7 +52,7 @@ import numpy.typing as npt
 from lockstep.errors import InputError, LockstepError, ModelError
 from lockstep.keras.assignments import is_observed_by, observed_by, reads_observed_by
 from lockstep.keras.backends.eager_contract import EagerBackend
-from lockstep.keras.backends.multi_update import Update
+from lockstep.keras.backends.multi_update import Update, UpdateCall
 from lockstep.keras.parameter_server.served_optimizers import (
     iterations_of,
     lazy_hindrance,
@@ -78,7 +78,7 @@ from lockstep.keras.private.common import (
     variables_without_decay,
 )
 from lockstep.keras.randomness import random_numbers, random_states, set_random_states
-from lockstep.keras.replica_run.merges import Op, Replica, UpdateCall, computing_as
+from lockstep.keras.replica_run.merges import Op, Replica, computing_as
 from lockstep.keras.seeds import key_of_replica
 from lockstep.parameter_server.partitioners import Partitioner
 
@@ -777,7 +777,7 @@ class _Watcher:
         """
         if not gradients:
             return
-        if call is not None and call.name == "apply" and call.has_others:
+        if call is not None and call.name == "apply" and call.others:
             raise ModelError(
                 f"a scheduled function passes arguments of its own to apply of {type(optimizer).__name__}, "
                 "which the servers call without them"

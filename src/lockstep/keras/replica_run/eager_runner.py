@@ -254,9 +254,11 @@ class EagerRound(FunctionRound):
         return {name: array for name, array in partial.items() if not name.startswith(_RESULT)}
 
     def form(self) -> str:
-        """Return a text on the last computation's changes in Python, if it is the function's last round."""
-        profile = self._execution.profile
-        return profile.python.form() if profile.rounds.is_last(len(self._earlier)) else ""
+        """Return a text on the round's update and, in the last round, on the changes in Python."""
+        profile, merges = self._execution.profile, self._execution.merges[len(self._earlier) :]
+        updates = [merge.update.others for merge in merges if merge.update is not None]
+        python = profile.python.form() if profile.rounds.is_last(len(self._earlier)) else ""
+        return "; ".join(text for text in (python, *updates) if text)
 
 
 def _sources(arguments: Any) -> list[Values]:

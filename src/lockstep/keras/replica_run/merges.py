@@ -13,8 +13,9 @@ contains the divisor. Single numbers that the function returns travel with the l
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any, Literal, NoReturn, Protocol
 
 import keras
@@ -22,7 +23,7 @@ import keras
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.eager_contract import CustomGradient
-from lockstep.keras.backends.multi_update import ApplyCall, EndOfRound, Update, UpdateRecorder
+from lockstep.keras.backends.multi_update import ApplyCall, EndOfRound, Update, UpdateCall, UpdateRecorder
 from lockstep.system.thread_value import ThreadValue
 from lockstep.worker.patch_registry import PATCHES, definer
 
@@ -30,58 +31,6 @@ Op = Literal["sum", "mean"]
 
 SUMMED = "merge/"
 """The prefix of names of arrays that a merge sums."""
-_PARAMETERS = {"apply": ("grads", "trainable_variables"), "apply_gradients": ("grads_and_vars",)}
-"""The parameters of the methods of Keras's optimizers that make an update."""
-
-
-class UpdateCall:
-    """A call of a method that makes an update, which the program may have defined: an `ApplyCall`.
-
-    The first arguments are those of Keras, whatever their names. The program may have added others.
-
-    Args:
-        name: the name of the method.
-        original: calls the method.
-        arguments: its arguments, beginning with the optimizer.
-
-    Attributes:
-        name: the name of the method.
-    """
-
-    def __init__(self, name: str, original: Callable[..., Any], arguments: inspect.BoundArguments) -> None:
-        self.name = name
-        self._original = original
-        self._args, self._kwargs = arguments.args, arguments.kwargs
-        self._status: AbstractContextManager[Any] = nullcontext()
-        if keras.backend.backend() == "tensorflow":
-            from lockstep.keras.private.tensorflow import autograph_status
-
-            # Where the update is made, AutoGraph may be disabled.
-            self._status = autograph_status()
-        names = _PARAMETERS[name]
-        self._positional = len(self._args[1 : len(names) + 1])
-        self._by_name = names[self._positional :]
-
-    @property
-    def values(self) -> list[Any]:
-        """The arguments that Keras knows, None for one that was not passed."""
-        named = [self._kwargs.get(name) for name in self._by_name]
-        return [*self._args[1 : self._positional + 1], *named]
-
-    @property
-    def has_others(self) -> bool:
-        """Whether there are arguments that Keras does not know."""
-        return len(self._args) > self._positional + 1 or not self._kwargs.keys() <= {*self._by_name}
-
-    def __call__(self, gradients: list[Any], variables: list[Any]) -> Any:
-        """Call the method with other gradients, and with other variables if they were passed."""
-        pairs = self.name == "apply_gradients"
-        values = [list(zip(gradients, variables, strict=True))] if pairs else [gradients, variables]
-        named = dict(zip(self._by_name, values[self._positional :], strict=True))
-        passed = {name: value for name, value in named.items() if name in self._kwargs}
-        args = (self._args[0], *values[: self._positional], *self._args[self._positional + 1 :])
-        with self._status:
-            return self._original(*args, **{**self._kwargs, **passed})
 
 
 class Merger(Protocol):
@@ -200,15 +149,10 @@ def _merging_apply(
     replica = current_replica()
     if replica is None or not isinstance(args[0], keras.optimizers.Optimizer):
         return original(*args, **kwargs)
-    call = UpdateCall("apply", original, inspect.signature(method).bind(*args, **kwargs))
-    gradients, variables = call.values
+    call = _call_of("apply", method, original, *args, **kwargs)
+    gradients, variables = call.gradients_and_variables
     is_own = not method.__module__.startswith("keras.")
-    return replica.merger.apply(
-        args[0],
-        list(gradients),
-        None if variables is None else list(variables),
-        call if is_own else None,
-    )
+    return replica.merger.apply(args[0], gradients, variables, call if is_own else None)
 
 
 def _merging_apply_gradients(
@@ -218,12 +162,22 @@ def _merging_apply_gradients(
     replica = current_replica()
     if replica is None or not isinstance(args[0], keras.optimizers.Optimizer):
         return original(*args, **kwargs)
-    call = UpdateCall("apply_gradients", original, inspect.signature(method).bind(*args, **kwargs))
-    pairs = list(call.values[0])
-    gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-    result = replica.merger.apply(args[0], gradients, variables, call)
+    call = _call_of("apply_gradients", method, original, *args, **kwargs)
+    result = replica.merger.apply(args[0], *call.gradients_and_variables, call)
     # A later update returns nothing here; Keras's own method returns this.
     return args[0].iterations if result is None else result
+
+
+def _call_of(
+    name: str,
+    method: Callable[..., Any],
+    original: Callable[..., Any],
+    optimizer: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> UpdateCall:
+    arguments = inspect.signature(MethodType(method, optimizer)).bind(*args, **kwargs)
+    return UpdateCall(name, functools.partial(original, optimizer), arguments)
 
 
 class SingleReplicaMerger:
