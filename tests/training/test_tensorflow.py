@@ -60,6 +60,7 @@ if HERE:
     from lockstep.keras.private.tensorflow import RANDOM_WITHOUT_EQUIVALENT
     from lockstep.keras.python_replicas import python_facts, saved_python, set_python
     from lockstep.keras.replica_run import merges, tf_merged_variables
+    from lockstep.keras.replica_run.runner import SingleReplicaRunner
     from lockstep.keras.tf_checkpoints import save_once
 
 MIRRORED = Path(__file__).with_name("mirrored_values.py")
@@ -944,6 +945,28 @@ def test_an_apply_gradients_of_the_program_gets_the_gradients_of_all_replicas(
     model.fit(x, np.zeros((6, 1)), batch_size=6, shuffle=False, verbose=0)
     assert model.get_weights()[0].item() == pytest.approx(0.7)
     assert int(optimizer.iterations) == 1
+
+
+def negative_is_zero(number: Any) -> Any:
+    """AutoGraph converts it only where it is called, because it is defined outside."""
+    if number > 0:
+        return number
+    return 0.0
+
+
+@here
+@pytest.mark.parametrize("converts", [True, False])
+def test_autograph_converts_a_function_of_one_replica_in_a_graph(converts: bool) -> None:
+    @tf.function(autograph=converts)
+    def step(number: Any) -> Any:
+        return SingleReplicaRunner().run(negative_is_zero, (number,), {})
+
+    assert SingleReplicaRunner().run(negative_is_zero, (-2.0,), {}) == 0
+    if converts:
+        assert [float(step(tf.constant(number))) for number in (2.0, -2.0)] == [2, 0]
+        return
+    with pytest.raises(tf.errors.OperatorNotAllowedInGraphError):
+        step(tf.constant(2.0))
 
 
 @here

@@ -380,6 +380,13 @@ def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if status is None else converted(function, status)
 
 
+def as_in_its_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as AutoGraph converts it where a graph is being traced, or a `tf.function` itself."""
+    if not tf.inside_function() or isinstance(function, tf.types.experimental.PolymorphicFunction):
+        return function
+    return converted(function, autograph_status())
+
+
 def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
     """Return the variables that a function's graph assigns, also if only a branch of a condition does.
 

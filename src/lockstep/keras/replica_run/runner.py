@@ -73,7 +73,11 @@ class SingleReplicaRunner:
         return nullcontext()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function."""
+        """Call the function, which AutoGraph converts in a graph, as where there are several replicas."""
+        if keras.backend.backend() == "tensorflow":
+            from lockstep.keras.backends.tf_graphs import as_in_its_graph
+
+            function = as_in_its_graph(function)
         with computing_as(Replica(0, SingleReplicaMerger())):
             return function(*args, **kwargs)
 
