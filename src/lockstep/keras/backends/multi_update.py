@@ -434,6 +434,10 @@ class UpdateRecorder:
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
+        if not is_own and not kwargs and len(args) <= len(_PARAMETERS[name]):
+            # Keras calls it like this in each step.
+            self.apply(optimizer, *args)
+            return None
         call = UpdateCall.of(name, method, args, kwargs)
         self.apply(optimizer, *call.gradients_and_variables, call if is_own or call.others else None)
         # As Keras does.
