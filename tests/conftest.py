@@ -45,8 +45,9 @@ _WAITING = ("hosts", "ray", "collectives")
 _SET_FOR_GOOD = ("jax_check_static_indices", "jax_compilation_cache_dir")
 """Options of JAX that a training of Lockstep sets for the rest of the process."""
 _READ_FROM_ENVIRONMENT = (
-    *("$LOCKSTEP_", "$KERAS_", "$TF_", "$JAX_", "$XLA_", "$CUDA_VISIBLE_", "$CUBLAS_", "$NVIDIA_"),
-    *("$OMP_", "$MKL_", "$PYTHONHASHSEED", "$SLURM_"),
+    *("$LOCKSTEP_", "$KERAS_", "$JAX_", "$XLA_", "$CUDA_VISIBLE_", "$CUBLAS_", "$PYTHONHASHSEED", "$SLURM_"),
+    # Libraries set other variables of TensorFlow when they are imported.
+    *("$TF_CONFIG", "$TF_USE_LEGACY_KERAS", "$TF_DETERMINISTIC_OPS", "$TF_NUM_"),
 )
 """How the names of variables begin that change what Lockstep or a backend does."""
 _SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
