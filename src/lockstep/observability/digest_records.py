@@ -1,4 +1,4 @@
-"""The records of the digest log: what a worker records of the bits of a training.
+"""The records of the digest log, in which a worker describes the bits of a training.
 
 The tag and the fields of a class are a row of docs/run-folder.md, which a test compares.
 """
@@ -53,7 +53,7 @@ class ProgramRecorded(msgspec.Struct, frozen=True, kw_only=True, tag_field="even
 
 
 class SettingsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="settings"):
-    """The settings of a distributed call that begins: of the call, the model, optimizer, loss and callbacks.
+    """The settings of a distributed call, its model, optimizer, loss and callbacks, when it begins.
 
     Published for the first call of a method, and for each call whose settings differ from those of the
     previous one.

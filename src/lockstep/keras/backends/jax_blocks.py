@@ -186,7 +186,7 @@ class WholeGradients:
         """Return whether all are finite, and the clipped gradients; None for what the update does not need.
 
         Args:
-            values: of the optimizer's variables.
+            values: the values of the optimizer's variables.
             density: by which the gradients are divided; None for no division.
             gradients: of all variables.
         """
@@ -266,8 +266,8 @@ class JaxBlocks:
         """Put shared values in the place of arrays that were made from them: all weights, or all slots.
 
         Args:
-            weights: before an update.
-            values: of the optimizer's variables.
+            weights: the weights before an update.
+            values: the values of the optimizer's variables.
         """
         if self._state is None:
             return

@@ -143,7 +143,7 @@ def assign(variable: tf.Variable, array: npt.NDArray[Any], *, in_place: bool = F
         variable: the variable.
         array: its value.
         in_place: whether the variable may have the memory of the array until it gets another value. Then
-            nobody changes the array meanwhile, and TensorFlow does not either; see `borrowed`.
+            the caller must not change the array. TensorFlow does not change it; see `borrowed`.
     """
     if isinstance(variable, tf.distribute.DistributedValues):
         variable.assign(array)

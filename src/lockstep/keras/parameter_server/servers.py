@@ -408,7 +408,7 @@ class _Memory:
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody uses the array any more."""
+        """Whether the array that was lent is no longer in use."""
         return self._lent is None or self._lent() is None
 
 
