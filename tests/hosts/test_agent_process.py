@@ -296,13 +296,13 @@ class Agent:
         return message
 
     def answer(self) -> RemoteReport:
-        """The next message but signs of life."""
+        """The next message but heartbeats."""
         while isinstance(message := self.next(), KeepAlive):
             pass
         return message
 
     def lives(self) -> None:
-        """Wait for signs of life that it sends from now on."""
+        """Wait for heartbeats that it sends from now on."""
         for _ in range(3):
             assert self.next() == KeepAlive()
 

@@ -1,7 +1,7 @@
 """The coordinator of a job keeps the state of supervision, and has its decisions carried out.
 
 It receives the reports of agents and the signals of the command, sends instructions to agents and publishes
-events. `Narrator` tells the user about them, `HostWatch` exchanges signs of life with other hosts, and
+events. `Narrator` tells the user about them, `HostWatch` exchanges heartbeats with other hosts, and
 `Requests` answers other terminals.
 """
 

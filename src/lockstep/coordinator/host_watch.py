@@ -1,4 +1,4 @@
-"""The signs of life that the coordinator of a job and the agents of other hosts send each other."""
+"""The heartbeats that the coordinator of a job and the agents of other hosts send each other."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,12 +44,12 @@ class HostWatch:
             self.due = agent.heard
 
     def hasten(self) -> None:
-        """Let the next sign of life be due now."""
+        """Let the next heartbeat be due now."""
         if self.due is not None:
             self.due = self._send_due = self.clock.now()
 
     def serve(self, keep_record: Callable[[], None]) -> None:
-        """Send signs of life, if it is time.
+        """Send heartbeats, if it is time.
 
         Args:
             keep_record: called first. Agents forget acknowledged reports, so the record must contain their

@@ -56,7 +56,7 @@ from lockstep.transport.stream_channel import StreamChannel
 _PATIENCE = 10.0
 """Seconds that a new coordinator has to take what it is sent."""
 _STUCK = 30.0
-"""Seconds without a sign of life of the coordinator until it is killed and replaced; disks may be slow."""
+"""Seconds without a heartbeat of the coordinator until it is killed and replaced; disks may be slow."""
 _MOST_LOSSES = 20
 _WITHIN = 60.0
 """A coordinator that is lost more than `_MOST_LOSSES` times within these seconds is not started again."""

@@ -2,7 +2,7 @@
 
 For a script's callback in `fit`, `keras/state/checkpoint_callback.py` does the same. Both use
 `checkpoint/held.py`, which chooses, and `checkpoint/hand_over.py`, which copies. Work that may take long on a
-slow disk runs in a thread (`system/disk_work.py`), while agents send signs of life, and workers meet every
+slow disk runs in a thread (`system/disk_work.py`), while agents send heartbeats, and workers meet every
 second.
 """
 
@@ -183,7 +183,7 @@ class SharedCheckpoints:
         facts: the facts of the hosts, by their index.
         command: the channel over which the job is stopped.
         loop: serves the channels.
-        clock: for signs of life and deadlines.
+        clock: for heartbeats and deadlines.
         say: shows a note.
     """
 
@@ -279,7 +279,7 @@ class SharedCheckpoints:
         self._live()
 
     def _complete(self, arriving: ArrivingCheckpoint) -> None:
-        """Complete the copy on this host; meanwhile, send signs of life to the agents of other hosts."""
+        """Complete the copy on this host; meanwhile, send heartbeats to the agents of other hosts."""
         work = DiskWork(arriving.complete, _writing(self.checkpoints.folder), self.loop, self.clock)
         with closing(work):
             begun = self.clock.now()
