@@ -114,11 +114,6 @@ def complete(store: ObjectStore) -> list[int]:
     return [stored.step for stored in head.checkpoints] if head else []
 
 
-@pytest.fixture
-def backing() -> Any:
-    return obstore.store.MemoryStore()
-
-
 def test_uploads_that_failed_are_no_old_checkpoints_and_go_with_the_next_commit(
     tmp_path: Path, backing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -484,3 +479,18 @@ def test_reasons_hold_no_secrets() -> None:
     assert _reason(body) == "ExpiredToken: The token has expired."
     sas = "Error performing PUT https://a.blob/x?sig=secret in 5ms - HTTP error: https://a.blob/x?sig=secret"
     assert "secret" not in _reason(sas)
+    token = (
+        "Generic GCS error: Error performing token request: Error performing POST https://oauth2 in 9ms - "
+        'Server returned non-2xx status code: 400 Bad Request: {"error": "invalid_grant", '
+        '"error_description": "Token has been expired or revoked.", "x": "secret"}\n\nDebug source: secret'
+    )
+    assert _reason(token) == "invalid_grant: Token has been expired or revoked."
+
+
+def test_missing_credentials_are_named_as_their_store_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_USE_EMULATOR"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        CheckpointError, match="such as AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+    ):
+        ObjectStore("az://container/job")

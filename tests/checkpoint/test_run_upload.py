@@ -185,21 +185,17 @@ class Uploads:
 
 
 @pytest.fixture
-def backing() -> Any:
-    return obstore.store.MemoryStore()
+def backing(backing: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let the start of a job use the same store."""
+    monkeypatch.setattr(run_upload, "_open", lambda url, retries=8: ObjectStore(URL, backing=backing))
+    return backing
 
 
 @pytest.fixture
-def uploads(tmp_path: Path, backing: Any, stores: None) -> Uploads:
+def uploads(tmp_path: Path, backing: Any) -> Uploads:
     begun = Uploads(tmp_path / "run", backing)
     begun.write("events.jsonl", '{"event": "job"}\n')
     return begun
-
-
-@pytest.fixture(autouse=True)
-def stores(backing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the start of a job use the same store."""
-    monkeypatch.setattr(run_upload, "_open", lambda url, retries=8: ObjectStore(URL, backing=backing))
 
 
 def stored(backing: Any) -> dict[str, bytes]:

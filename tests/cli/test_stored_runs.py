@@ -17,7 +17,7 @@ from lockstep.checkpoint.object_store import name_for
 from lockstep.checkpoint.run_files import INDEX
 from lockstep.cli.parameter_types import Run
 from lockstep.system.paths import RunPaths
-from object_server import SECRET, FaultyServer, s3_server
+from object_server import SECRET, FaultyServer, store_server
 
 obstore = pytest.importorskip("obstore", reason="obstore is not installed")
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -32,7 +32,7 @@ barrier()
 
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with s3_server(tmp_path_factory.mktemp("s3")) as variables:
+    with store_server("s3", tmp_path_factory.mktemp("s3")) as variables:
         yield variables
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from object_server import s3_server
+from object_server import store_server
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 WAYS = dict(re.findall(r"\n## ([\w ]+)\n(?:(?!\n## ).)*?```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
@@ -43,7 +43,7 @@ Y = (X.sum(1) > 0).astype("float32")
 @pytest.fixture(scope="module")
 def variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The variables with which programs find the store."""
-    with s3_server(tmp_path_factory.mktemp("store")) as found:
+    with store_server("s3", tmp_path_factory.mktemp("store")) as found:
         yield found | {"AWS_DEFAULT_REGION": found["AWS_REGION"]}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lockstep.checkpoint.store import Store
-from object_server import SECRET, s3_server
+from object_server import SECRET, store_server
 
 Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
@@ -117,7 +117,9 @@ def test_a_stopped_job_resumes_at_its_last_step(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("scheme", [pytest.param("file", marks=pytest.mark.slow), "s3"])
+@pytest.mark.parametrize(
+    "scheme", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("file", "az", "gs")), "s3"]
+)
 def test_a_stopped_job_resumes_on_another_machine(
     launch: Launch,
     undisturbed: Callable[[str], Any],
@@ -130,8 +132,8 @@ def test_a_stopped_job_resumes_on_another_machine(
     expected = undisturbed("jax")
     monkeypatch.setitem(environment, "XDG_CACHE_HOME", str(tmp_path / "cache"))
     url, server = f"file://{tmp_path / 'store'}", nullcontext(dict[str, str]())
-    if scheme == "s3":
-        url, server = "s3://bucket/job", s3_server(tmp_path)
+    if scheme != "file":
+        url, server = f"{scheme}://bucket/job", store_server(scheme, tmp_path)
     with server as variables:
         for name, value in variables.items():
             monkeypatch.setitem(environment, name, value)

@@ -17,7 +17,7 @@ import msgspec
 
 from lockstep.errors import CheckpointError, ConfigError, UnfitError
 from lockstep.system.environment import cache_folder
-from lockstep.system.prose import install_command
+from lockstep.system.prose import install_command, printable
 
 _SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "file", "memory")
 _PART = 8 << 20
@@ -32,8 +32,16 @@ _RETRY_SECONDS = 60
 """For a request that fails again and again."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15
 """Seconds before it is repeated; the pause doubles."""
-_EXPIRED = re.compile("expired|InvalidAccessKeyId|InvalidToken|SignatureDoesNotMatch", re.IGNORECASE)
+_EXPIRED = re.compile(
+    "expired|InvalidAccessKeyId|InvalidToken|SignatureDoesNotMatch|invalid_grant|invalid_client",
+    re.IGNORECASE,
+)
+_SKEWED = re.compile("RequestTimeTooSkewed|Request date header too old")
 _LACKING = re.compile(r"169\.254\.169\.254|metadata\.google|MissingAccount|Account must be specified")
+_AWS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+_AZURE = "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY"
+_VARIABLES = {"s3": _AWS, "s3a": _AWS, "gs": "GOOGLE_APPLICATION_CREDENTIALS"}
+"""Variables with credentials, by scheme; the other schemes are Azure's."""
 _LONGEST_REASON = 300
 
 
@@ -164,6 +172,8 @@ class ObjectStore:
     def replace(self, name: str, data: bytes, tag: str | None) -> str:
         """Write a small object that has a tag, or that does not exist if `tag` is None; return its new tag.
 
+        The data must be those of one writer and one write, such as with a random token and a counter.
+
         Raises:
             Conflict: it has another tag. Never raised by a store that is not conditional.
         """
@@ -173,9 +183,14 @@ class ObjectStore:
         try:
             return _tag(self._obstore.put(self._store, name, data, mode=mode, use_multipart=False))
         except (self._obstore.exceptions.AlreadyExistsError, self._obstore.exceptions.PreconditionError):
-            raise Conflict from None
+            pass
         except Exception as error:
             raise self._failed("written", error) from None
+        content = self.read(name)
+        if content is None or content[0] != data:
+            raise Conflict
+        # The library has repeated the request, because the answer to the first one was an error or lost.
+        return content[1]
 
     def put(self, name: str, file: Path, size: int) -> None:
         """Upload a file of `size` bytes in parts; the object appears when it is complete."""
@@ -207,9 +222,11 @@ class ObjectStore:
             except FileNotFoundError:
                 raise
             except Exception as error:
-                if "range" in str(error).lower():
+                failure = self._failed("read", error)
+                # Each store has its own words for a range beyond the end.
+                if (self.size(name) or 0) < start + length:
                     raise FileNotFoundError(name) from None
-                raise self._failed("read", error) from None
+                raise failure from None
             if len(part) != length:
                 raise FileNotFoundError(name)
             yield part
@@ -271,16 +288,22 @@ class ObjectStore:
         why = _reason(text)
         if isinstance(error, FileNotFoundError):
             return CheckpointError(f"{self.url} cannot be {action}: {why or 'it does not exist'}; create it")
+        if _SKEWED.search(text):
+            return CheckpointError(
+                f"{self.url} cannot be {action}: the clock of this machine is wrong ({why}); set it"
+            )
         denied = isinstance(error, kinds.UnauthenticatedError | kinds.PermissionDeniedError)
-        if denied or _EXPIRED.search(text):
+        # Names of objects are in the text, too, but not in the reason.
+        if denied or _EXPIRED.search(why):
             return CheckpointError(
                 f"{self.url} cannot be {action}: the store refuses the credentials of this process ({why}); "
                 "renew them in its environment, or give them the permission"
             )
         if _LACKING.search(text):
+            variables = _VARIABLES.get(self.url.partition(":")[0], _AZURE)
             return CheckpointError(
                 f"{self.url} cannot be {action}: this process has no credentials for the store; set them in "
-                "its environment, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                f"its environment, such as {variables}"
             )
         return CheckpointError(f"{self.url} cannot be {action}: {why}; check the store and the network")
 
@@ -293,8 +316,16 @@ def _tag(meta: Any) -> str:
 
 def _reason(text: str) -> str:
     """Return the reason in the library's error: no address or body of a request, which may hold secrets."""
+    return printable(_message(text).strip().partition("\n")[0])[:_LONGEST_REASON]
+
+
+def _message(text: str) -> str:
     if match := re.search(r"<Code>([^<]*)</Code>\s*<Message>([^<]*)</Message>", text):
-        return f"{match[1]}: {match[2]}"[:_LONGEST_REASON]
+        return f"{match[1]}: {match[2]}"
+    # A service that gives out credentials.
+    code = re.search(r'"error": ?"([^"]*)"', text)
+    if code and (match := re.search(r'"error_description": ?"([^"]*)"', text)):
+        return f"{code[1]}: {match[1]}"
     if "kind: Connect" in text:
         return "no connection"
     if "kind: Timeout" in text:
@@ -302,6 +333,6 @@ def _reason(text: str) -> str:
         elapsed = re.search(r"elapsed: ([0-9.]+)s\b", text)
         return f"no answer within {float(elapsed[1]):.0f} s" if elapsed else "no answer in time"
     if match := re.search(r"status code: ([0-9]{3} [A-Za-z ]*)", text):
-        return match[1].strip()
+        return match[1]
     first = re.sub(r"\S+://\S+", "", text.partition("\n")[0]).partition(" - ")
-    return (first[2] or first[0]).strip()[:_LONGEST_REASON]
+    return first[2] or first[0]
