@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint import object_store
 from lockstep.checkpoint.object_store import Conflict, ObjectStore
 from lockstep.errors import CheckpointError
 from object_server import ENDPOINTS, SCHEMES, FaultyServer
@@ -49,7 +50,7 @@ def refused(server: FaultyServer, url: str, status: int, text: str) -> str:
     """Return the message of an error that the store answers with."""
     server.denies, server.denial = lambda method, path: True, (status, text.encode())
     with pytest.raises(CheckpointError) as error:
-        ObjectStore(url, retries=0).read("head.json")
+        ObjectStore(url, retry_seconds=0).read("head.json")
     return str(error.value)
 
 
@@ -90,6 +91,27 @@ def test_of_two_writers_one_fails(server: FaultyServer, url: str) -> None:
         store.replace("head.json", b"3", second)
 
 
+def test_a_request_is_repeated_for_a_time_however_often_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_FIRST_PAUSE", "_LONGEST_PAUSE"):
+        monkeypatch.setattr(object_store, name, 0.001)
+    keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_REGION": "us-east-1"}
+    with FaultyServer({ENDPOINTS["s3"]: "http://127.0.0.1:9", **keys}) as server:
+        for name, value in server.variables.items():
+            monkeypatch.setenv(name, value)
+
+        def deny(method: str, path: str) -> bool:
+            server.denial = (503 if len(server.requests) <= 20 else 404), b""
+            return True
+
+        server.denies = deny
+        assert ObjectStore("s3://bucket/job").read("head.json") is None
+        assert len(server.requests) == 21
+        server.requests.clear()
+        with pytest.raises(CheckpointError, match="503"):
+            ObjectStore("s3://bucket/job", retry_seconds=0).read("head.json")
+        assert len(server.requests) == 1
+
+
 def test_a_write_whose_answer_is_lost_has_succeeded(server: FaultyServer, url: str) -> None:
     """The library repeats it, and then its condition does not hold any more."""
     store, lost = ObjectStore(url), list[str]()
@@ -112,7 +134,7 @@ def test_a_write_whose_answer_is_lost_has_succeeded(server: FaultyServer, url: s
 
 def test_a_store_that_fails_has_no_damaged_objects(server: FaultyServer, url: str, tmp_path: Path) -> None:
     """A job would skip a damaged checkpoint, and resume from an earlier one."""
-    store, file = ObjectStore(url, retries=0), tmp_path / "file"
+    store, file = ObjectStore(url, retry_seconds=0), tmp_path / "file"
     file.write_bytes(b"12345")
     store.put(NAME, file, 5)
     server.denies, server.denial = lambda method, path: method == "GET", (500, b"")

@@ -158,7 +158,7 @@ class Uploads:
         self.folder, self.store, self.seconds = folder, FailingStore(backing), 0.0
         self.notes: list[str] = []
         folder.mkdir(exist_ok=True)
-        prepare(URL, folder, 0)
+        prepare(URL, folder)
         (holder,) = RunPaths(folder).store_mark.read_text().split()
         self.upload = RunUpload(
             folder, URL, holder, lambda url: self.store, self.notes.append, lambda: self.seconds, self.wait
@@ -187,7 +187,7 @@ class Uploads:
 @pytest.fixture
 def backing(backing: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the start of a job use the same store."""
-    monkeypatch.setattr(run_upload, "_open", lambda url, retries=8: ObjectStore(URL, backing=backing))
+    monkeypatch.setattr(run_upload, "_open", lambda url, retry_seconds=0: ObjectStore(URL, backing=backing))
     return backing
 
 
@@ -380,7 +380,7 @@ def test_the_next_run_on_another_machine_continues_the_files(
     obstore.put(backing, "node2-20260102/events.jsonl", b"of a standby")
     there = tmp_path / "there"
     there.mkdir()
-    prepare(URL, there, 0)
+    prepare(URL, there)
     assert local(there) == local(uploads.folder)
 
 
@@ -388,7 +388,7 @@ def test_the_next_run_on_the_same_machine_keeps_what_was_not_uploaded(uploads: U
     uploads.advance()
     uploads.write("events.jsonl", '{"event": "view"}\n')
     before = local(uploads.folder)
-    prepare(URL, uploads.folder, 0)
+    prepare(URL, uploads.folder)
     assert local(uploads.folder) == before
 
 
@@ -404,7 +404,7 @@ def test_a_run_that_another_one_has_replaced_stays_on_its_machine(
     before = local(uploads.folder)
     assert "another run uploads" in uploads.finish()
     for number in (2, 3):
-        prepare(URL, uploads.folder, 0)
+        prepare(URL, uploads.folder)
         assert local(uploads.folder) == local(other.folder), "the files of two runs do not mix"
         assert local(tmp_path / "run-2") == before
         assert (tmp_path / f"run-{number}").exists() == (number == 2), "its own run stays in place"
@@ -426,7 +426,7 @@ def test_a_folder_that_a_later_run_has_continued_leaves_no_copy(
     other.finish()
     if grows == "comparison.json":
         (uploads.folder / grows).write_text("the verdict of this run")
-    prepare(URL, uploads.folder, 0)
+    prepare(URL, uploads.folder)
     assert local(uploads.folder) == local(other.folder)
     assert not (tmp_path / "run-2").exists()
 
@@ -442,7 +442,7 @@ def test_what_no_later_run_has_stays_on_its_machine(
     other.finish()
     uploads.write(name, "not uploaded")
     before = local(uploads.folder)
-    prepare(URL, uploads.folder, 0)
+    prepare(URL, uploads.folder)
     assert local(uploads.folder) == local(other.folder)
     assert local(tmp_path / "run-2") == before
 
@@ -456,7 +456,7 @@ def test_a_run_whose_uploads_all_fail_continues_on_its_machine(
     other.store.fails = True
     assert not other.advance()
     before = local(other.folder)
-    prepare(URL, other.folder, 0)
+    prepare(URL, other.folder)
     assert local(other.folder) == before
 
 
@@ -475,9 +475,9 @@ def test_a_store_that_fails_during_the_download_changes_no_folder(
     with monkeypatch.context() as patched:
         patched.setattr(ObjectStore, "parts", fail)
         with pytest.raises(CheckpointError):
-            prepare(URL, there, 0)
+            prepare(URL, there)
     assert [path.name for path in there.iterdir()] == ["events.jsonl"]
-    prepare(URL, there, 0)
+    prepare(URL, there)
     assert local(there) == local(uploads.folder)
     assert list(local(tmp_path / "there-2")) == ["events.jsonl"]
 
@@ -513,7 +513,7 @@ def test_a_store_without_conditional_writes_is_refused(
 
     monkeypatch.setattr(ObjectStore, "replace", refuse)
     with pytest.raises(ConfigError, match=f"{URL} does not support conditional writes"):
-        prepare(URL, tmp_path, 0)
+        prepare(URL, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -531,6 +531,6 @@ def test_a_long_download_says_what_is_left(
     monkeypatch.setattr(ObjectStore, "parts", in_pieces)
     there = tmp_path / "there"
     there.mkdir()
-    prepare(URL, there, 0)
+    prepare(URL, there)
     lines = [line for line in capsys.readouterr().err.splitlines() if " MB " in line]
     assert lines == [f"lockstep: fetching {left} MB more of the run from {URL}" for left in ("1.0", "0.0")]

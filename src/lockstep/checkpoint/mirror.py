@@ -38,7 +38,7 @@ from lockstep.checkpoint.durable import is_full, make_folder, reason
 from lockstep.checkpoint.hand_over import ArrivingCheckpoint, held_of
 from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.checkpoint.latest import Latest
-from lockstep.checkpoint.object_store import Conflict, ObjectStore, StoreLease
+from lockstep.checkpoint.object_store import RETRY_SECONDS, Conflict, ObjectStore, StoreLease
 from lockstep.checkpoint.store import FOLDER_PREFIX, Store, is_among_kept
 from lockstep.errors import CheckpointError, SupersededError, UnknownFormatError
 from lockstep.system.clock import SystemClock
@@ -48,7 +48,7 @@ _HEAD = "head.json"
 _FORMAT = 1
 _MARK = ".store.json"
 _TRIES = (2.0, 10.0)
-"""Seconds before a failed upload is tried again; the library has repeated its requests by then."""
+"""Seconds before a failed upload is tried again; its request has been repeated for `RETRY_SECONDS`."""
 _CONFLICTS = 3
 _IDLE_SECONDS = 60.0
 
@@ -621,10 +621,14 @@ class Mirror:
                 self._removed_late(f"{store.url}/{folder}")
 
 
-def open_leased(lease: StoreLease) -> ObjectStore:
+def open_leased(lease: StoreLease, retry_seconds: float = RETRY_SECONDS) -> ObjectStore:
     """Open the store of a lease.
+
+    Args:
+        lease: the lease.
+        retry_seconds: see `ObjectStore`.
 
     Raises:
         CheckpointError, UnfitError: see `ObjectStore`.
     """
-    return ObjectStore(lease.url, conditional=not lease.one_writer)
+    return ObjectStore(lease.url, conditional=not lease.one_writer, retry_seconds=retry_seconds)

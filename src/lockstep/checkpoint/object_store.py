@@ -28,10 +28,13 @@ _MOST_PARTS = 9000
 _REQUEST_SECONDS = 120
 """For one request, with its part."""
 _CONNECT_SECONDS = 10
-_RETRY_SECONDS = 60
-"""For a request that fails again and again."""
+RETRY_SECONDS = 60.0
+"""How long a request that fails is repeated while a job runs; nothing else limits the repetitions."""
+SHORT_RETRY_SECONDS = 8.0
+"""The same if somebody waits for the request: a command, or a coordinator, which repeats it by itself."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15
 """Seconds before it is repeated; the pause doubles."""
+_ANY_NUMBER = 2**31 - 1
 _EXPIRED = re.compile(
     "expired|InvalidAccessKeyId|InvalidToken|SignatureDoesNotMatch|invalid_grant|invalid_client",
     re.IGNORECASE,
@@ -117,14 +120,21 @@ class ObjectStore:
     Args:
         url: a result of `parse_url`.
         conditional: whether `replace` depends on the state of the object, so that of two writers one fails.
-        retries: how often a request is repeated.
+        retry_seconds: how long a request that fails is repeated; 0 for never.
         backing: the library's store; None to open that of the URL.
 
     Raises:
         UnfitError: obstore is not installed.
     """
 
-    def __init__(self, url: str, *, conditional: bool = True, retries: int = 8, backing: Any = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        conditional: bool = True,
+        retry_seconds: float = RETRY_SECONDS,
+        backing: Any = None,
+    ) -> None:
         self.url = url
         self._conditional = conditional
         try:
@@ -145,8 +155,8 @@ class ObjectStore:
                     "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
                 },
                 "retry_config": {
-                    "max_retries": retries,
-                    "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+                    "max_retries": _ANY_NUMBER,
+                    "retry_timeout": timedelta(seconds=retry_seconds),
                     "backoff": {
                         "init_backoff": timedelta(seconds=_FIRST_PAUSE),
                         "max_backoff": timedelta(seconds=_LONGEST_PAUSE),

@@ -30,7 +30,7 @@ from types import FrameType
 
 import msgspec
 
-from lockstep.checkpoint.object_store import Conflict, ObjectStore
+from lockstep.checkpoint.object_store import RETRY_SECONDS, SHORT_RETRY_SECONDS, Conflict, ObjectStore
 from lockstep.checkpoint.run_files import (
     EVERY,
     INDEX,
@@ -58,9 +58,9 @@ _PAUSE = 5.0
 _NICE = 10
 
 
-def _open(url: str, retries: int = 8) -> ObjectStore:
+def _open(url: str, retry_seconds: float = RETRY_SECONDS) -> ObjectStore:
     # Folders on a disk know no conditional replacement.
-    return ObjectStore(url, conditional=not url.startswith("file:"), retries=retries)
+    return ObjectStore(url, conditional=not url.startswith("file:"), retry_seconds=retry_seconds)
 
 
 def _read(store: ObjectStore) -> tuple[RunIndex | None, str | None]:
@@ -86,7 +86,7 @@ def _unsteady(store: ObjectStore) -> CheckpointError:
 # ------------------------------------------------------------------------------------------- at the start
 
 
-def prepare(url: str, folder: Path, retries: int) -> None:
+def prepare(url: str, folder: Path) -> None:
     """Take a place in a store for a run folder, and fetch the files of an earlier run there, if any.
 
     Files of the folder that are not of that run, or have gone on without the store, move to another folder.
@@ -94,14 +94,13 @@ def prepare(url: str, folder: Path, retries: int) -> None:
     Args:
         url: the prefix.
         folder: the folder of this machine, which exists and is locked.
-        retries: how often a request is repeated.
 
     Raises:
         CheckpointError: the store cannot be read or written.
         ConfigError: the folder cannot be written, or the store does not support conditional writes.
         UnfitError: obstore is not installed.
     """
-    store = _open(url, retries)
+    store = _open(url, SHORT_RETRY_SECONDS)
     holder, marks = secrets.token_hex(8), _marks(folder)
     for is_last in (False, False, True):
         index, tag = _read(store)
@@ -188,7 +187,7 @@ def fetch_run(url: str, folder: Path, wanted: Callable[[str], bool]) -> None:
         ConfigError: it has no run there, or the folder cannot be written.
         UnfitError: obstore is not installed.
     """
-    store = _open(url, retries=4)
+    store = _open(url, SHORT_RETRY_SECONDS)
     index, _ = _read(store)
     if index is None or RunPaths(Path()).events.name not in index.files:
         raise ConfigError(f"there is no run in {url}")

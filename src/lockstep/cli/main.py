@@ -131,9 +131,9 @@ def checkpoints(folder: Path | str) -> None:
 
 def _list_stored(url: str) -> NoReturn:
     from lockstep.checkpoint.mirror import fault_of, read_head
-    from lockstep.checkpoint.object_store import ObjectStore
+    from lockstep.checkpoint.object_store import SHORT_RETRY_SECONDS, ObjectStore
 
-    store, damaged = ObjectStore(url), False
+    store, damaged = ObjectStore(url, retry_seconds=SHORT_RETRY_SECONDS), False
     head, _ = read_head(store)
     for stored in head.checkpoints if head is not None else ():
         when = date_text(stored.time)

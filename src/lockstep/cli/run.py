@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 
-from lockstep.checkpoint.object_store import ObjectStore, StoreLease, folder_of, name_for
+from lockstep.checkpoint.object_store import SHORT_RETRY_SECONDS, ObjectStore, StoreLease, folder_of, name_for
 from lockstep.checkpoint.run_upload import prepare, uploaded_beside
 from lockstep.checkpoint.scheduler import DEFAULT_EVERY
 from lockstep.checkpoint.store import DEFAULT_KEEP
@@ -94,8 +94,6 @@ if TYPE_CHECKING:
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
-_FIRST_RETRIES = 4
-"""How often a request to an object store is repeated before a job begins: some 8 seconds in all."""
 _ENDS_WITHIN = 2.0
 """Seconds in which the processes of a run end whose command was killed."""
 
@@ -591,7 +589,7 @@ def _begin(
                 unused.callback(remove_unused, run_dir)
             if run_store and folder_of_job() is None:
                 note(f"the run folder {run_dir} is uploaded to {run_store}")
-                prepare(run_store, run_dir, _FIRST_RETRIES)
+                prepare(run_store, run_dir)
             empty_folder(RunPaths(run_dir).sources)
             # The verdict is that of an earlier run.
             RunPaths(run_dir).comparison.unlink(missing_ok=True)
@@ -664,7 +662,7 @@ def _fetch(options: Mapping[str, Any]) -> StoreLease | None:
     from lockstep.checkpoint.mirror import fetch
 
     note(f"looking for checkpoints in {url}")
-    store = ObjectStore(url, conditional=not options["one_writer"], retries=_FIRST_RETRIES)
+    store = ObjectStore(url, conditional=not options["one_writer"], retry_seconds=SHORT_RETRY_SECONDS)
     store.check_conditions()
     base = fetch(store, folder_of(url), options["keep"], note)
     return StoreLease(url, secrets.token_hex(8), base, options["one_writer"])

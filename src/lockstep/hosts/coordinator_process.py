@@ -24,6 +24,7 @@ import msgspec
 import psutil
 
 from lockstep.checkpoint.mirror import open_leased
+from lockstep.checkpoint.object_store import SHORT_RETRY_SECONDS
 from lockstep.coordinator.admin_socket import AdminSocket
 from lockstep.coordinator.coordinator import HOLDERS, Coordinator, ShowLife
 from lockstep.coordinator.host_agent import HostAgent
@@ -370,7 +371,7 @@ class CoordinatorProcess:
         if not spec.standby or lease is None:
             return None
         self._patience, self._grace = spec.limits.timeout, spec.limits.grace
-        return Leader(open_leased(lease), lease.job, address)
+        return Leader(open_leased(lease, SHORT_RETRY_SECONDS), lease.job, address)
 
     def _begin_view(self, view: StartView, show_life: ShowLife, limit: float) -> StopRequest | None:
         assert self._leader is not None
