@@ -142,6 +142,42 @@ def test_a_store_that_fails_has_no_damaged_objects(server: FaultyServer, url: st
         list(store.parts(NAME, 5))
 
 
+def test_refused_credentials_are_named_whatever_the_request(
+    server: FaultyServer, url: str, tmp_path: Path
+) -> None:
+    store, file = ObjectStore(url, retry_seconds=0), tmp_path / "file"
+    file.write_bytes(b"12345")
+    tag = store.replace("head.json", b"1", None)
+    server.denies = lambda method, path: True
+    for request in (
+        lambda: store.read("head.json"),
+        lambda: store.replace("head.json", b"2", tag),
+        lambda: store.replace("other", b"2", None),
+        lambda: store.put(NAME, file, 5),
+        lambda: store.size("head.json"),
+        lambda: store.delete(["head.json"]),
+        store.names,
+    ):
+        with pytest.raises(CheckpointError, match="the store refuses the credentials of this process"):
+            request()
+    with pytest.raises(CheckpointError) as error:
+        store.check_conditions()
+    assert str(error.value) == f"{url} cannot be written: {CREDENTIALS.format('AccessDenied: Access Denied')}"
+
+
+def test_an_object_that_may_not_be_deleted_is_named(server: FaultyServer, url: str, scheme: str) -> None:
+    """S3 answers a request for several deletions with success, and with an error for each object."""
+    store = ObjectStore(url, retry_seconds=0)
+    store.replace("head.json", b"1", None)
+    server.denies, denial = lambda method, path: method in ("DELETE", "POST"), server.denial
+    if scheme == "s3":
+        name = f"{url.removeprefix('s3://bucket/')}/head.json".encode()
+        errors = denial[1].replace(b"<Error>", b"<Error><Key>" + name + b"</Key>")
+        server.denial = 200, b"<DeleteResult>" + errors + b"</DeleteResult>"
+    with pytest.raises(CheckpointError, match="the store refuses the credentials of this process"):
+        store.delete(["head.json"])
+
+
 @pytest.mark.parametrize(
     ("status", "text", "expected"),
     [

@@ -4,6 +4,7 @@ The library is imported when a store is opened. It reads credentials from the en
 them. It repeats a request that fails, with growing pauses, and bounds the time for that.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -35,6 +36,8 @@ SHORT_RETRY_SECONDS = 8.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 15
 """Seconds before it is repeated; the pause doubles."""
 _ANY_NUMBER = 2**31 - 1
+_DENIED = re.compile(r"status code: 40[13]|\(code: AccessDenied\)")
+"""The library has classes for these errors, but not for those of a list or of several deletions."""
 _EXPIRED = re.compile(
     "expired|InvalidAccessKeyId|InvalidToken|SignatureDoesNotMatch|invalid_grant|invalid_client",
     re.IGNORECASE,
@@ -266,17 +269,30 @@ class ObjectStore:
         """
         name = f"probe-{secrets.token_hex(8)}"
         try:
-            first = self.replace(name, b"1", None)
-            if not self._conditional:
-                return
-            refuses = self._refuses(name, None)
-            self.replace(name, b"2", first)
-            if not refuses or not self._refuses(name, first):
-                raise self._unconditional()
-        except NotImplementedError:
-            raise self._unconditional() from None
-        finally:
-            self.delete([name])
+            is_conditional = self._keeps_conditions(name)
+        except (Conflict, NotImplementedError):
+            is_conditional = False
+        except CheckpointError:
+            # This error says more than the next one.
+            with contextlib.suppress(CheckpointError):
+                self.delete([name])
+            raise
+        self.delete([name])
+        if not is_conditional:
+            raise ConfigError(
+                f"{self.url} does not support conditional writes, without which two jobs could damage "
+                "each other's checkpoints there: use another store, or give --one-writer if no other job "
+                "uses this URL"
+            )
+
+    def _keeps_conditions(self, name: str) -> bool:
+        first = self.replace(name, b"1", None)
+        if not self._conditional:
+            return True
+        refuses = self._refuses(name, None)
+        # A conflict, if the store keeps only this condition.
+        self.replace(name, b"2", first)
+        return refuses and self._refuses(name, first)
 
     def _refuses(self, name: str, tag: str | None) -> bool:
         try:
@@ -285,16 +301,10 @@ class ObjectStore:
             return True
         return False
 
-    def _unconditional(self) -> ConfigError:
-        return ConfigError(
-            f"{self.url} does not support conditional writes, without which two jobs could damage each "
-            "other's checkpoints there: use another store, or give --one-writer if no other job uses this URL"
-        )
-
     def _failed(self, action: str, error: Exception) -> CheckpointError | NotImplementedError:
         if isinstance(error, NotImplementedError):
             return NotImplementedError()
-        kinds, text = self._obstore.exceptions, str(error)
+        text = str(error)
         why = _reason(text)
         if isinstance(error, FileNotFoundError):
             return CheckpointError(f"{self.url} cannot be {action}: {why or 'it does not exist'}; create it")
@@ -302,18 +312,17 @@ class ObjectStore:
             return CheckpointError(
                 f"{self.url} cannot be {action}: the clock of this machine is wrong ({why}); set it"
             )
-        denied = isinstance(error, kinds.UnauthenticatedError | kinds.PermissionDeniedError)
-        # Names of objects are in the text, too, but not in the reason.
-        if denied or _EXPIRED.search(why):
-            return CheckpointError(
-                f"{self.url} cannot be {action}: the store refuses the credentials of this process ({why}); "
-                "renew them in its environment, or give them the permission"
-            )
         if _LACKING.search(text):
             variables = _VARIABLES.get(self.url.partition(":")[0], _AZURE)
             return CheckpointError(
                 f"{self.url} cannot be {action}: this process has no credentials for the store; set them in "
                 f"its environment, such as {variables}"
+            )
+        # Names of objects are in the text, too, but not in the reason.
+        if _DENIED.search(text) or _EXPIRED.search(why):
+            return CheckpointError(
+                f"{self.url} cannot be {action}: the store refuses the credentials of this process ({why}); "
+                "renew them in its environment, or give them the permission"
             )
         return CheckpointError(f"{self.url} cannot be {action}: {why}; check the store and the network")
 
