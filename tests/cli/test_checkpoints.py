@@ -7,10 +7,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.held import HeldCheckpoint, JobFacts
+from lockstep.checkpoint.mirror import Head, StoredCheckpoint
 from lockstep.checkpoint.resume import note_on_versions
 from lockstep.checkpoint.store import Store
 from lockstep.system.run_folder import claim_folder
@@ -172,3 +175,12 @@ def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
     assert first.startswith(whole.name)
     assert first.endswith("complete")
     assert "manifest.json is missing" in second
+
+
+def test_names_in_a_store_do_not_control_the_terminal(tmp_path: Path) -> None:
+    pytest.importorskip("obstore", reason="obstore is not installed")
+    held = HeldCheckpoint(5, "digest", JobFacts(**JOB))
+    head = Head(checkpoints=(StoredCheckpoint("step-\x9b31mred", held, 0.0, {}),))
+    (tmp_path / "head.json").write_bytes(msgspec.json.encode(head))
+    listed = command("checkpoints", f"file://{tmp_path}", folder=tmp_path)
+    assert (listed.returncode, listed.stdout.partition("  ")[0]) == (1, "step-?31mred"), listed.stderr

@@ -121,7 +121,7 @@ def checkpoints(folder: Path | str) -> None:
         when = date_text(entry.time)
         verified = "" if entry.verified is None else f", verified up to step {entry.verified}"
         fault = entry.fault or f"complete{verified}"
-        click.echo(f"{entry.path.name}  {when}  {size_text(entry.bytes):>13}  {fault}")
+        click.echo(printable(f"{entry.path.name}  {when}  {size_text(entry.bytes):>13}  {fault}"))
     if not entries:
         click.echo(printable(f"there is no checkpoint in {folder}"))
     elif entries[-1].step == store.finished():
@@ -142,7 +142,7 @@ def _list_stored(url: str) -> NoReturn:
         text = fault or "complete" + (
             f", verified up to step {stored.verified}" if stored.verified >= 0 else ""
         )
-        click.echo(f"{stored.folder}  {when}  {size_text(stored.bytes):>13}  {text}")
+        click.echo(printable(f"{stored.folder}  {when}  {size_text(stored.bytes):>13}  {text}"))
     if head is None or not head.checkpoints:
         click.echo(printable(f"there is no checkpoint in {url}"))
     elif head.finished == head.newest():
