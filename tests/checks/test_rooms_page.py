@@ -17,7 +17,7 @@ ROOT = Path(lockstep.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "docs" / f"{name}.md" for name in ("design", "rooms", "asynchronous", "glossary")]
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]*\w/?)`")
-LIMIT = re.compile(r"`([\w/]+\.py)` `(\w+)`")
+LIMIT = re.compile(r"`([\w/]+\.py)` ((?:`\w+`(?:, )?)+)")
 NAMED = re.compile(r"`([\w/]+\.py)` \(((?:`\w+`(?:, )?)+)\)")
 WALKED = re.compile(r"^    ([\w/]+\.py) +(\w+)? ", re.MULTILINE)
 
@@ -86,8 +86,8 @@ def test_the_row_of_a_command_has_its_options() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_name_is_in_its_file(page: Path) -> None:
     text = page.read_text()
-    pairs = [*LIMIT.findall(text), *((file, name) for file, name in WALKED.findall(text) if name)]
-    for file, names in NAMED.findall(text):
+    pairs = [(file, name) for file, name in WALKED.findall(text) if name]
+    for file, names in NAMED.findall(text) + LIMIT.findall(text):
         pairs += [(file, name) for name in re.findall(r"\w+", names)]
     assert [(file, name) for file, name in pairs if name not in names_in(file)] == []
     if page.stem in ("design", "rooms"):
