@@ -1,6 +1,6 @@
 """How long a joining worker delays the others, and how soon a killed worker is replaced.
 
-    joining.py [BACKEND] [--joins N] [--model MODEL]
+    joining.py [BACKEND] [--joins N] [--model MODEL] [--update UPDATE]
 
 The tutorial's CNN, whose state is 33 MB, and models whose states are 203 MB and 1.5 GB. In turn, `lockstep
 scale` adds a third worker to two, and one of two workers, the chief or the other, is killed and replaced. The
@@ -64,13 +64,19 @@ class Join:
 
 
 def join(
-    backend: str, model: str, replicas: int, cause: Callable[[Watch, str], float], chance: random.Random
+    backend: str,
+    model: str,
+    update: str,
+    replicas: int,
+    cause: Callable[[Watch, str], float],
+    chance: random.Random,
 ) -> Join:
     """Start a job of two workers, let another worker join at a random instant, and wait for its steps.
 
     Args:
         backend: of Keras.
         model: the name of the model.
+        update: the option of the command.
         replicas: of the job.
         cause: makes a worker join the job of this name; returns the time of that.
         chance: chooses the instant.
@@ -80,7 +86,8 @@ def join(
         watching(Path(name), environment(backend, 1)) as watch,
     ):
         job = Path(name).name
-        options = ["-n", str(WORKERS), "--replicas", str(replicas), "--threads-per-worker", "1"]
+        options = ["-n", str(WORKERS), "--replicas", str(replicas), "--update", update]
+        options += ["--threads-per-worker", "1"]
         script = [str(HERE / "recovery_lockstep.py"), model, str(STEPS)]
         watch.start([*LOCKSTEP, "run", *options, "--run-dir", str(Path(name) / job), *script])
         watch.until(lambda: watch.have_taken(WORKERS, AROUND[model]), "starting")
@@ -144,22 +151,25 @@ def report(kind: str, joins: list[Join], wait: str, to_reach: str) -> None:
     print_row(f"{kind}: {wait}", [join.wait for join in joins], "s", to_reach)
 
 
-def measure(backend: str, model: str, count: int) -> None:
+def measure(backend: str, model: str, update: str, count: int) -> None:
     chance = random.Random(0)
     scaled: list[Join] = []
     replaced: list[Join] = []
     for number in range(count):
-        scaled.append(join(backend, model, 3, scale, chance))
-        replaced.append(join(backend, model, WORKERS, lose(number % 2), chance))
-    print(f"a worker joins on {backend}, state of {MODELS[model]}, {count} times each: median (p10-p90)")
+        scaled.append(join(backend, model, update, 3, scale, chance))
+        replaced.append(join(backend, model, update, WORKERS, lose(number % 2), chance))
+    size = f"state of {MODELS[model]}, {update} update"
+    print(f"a worker joins on {backend}, {size}, {count} times each: median (p10-p90)")
     report("2 workers to 3", scaled, "request to the joiner's first step", "")
     report("1 of 2 killed", replaced, "kill to the joiner's first step", "1.00")
 
 
-def main(backend: str = "jax", models: Iterable[str] = MODELS, count: int = JOINS) -> None:
+def main(
+    backend: str = "jax", models: Iterable[str] = MODELS, update: str = "whole", count: int = JOINS
+) -> None:
     try:
         for model in models:
-            measure(backend, model, count)
+            measure(backend, model, update, count)
     except FailedError as error:
         sys.exit(str(error))
 
@@ -170,6 +180,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("backend", nargs="?", default="jax", help="jax, tensorflow or torch")
     parser.add_argument("--model", choices=MODELS, help="all by default")
+    parser.add_argument("--update", choices=("whole", "divided"), default="whole", help="of `lockstep run`")
     parser.add_argument("--joins", type=int, default=JOINS, help="joins of each kind; at least 2")
     given = parser.parse_args()
-    main(given.backend, [given.model] if given.model else MODELS, given.joins)
+    main(given.backend, [given.model] if given.model else MODELS, given.update, given.joins)

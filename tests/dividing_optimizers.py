@@ -177,7 +177,7 @@ def divide_on_jax(
     state: Any = (weights, [], values, [])
     for number, of_step in enumerate(gradients):
         pending: list[Any] = []
-        update = JaxBlockUpdate(functions, state, of_step, None, lambda: ({}, [], [], None), pending)
+        update = JaxBlockUpdate(functions, state, of_step, None, lambda *_: ({}, [], [], None), pending)
 
         def compute(block: int, slots: Sequence[Array], update: JaxBlockUpdate = update) -> Sequence[Array]:
             group, start, _ = layout.places[block]

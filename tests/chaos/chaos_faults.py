@@ -51,8 +51,8 @@ WHILE_JOINING = (
 )
 """Points of joiners."""
 
-BEFORE_UPDATING = ("state restored", "slots compared")
-"""Further points of joiners, if the members divide the update of a step."""
+BEFORE_UPDATING = ("state restored", "workers met", "slots compared")
+"""Further points of joiners, if the members divide the update of a step; on JAX, slots are not compared."""
 
 WHILE_UPDATING = (
     "filling the state",
@@ -257,6 +257,7 @@ def prepare_update(faults: Faults) -> None:
     divided_state.copy_all = copied
     calls.gather = gathered
     around(faults, Snapshots, "restore", after="state restored")
+    around(faults, divided_update.DividedUpdate, "_meet", after="workers met")
     around(faults, divided_update.DividedUpdate, "_compare_slots", after="slots compared")
     around(faults, update, "fill", after="filling the state")
     around(faults, update, "compute", before="before a block is written")

@@ -64,7 +64,11 @@ class Member(Communicator):
 
 @dataclass
 class Sums:
-    """An update that adds a number to its only slot, and subtracts the slot from the weights."""
+    """An update that adds a number to its only slot, and subtracts the slot from the weights.
+
+    Attributes:
+        loaded: whether it is the first one of a worker that has loaded the values in the shared memory.
+    """
 
     weights: Array
     own: Array
@@ -76,12 +80,18 @@ class Sums:
     after: Array | None = None
     groups: tuple[BlockGroup, ...] = (BlockGroup(BLOCKS, np.dtype(np.int64), 1),)
     versions: int = 1
+    loaded: bool = False
     elements = ELEMENTS
 
     def has(self, state: DividedState) -> bool:
         return self.shared is state
 
-    def own_weights(self) -> None:
+    def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
+        if self.loaded:
+            self.shared, self.weights = state, state.weights_after(updates)[0]
+        return self.loaded
+
+    def own_values(self) -> None:
         self.weights = self.weights.copy()
 
     def own_slots(self) -> list[SlotValue]:
@@ -483,7 +493,12 @@ class Training:
             slots, weights = own.get(worker, self.slots), self.weights.copy()
             if self.versions > 1 and before is not None and before.after is not None:
                 weights = before.after
-            self.updates[worker] = Sums(weights, slots.copy(), shared, added, versions=self.versions)
+            loaded = before is None and worker not in own and self.is_shared_by_chief(own)
+            if loaded:
+                slots = weights = slots + weights
+            self.updates[worker] = Sums(
+                weights, slots.copy(), shared, added, versions=self.versions, loaded=loaded
+            )
             if (host := self.hosts.of(worker)) not in self._pools:
                 self._pools[host] = SharedPool.create()
         failed = list[BaseException]()
@@ -512,6 +527,11 @@ class Training:
             thread.join(PATIENCE)
         return failed
 
+    def is_shared_by_chief(self, own: Collection[int]) -> bool:
+        """Whether the chief has the weights and the slots in memory that a worker that joins maps."""
+        chief, is_one_host = self.hosts.view.workers[0], len(self.hosts.view.hosts) == 1
+        return self.versions > 1 and is_one_host and chief in self._divided and chief not in own
+
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
@@ -537,6 +557,29 @@ def test_workers_of_hosts_are_lost_and_join_and_the_state_is_that_of_the_undivid
         part = chance.choice([0.2, 1.0])
         own = [worker for worker in hosts.view.workers if chance.random() < part]
         training.step(step + 2, own)
+    training.close()
+
+
+def test_a_block_that_a_lost_worker_has_written_is_repeated_from_the_old_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hosts = Hosts(random.Random(0), 0, (0, 1))
+    training = Training(hosts, versions=2)
+    training.step(1)
+
+    def copy_all(targets: Sequence[Array], sources: Sequence[Array]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target[:] = source
+        # The weights and the slot of a block.
+        if len(targets) == 2 and threading.current_thread().name == "0":
+            with hosts.changed:
+                hosts.lose(0)
+            raise Killed
+
+    monkeypatch.setattr(divided_state, "copy_all", copy_all)
+    # The slots are written again, and the updates are counted from 0.
+    training.step(2, own=(0, 1))
+    assert hosts.dead == {0}
     training.close()
 
 

@@ -95,17 +95,25 @@ WHILE_JOINING = (
     (3, "0:5:reporting the state"),
     (3, "0:5:halfway through reporting"),
     (3, "0:5:state reported"),
-    (2, "0:6:slots compared"),
+    (2, "0:6:workers met"),
     (2, "2:0:joined"),
     (2, "2:0:state restored"),
-    (2, "2:0:slots compared"),
+    (2, "2:0:workers met"),
 )
 """The number of workers, and how the one that gives the state, or the one that joins, is lost."""
+COMPARING = ((2, "0:6:slots compared"), (2, "2:0:slots compared"))
+"""The same on PyTorch, where a worker that joins has slots of its own."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS, indirect=True)
-@pytest.mark.parametrize(("workers", "fault"), WHILE_JOINING)
+@pytest.mark.parametrize(
+    ("backend", "workers", "fault"),
+    [
+        *((backend, *case) for backend in BACKENDS for case in WHILE_JOINING),
+        *(("torch", *case) for case in COMPARING),
+    ],
+    indirect=["backend"],
+)
 def test_workers_may_be_lost_while_another_joins(
     launch: Launch, backend: str, whole: set[str], workers: int, fault: str, tmp_path: Path
 ) -> None:

@@ -12,8 +12,10 @@ import pytest
 from keras.src.utils.tracking import TrackedList
 
 import lockstep
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import ModelError
 from lockstep.keras.backends.jax import JaxBackend, refuse_unsupported
+from lockstep.keras.backends.jax_blocks import SharedValue
 from lockstep.keras.fit import global_step
 
 
@@ -156,6 +158,30 @@ def test_a_loaded_state_has_the_memory_of_the_one_that_it_replaces() -> None:
     for loaded in (kept, after, again):
         for name, value in state.named_state(loaded).items():
             np.testing.assert_array_equal(np.asarray(value), expected[name])
+
+
+@pytest.mark.ci
+def test_weights_and_slots_that_are_in_shared_memory_stay_there() -> None:
+    pool = SharedPool.create()
+    pool.grow(1 << 20)
+    memory = np.frombuffer(pool.map(1 << 20), np.uint8)
+    state, before = compiled_state()
+    values, end = numbered(state, before), 0
+    for name, array in values.items():
+        if array.ndim:
+            values[name] = memory[end : end + array.nbytes].view(array.dtype).reshape(array.shape)
+            values[name][...] = array
+            end += array.nbytes
+    state.prepare_load(before)
+    loaded = state.load(before, values, in_place=True, shared=pool)
+    shared = [[isinstance(value, SharedValue) for value in group] for group in loaded]
+    assert [sum(group) for group in shared] == [2, 0, 4, 0]
+    expected = {name: array if array.ndim else array.copy() for name, array in values.items()}
+    for array in values.values():
+        array[...] = 0
+    for name, value in state.named_state(loaded).items():
+        np.testing.assert_array_equal(np.asarray(value), expected[name])
+    pool.close()
 
 
 @pytest.mark.ci

@@ -3,7 +3,7 @@
 import functools
 import mmap
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from dividing_optimizers import (
 from lockstep.collectives.shared.divided_state import DividedLayout, DividedState
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.keras.backends import optimizer_blocks
-from lockstep.keras.backends.jax_blocks import JaxBlocks, SharedValue
+from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, SharedValue
 
 QUICK = {"Adam", "AdamW", "SGD with momentum"}
 
@@ -190,6 +190,48 @@ def test_an_update_takes_shared_values_for_what_was_made_from_them_until_they_ch
     pool.keep_shown()
     functions.take_back(first, second)
     assert not any(are_shared([*first, *second]))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("dtype", ["float32", MIXED])
+def test_a_worker_that_joins_uses_values_in_shared_memory_where_they_are(name: str, dtype: str) -> None:
+    optimizer, variables = built(ALL[name], dtype)
+    functions = JaxBlocks.of(optimizer, REPLICAS)
+    assert isinstance(functions, JaxBlocks)
+    start = [[jax.numpy.array(v.value) for v in group] for group in (variables, optimizer.variables)]
+    gradients = gradients_of(name, dtype, 3, SHAPES)
+    weights, values = divide_on_jax(functions, *start, gradients[:2])
+    pool, shared = weights[0]._pool, weights[0].state
+    assert shared.updates == 2
+
+    def update_of(weights: list[Any], values: list[Any]) -> JaxBlockUpdate:
+        joining = JaxBlocks.of(optimizer, REPLICAS)
+        assert isinstance(joining, JaxBlocks)
+        return JaxBlockUpdate(joining, (weights, [], values, []), gradients[2], None, lambda *_: None, [])
+
+    def loaded() -> Iterator[list[Any]]:
+        for of_chief in (weights, values):
+            arrays = [np.asarray(value) for value in of_chief]
+            yield [SharedValue.of(pool, array) or jax.numpy.array(array) for array in arrays]
+
+    of_joiner = [*loaded()]
+    update = update_of(*of_joiner)
+    assert not update.has(shared) or not functions.blocks.slots
+    assert not update.adopt(shared, 1, pool)
+    assert update.adopt(shared, 2, pool)
+    assert update.has(shared)
+    assert all(v.state is shared for v in [*of_joiner[0], *of_joiner[1]] if isinstance(v, SharedValue))
+    for one in (0, -1):
+        weights_of_joiner, values_of_joiner = loaded()
+        weights_of_joiner[one] = jax.numpy.array(weights_of_joiner[one])
+        update = update_of(weights_of_joiner, values_of_joiner)
+        assert not update.adopt(shared, 2, pool)
+        update.own_values()
+        own = update._weights + update._values
+        for slots in (*shared.slots, shared.weights_after(2)):
+            for array in slots:
+                array[:] = 0
+        assert not any(isinstance(value, SharedValue) for value in own)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

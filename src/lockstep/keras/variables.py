@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import keras
 import numpy as np
 
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import CheckpointError
 from lockstep.keras.private.common import layers_of, seed_generators
 from lockstep.system.prose import first_of
@@ -33,7 +34,14 @@ class VariableState:
         """Return the variables that steps read and write, by path."""
         return {name: variable.value for name, variable in step_state(self._model).items()}
 
-    def load(self, state: Any, arrays: Mapping[str, Any], *, in_place: bool = False) -> Any:
+    def load(
+        self,
+        state: Any,
+        arrays: Mapping[str, Any],
+        *,
+        in_place: bool = False,
+        shared: SharedPool | None = None,
+    ) -> Any:
         """Assign the values of `arrays` to the variables."""
         assign(self._model, arrays, whole=True)
 

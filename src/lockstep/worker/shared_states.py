@@ -21,7 +21,7 @@ class SharedStates:
     """Publishes states without their arrays in shared memory; a `StateTransport`.
 
     The workers update these only in steps of a view, and a state is fetched for such a view: until the worker
-    that fetches it takes part in an update, they do not change. It must copy them before that.
+    that fetches it takes part in an update, they do not change. It must copy or share them before that.
 
     Args:
         states: moves the rest.

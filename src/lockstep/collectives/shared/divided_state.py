@@ -165,6 +165,12 @@ class DividedState:
         """Return, for each group, its weights after so many updates, the last one or the one in progress."""
         return self._versions[updates % self.layout.versions]
 
+    @property
+    def updates(self) -> int:
+        """How many updates all blocks have had since their slots were set, read between two updates."""
+        counts = zip(self._counters[:, 0], map(len, self.layout.shards), strict=True)
+        return next((int(count) // blocks for count, blocks in counts if blocks), 0)
+
     def reset(self, shard: int) -> None:
         """Forget the updates of a shard's blocks: their slots were set."""
         self._counters[shard] = 0

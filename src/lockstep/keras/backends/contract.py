@@ -93,11 +93,23 @@ class BlockUpdate(Protocol):
     def versions(self) -> int:
         """How many versions of the weights are in shared memory; see `DividedLayout`."""
 
+    def prepare(self) -> None:
+        """Compile now what the update needs. The state before it does not change."""
+
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
 
-    def own_weights(self) -> None:
-        """Copy the weights before the update, if they are in shared memory."""
+    def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
+        """Use this memory if `load` has left the weights and the slots there; return whether it has.
+
+        Args:
+            state: the shared memory.
+            updates: how many its slots have had.
+            pool: has the memory.
+        """
+
+    def own_values(self) -> None:
+        """Copy the weights and the slots before the update, if they are in shared memory."""
 
     def own_slots(self) -> Iterable[SlotValue]:
         """Yield this worker's values of the slots, wherever they are."""
@@ -133,13 +145,21 @@ class TrainingState(Protocol):
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays in `state`, or in the variables if it is None, by names for messages."""
 
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]], *, in_place: bool = False) -> Any:
+    def load(
+        self,
+        state: Any,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        *,
+        in_place: bool = False,
+        shared: SharedPool | None = None,
+    ) -> Any:
         """Return the state with the values that `named_state` has returned, perhaps in another process.
 
         Args:
             state: any state of the model.
             arrays: the values.
             in_place: whether `state` is no longer needed, so that its memory may be used.
+            shared: memory in which values may stay that are there; it changes only in divided updates.
 
         Raises:
             CheckpointError: the values do not fit the model.

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import (
@@ -41,7 +42,14 @@ from lockstep.keras.backends.contract import (
 )
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.growth import combinable
-from lockstep.keras.backends.jax_blocks import JaxBlocks, JaxBlockUpdate, WholeGradients, owned, present
+from lockstep.keras.backends.jax_blocks import (
+    JaxBlocks,
+    JaxBlockUpdate,
+    SharedValue,
+    WholeGradients,
+    owned,
+    present,
+)
 from lockstep.keras.backends.logs import LogTemplate, MetricResults
 from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
 from lockstep.keras.backends.multi_update import EndOfRound, StepForm, UnknownValue, Update
@@ -75,6 +83,9 @@ _SHAPE = (
 # array, passes through unchanged as a node without children.
 for _kind in (GlobalBatch, PendingBatch):
     jax.tree_util.register_pytree_node(_kind, lambda batch: ((), batch), lambda batch, _: batch)
+
+_WEIGHTS, _SLOTS = 0, 2
+"""The positions, in the state of a step that trains, of what divided updates have in shared memory."""
 
 _CHECK_INDICES = "jax_check_static_indices"
 """The option with which JAX refuses an index outside of an array; older versions lack it."""
@@ -221,7 +232,14 @@ class JaxState:
         values = [value for group in state for value in group]
         return named_arrays(variables, [*values, *(variable.value for variable in momentum)])
 
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]], *, in_place: bool = False) -> Any:
+    def load(
+        self,
+        state: Any,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        *,
+        in_place: bool = False,
+        shared: SharedPool | None = None,
+    ) -> Any:
         """Return a state with the values of `arrays`; assign them to the variables if there is no state."""
         momentum = momentum_of(self._model)
         variables = [*self._variables(), *momentum]
@@ -234,21 +252,34 @@ class JaxState:
         if state is None:
             return None
         # In the order of `named`, without the momentum.
-        old = [value for group in state for value in group]
-        new = [arrays[name] for name in list(named)[: len(old)]]
-        values = iter(_written(old, new) if in_place and self._reuses() else _copies(new))
-        loaded = tuple([next(values) for _ in group] for group in state)
+        values = iter([arrays[name] for name in named])
+        groups = [(list(group), [next(values) for _ in group]) for group in state]
+        if in_place and self._reuses():
+            return tuple(self._taken_over(i, old, new, shared) for i, (old, new) in enumerate(groups))
+        loaded = tuple(_copies(new) for _, new in groups)
         if not _has_distribution():
             return loaded
         return jax.tree_util.tree_map(
             lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
         )
 
+    def _taken_over(
+        self, group: int, old: Sequence[Any], new: Sequence[npt.NDArray[Any]], shared: SharedPool | None
+    ) -> list[Any]:
+        """Return the values of a group of the state, of which `old` are no longer needed."""
+        if shared is None or self._kind != "train" or group not in (_WEIGHTS, _SLOTS):
+            return _written(old, new)
+        values = [SharedValue.of(shared, array) for array in new]
+        if not any(values):
+            return _written(old, new)
+        others = iter(_copies([array for array, value in zip(new, values, strict=True) if value is None]))
+        return [next(others) if value is None else value for value in values]
+
     def prepare_load(self, state: Any) -> None:
-        """Compile the function that `load` calls to use the memory of this state."""
+        """Compile the functions that `load` calls to use the memory of this state."""
         if self._reuses():
-            values = [value for group in state for value in group]
-            _copier(_kinds([values[i] for i in _reusable(values)]))
+            for group in state:
+                _copier(_kinds([group[i] for i in _reusable(group)]))
 
     def _reuses(self) -> bool:
         """Whether memory of a state is used again: without compiled steps, anything may refer to it."""
@@ -411,7 +442,7 @@ class JaxProgram(JaxState):
             state,
             gradients,
             total.get(DENSITY),
-            lambda: self._apply_rest(state[1], state[3], rest),
+            lambda layers, metrics: self._apply_rest(layers, metrics, rest),
             self._pending,
         )
 
@@ -805,7 +836,7 @@ def _kinds(arrays: Sequence[Any]) -> _Kinds:
     return tuple((array.shape, np.dtype(array.dtype)) for array in arrays)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=8)
 def _copier(kinds: _Kinds) -> Any:
     """Return a compiled function that copies its second list into the memory of its first one."""
     structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in kinds]

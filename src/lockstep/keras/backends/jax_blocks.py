@@ -55,16 +55,28 @@ class SharedValue:
 
     Args:
         pool: has the memory.
-        state: all of it.
+        state: all of it; None before the first update of a worker that joins.
         array: the part with the value.
     """
 
-    def __init__(self, pool: SharedPool, state: DividedState, array: Array) -> None:
+    def __init__(self, pool: SharedPool, state: DividedState | None, array: Array) -> None:
         self.state = state
         self._pool = pool
         self._given: tuple[int, weakref.ref[Any]] | None = None
         self.array = array
         self.shape, self.dtype = array.shape, array.dtype
+
+    @classmethod
+    def of(cls, pool: SharedPool, array: Array) -> "SharedValue | None":
+        """Return the value in a part of the memory, or None if the array is not one."""
+        return None if pool.offset_of(array) is None else cls(pool, None, array)
+
+    def is_of(self, value: Any) -> bool:
+        """Whether another shared value is the same part of the memory; any value without elements is."""
+        if not (isinstance(value, SharedValue) and self.array.size):
+            return not self.array.size
+        parts = [(each.array.ctypes.data, each.shape, each.dtype) for each in (self, value)]
+        return parts[0] == parts[1]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return the memory itself, unless NumPy wants a copy."""
@@ -285,7 +297,8 @@ class JaxBlockUpdate:
         state: before it, as Keras's trainer has it.
         gradients: of all replicas, in the memory of the total, which does not change before it ends.
         density: by which the gradients are divided; None for no division.
-        rest: applies the rest of the total; returns (logs, layers' state, metrics, a marker).
+        rest: applies the rest of the total to the layers' state and the metrics, whose memory it reuses;
+            returns (logs, layers' state, metrics, a marker).
         pending: takes arrays that are ready when nothing reads shared memory any more.
     """
 
@@ -295,11 +308,11 @@ class JaxBlockUpdate:
         state: Any,
         gradients: Sequence[Array],
         density: Any,
-        rest: Callable[[], tuple[Any, Any, Any, Any]],
+        rest: Callable[[Any, Any], tuple[Any, Any, Any, Any]],
         pending: list[Any],
     ) -> None:
         self._functions = functions
-        self._weights, self._values = state[0], state[2]
+        self._weights, self._layers, self._values, self._metrics = state
         self._density = density
         self._rest = rest
         self._pending = pending
@@ -331,6 +344,12 @@ class JaxBlockUpdate:
         """Two: compiled functions read the weights in shared memory."""
         return _VERSIONS
 
+    def prepare(self) -> None:
+        """Compile the functions of the update; see `BlockUpdate`."""
+        for group in range(len(self.groups)):
+            self._compute_zeros(group)
+        self._rest(*jax.tree_util.tree_map(jnp.copy, (self._layers, self._metrics)))
+
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
         return all(
@@ -338,9 +357,21 @@ class JaxBlockUpdate:
             for position in self._functions.blocks.slots
         )
 
-    def own_weights(self) -> None:
-        """Copy the weights before the update, if they are in shared memory."""
-        self._weights = owned(self._weights)
+    def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
+        """Use this memory if the weights and the slots are there; see `BlockUpdate`."""
+        if not any(isinstance(value, SharedValue) for value in self._weights):
+            return False
+        slots, weights = self._functions.views(pool, state, updates, self._weights)
+        values = [*zip(self._weights, weights, strict=True), *zip(self._values, slots, strict=True)]
+        if not all(place is None or place.is_of(value) for value, place in values):
+            return False
+        self._weights[:] = weights
+        self._values[:] = [place or value for value, place in zip(self._values, slots, strict=True)]
+        return True
+
+    def own_values(self) -> None:
+        """Copy the weights and the slots before the update, if they are in shared memory."""
+        self._weights, self._values = owned(self._weights), owned(self._values)
         self._borrow_weights()
 
     def own_slots(self) -> Iterator[SlotValue]:
@@ -375,6 +406,10 @@ class JaxBlockUpdate:
             self._others = new_others
         return [np.asarray(new), *map(np.asarray, new_slots)]
 
+    def _compute_zeros(self, group: int) -> None:
+        of = self._group(group)
+        self.compute(group, 0, [np.zeros(of.elements, of.dtype) for _ in of.kinds])
+
     @property
     def release(self) -> Callable[[], None]:
         """Does nothing: Keras copies the weights and the slots into variables at the end of a `fit`."""
@@ -385,12 +420,10 @@ class JaxBlockUpdate:
         functions = self._functions
         if self._others is None:
             # This worker has no block.
-            first = functions.blocks.groups[0]
-            slots = [np.zeros(first.elements, first.dtype) for _ in first.kinds]
-            self.compute(0, 0, slots)
+            self._compute_zeros(0)
             assert self._others is not None
         slots_after, weights = functions.views(pool, state, updates, self._weights)
-        logs, layers, metrics, applied = self._rest()
+        logs, layers, metrics, applied = self._rest(self._layers, self._metrics)
         self._pending.append(applied)
         others = iter(self._others)
         values = [next(others) if slot is None else slot for slot in slots_after]

@@ -36,6 +36,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import assignments, randomness
@@ -348,7 +349,14 @@ class TorchState(VariableState):
         """Return the variables of the model and its optimizers, and the buffers of modules, by path."""
         return {**super().lasting_variables(), **module_buffers(self._model)}
 
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]], *, in_place: bool = False) -> Any:
+    def load(
+        self,
+        state: Any,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        *,
+        in_place: bool = False,
+        shared: SharedPool | None = None,
+    ) -> Any:
         """Assign the values of `arrays` to the variables and buffers."""
         buffers = module_buffers(self._model)
         values = {name: array for name, array in arrays.items() if name not in buffers}

@@ -252,12 +252,19 @@ class TorchBlockUpdate:
         """One: PyTorch updates weights in place, so they are not in shared memory."""
         return 1
 
+    def prepare(self) -> None:
+        """Do nothing: nothing is compiled."""
+
     def has(self, state: DividedState) -> bool:
         """Whether the values of the slots are in this memory."""
         return self._blocks.are_shown(state)
 
-    def own_weights(self) -> None:
-        """Do nothing: each worker has its own."""
+    def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
+        """Return False: variables show the shared slots only after an update."""
+        return False
+
+    def own_values(self) -> None:
+        """Do nothing: each worker has its own weights, and `release` copies the slots."""
 
     def own_slots(self) -> Iterator[SlotValue]:
         """Yield this worker's values of the slots."""

@@ -22,11 +22,13 @@ host that is one call behind gets the answers, and all hosts decide the same.
 
 A step whose workers have values of their own for the slots, because they were just assigned, restored or
 initialized, begins by writing them to the shared memory: each worker those of its shards. If some workers
-share the slots and others have values of their own, such as one that joins or has copied the slots, these
-must be what is shared, also if the workers of their host that shared it are lost now. On a host on which none
-shared them, the workers write them. So two things are
-compared that the update would make equal: the slots here, and every `CHECK_EVERY` steps the facts about the
-state and the settings before the update.
+share the slots and others have values of their own, such as one that has copied or received them, these must
+be what is shared, also if the workers of their host that shared it are lost now. On a host on which none
+shared them, the workers write them. So two things are compared that the update would make equal: the slots
+here, and every `CHECK_EVERY` steps the facts about the state and the settings before the update.
+
+A worker that joins on a host whose members gave it the memory itself, not values, has the slots there. The
+counters say how many updates these have had.
 """
 
 from collections.abc import Callable, Sequence
@@ -148,6 +150,18 @@ class DividedUpdate:
             note(f"each worker computes the whole update: {hindrance}")
         return program.apply(state, totals)
 
+    def prepare(self, program: Program, state: Any, totals: Sequence[Total]) -> None:
+        """Compile what an update needs, while the other workers do not wait for this one.
+
+        Args:
+            program: the program of the step.
+            state: after a step of this worker alone.
+            totals: of that step.
+        """
+        update = program.block_update(state, totals, self._job.view.replicas)
+        if not isinstance(update, str):
+            update.prepare()
+
     def _meet(self, update: BlockUpdate | str, facts: Facts, label: str) -> list[_Standing]:
         """Return what all workers have before an update."""
         if isinstance(update, str):
@@ -156,7 +170,7 @@ class DividedUpdate:
             hindrance, shares, layout = "", self._shares(update), self._layout(update).text
             if not shares:
                 # The next update may write to any part of the memory.
-                update.own_weights()
+                update.own_values()
             # No worker writes to it before all have made this call.
             self._pool.keep_shown()
 
@@ -176,8 +190,13 @@ class DividedUpdate:
 
     def _shares(self, update: BlockUpdate) -> bool:
         """Whether the slots of the update are in the shared memory."""
-        state = self._state
-        return state is not None and state.layout == self._layout(update) and update.has(state)
+        layout = self._layout(update)
+        if self._state is None and layout.size <= self._pool.size:
+            # A worker that has just joined may have loaded them there.
+            state = self._mapped(layout)
+            if update.adopt(state, state.updates, self._pool):
+                self._state, self._number = state, state.updates
+        return self._state is not None and self._state.layout == layout and update.has(self._state)
 
     def _together(self, update: BlockUpdate, standings: Sequence[_Standing], label: str) -> tuple[Any, Any]:
         layout = self._layout(update)

@@ -195,7 +195,10 @@ class GlobalStep(StepPrograms):
         if self.kind == "predict":
             _, state = self._predict(state, batch, counts=False)
         else:
-            _, state = self._step(state, batch)
+            totals = list[Total]()
+            _, state = self._step(state, batch, totals=totals)
+            if self._divided is not None and self.kind == "train":
+                self._divided.prepare(self.program, state, totals)
         self.backend.settle()
         if state is not None and self.kind == "train":
             self.program.prepare_load(state)

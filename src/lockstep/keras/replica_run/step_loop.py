@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.values import PackError
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.model_digest import LastModel
@@ -299,7 +300,9 @@ class LoopState:
     def prepare_load(self, state: Any) -> None:
         """Do nothing: parts are set."""
 
-    def load(self, state: Any, arrays: Arrays, *, in_place: bool = False) -> None:
+    def load(
+        self, state: Any, arrays: Arrays, *, in_place: bool = False, shared: SharedPool | None = None
+    ) -> None:
         """Set the parts to the values that `named_state` has returned, perhaps in another process.
 
         Raises:

@@ -348,7 +348,8 @@ class Snapshots:
             # Some steps build optimizers when they apply them.
             build_optimizers(model, current)
         if program is not None:
-            state = program.load(state, current, in_place=resumption.joined)
+            shared = self._job.context.state_pool if resumption.joined else None
+            state = program.load(state, current, in_place=resumption.joined, shared=shared)
         else:
             assign(model, current, whole=True)
         if before_validation:
