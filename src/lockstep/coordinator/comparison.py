@@ -26,7 +26,7 @@ def verdict(result: Mapping[str, Any], mode: str = "") -> str:
     Args:
         result: `compared`, the fields of events `StepCompared`; `ended`, how the script would have continued;
             and `failed`, its error.
-        mode: an option of the run with which it takes other training steps than those that were compared.
+        mode: an option with which the run takes different training steps from those that were compared.
     """
     steps = [step for step in result["compared"] if not step["reason"]]
     if not steps:

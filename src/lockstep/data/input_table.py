@@ -45,7 +45,7 @@ class InputTable:
     """The rows that all replicas read; `str` returns a table with a line for each replica of each step.
 
     Attributes:
-        way: how the workers read the input, and why.
+        way: a description of how the workers read the input, and why.
         readings: the rows of each replica in each step.
     """
 
@@ -69,7 +69,7 @@ class InputTable:
 
 
 def input_table(steps: Iterable[Rows], view: View, way: str) -> InputTable:
-    """Split the rows of each step over the replicas of `view`, as training does; `way` is the table's own."""
+    """Split the rows of each step over the replicas of `view`, as training does; `way` is for the table."""
     readings = []
     for step, rows in enumerate(steps, 1):
         starts = accumulate(split_evenly(len(rows.numbers), view.replicas), initial=0)

@@ -72,7 +72,7 @@ def system_here(cpus: Path = Path("/proc/cpuinfo")) -> dict[str, str]:
 
 
 def packages_of_jobs(packages: Packages) -> str:
-    """Return the packages that a job may use, as far as they are installed, with their versions."""
+    """Return the versions of the installed packages that a job may use."""
     versions = packages.versions
     return ", ".join(f"{name} {versions[name]}" for name in _PACKAGES if name in versions)
 
@@ -146,7 +146,7 @@ def version_lines(
         packages: the installed packages.
         system: the operating system and the processor, by headings.
         cores: the cores of the machine.
-        reading: the driver's report on GPUs.
+        reading: the driver's data on GPUs.
     """
     installed = packages.versions.get(LOCKSTEP)
     difference = "not installed" if installed is None else f"installed as {installed}"

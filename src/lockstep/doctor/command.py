@@ -53,7 +53,7 @@ def check_hosts(hosts: str, *, as_json: bool) -> int:
     """Measure the links between hosts, show the findings, and return the exit status.
 
     Raises:
-        ConfigError: the list of hosts is invalid, or has fewer than two.
+        ConfigError: the list of hosts is invalid, or has fewer than two hosts.
         UnfitError: the findings cannot be written.
     """
     fill_standard_descriptors()

@@ -61,7 +61,7 @@ def _judge(
 
 
 def describe_failure(job: ProgramResult) -> str:
-    """Describe the failure of a job by its last note, which names the cause."""
+    """Return the last note of a failed job, which names the cause."""
     notes = [line for line in job.errors.splitlines() if line.startswith(_NOTE)]
     return f"failed: {notes[-1].removeprefix(_NOTE)}" if notes and job.status else job.how()
 

@@ -4,8 +4,8 @@ All pods have one template. `TF_CONFIG` tells them apart: Kubernetes replaces `$
 A JobSet contains the same Job, and makes the Service itself. A TrainJob of Kubeflow makes such a JobSet from
 a TrainingRuntime, which is an object of its own here.
 
-The pods need no privilege, so the Pod Security Standard "restricted" admits them. They can write to their
-volumes only: the root of the container is read-only, and `/tmp` is an empty volume.
+The pods need no privilege, so the Pod Security Standard "restricted" admits them. They can write only to
+their volumes: the root of the container is read-only, and `/tmp` is an empty volume.
 """
 
 import json
@@ -73,10 +73,10 @@ class Volume(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Volume":
-        """Return the volume of a text CLAIM:PATH.
+        """Return the volume for a text CLAIM:PATH.
 
         Raises:
-            ConfigError: it is not such a text, or the path is one that the pods use otherwise.
+            ConfigError: the text has another form, or the pods use the path for something else.
         """
         claim, _, path = text.partition(":")
         whole = PurePosixPath(path)
@@ -104,10 +104,10 @@ class User(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "User":
-        """Return the user of a text UID or UID:GID; the group is by default that of the same number.
+        """Return the user for a text UID or UID:GID; by default, the group has the number of the user.
 
         Raises:
-            ConfigError: it is not such a text.
+            ConfigError: the text has another form.
         """
         user, colon, group = text.partition(":")
         ids = [user, group if colon else user]
@@ -117,10 +117,10 @@ class User(NamedTuple):
 
 
 def parse_label(text: str) -> tuple[str, str]:
-    """Return the key and the value of a text KEY=VALUE.
+    """Return the key and the value in a text KEY=VALUE.
 
     Raises:
-        ConfigError: it is not a label.
+        ConfigError: the text is not a label.
     """
     key, equals, value = text.partition("=")
     prefix, slash, name = key.rpartition("/")
@@ -149,7 +149,7 @@ class IndexedJob:
     Attributes:
         name: the name of all objects, and the first part of the host names of the pods.
         image: the image of the container.
-        pods: how many.
+        pods: the number of pods.
         command: the command of the container in every pod.
         grace: seconds after SIGTERM for a checkpoint, and for uploads.
         kind: the kind of the object with the pods: Job, JobSet or TrainJob.
@@ -348,7 +348,7 @@ class IndexedJob:
             "completions": self.pods,
             "parallelism": self.pods,
             # Pod 0 or the standby coordinates the job: its success is that of the job, even while a lost pod
-            # restarts. Other pods that succeed were told that the job has.
+            # restarts. Other pods succeed only if it tells them that the job has succeeded.
             "successPolicy": {"rules": [self._success_rule]},
             "backoffLimitPerIndex": _RETRIES,
             "podFailurePolicy": {"rules": self._failure_rules},
@@ -373,9 +373,9 @@ class IndexedJob:
 
         return [
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-            # Stopped from outside, or left without a job because another pod was lost.
+            # The pod was stopped from outside, or has no job because another pod was lost.
             exits("Ignore", "In", LEFT_OUT, 128 + signal.SIGTERM),
-            # A refusal or the script's own end, which a retry would repeat.
+            # The job was refused, or the script has ended by itself. A retry would repeat both.
             exits("FailJob", "NotIn", WRONG_STATE, 128 + signal.SIGKILL),
         ]
 
@@ -398,7 +398,7 @@ class IndexedJob:
                 },
                 {"name": "TF_CONFIG", "value": self._tf_config},
                 {"name": KEY_FILE, "value": f"{_KEYS}/{_KEY}"},
-                # The user has perhaps no home folder and no name in the image.
+                # The user may have no home folder and no name in the image.
                 {"name": "HOME", "value": _SCRATCH},
                 {"name": "USER", "value": _CONTAINER},
             ],

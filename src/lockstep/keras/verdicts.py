@@ -1,4 +1,4 @@
-"""What a verified step verifies, and which workers are at fault, as their answers show. Pure."""
+"""Decides which replicas a verified step verifies, and which workers are at fault. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class VerificationPlan:
         return (sorted(range(self.replicas), key=position)[index],)
 
     def turn(self, step: int) -> int:
-        """Return a number that is another one in each cycle, so that other workers check."""
+        """Return a number that differs in each cycle, so that the checkers differ too."""
         return self._number(step) // (1 if self.verification.all else self.replicas)
 
     def _number(self, step: int) -> int:
@@ -58,11 +58,12 @@ class VerificationPlan:
 
 
 class Roles(NamedTuple):
-    """The workers that compute a replica that is verified.
+    """The workers that compute a verified replica.
 
     Attributes:
         owner: computes it for the total.
-        checker: computes it a second time; None if the view has no other worker: then the owner does.
+        checker: computes it a second time; None if the view has no other worker. Then the owner computes it
+            twice.
         third: decides if they differ; None if the view has no further worker.
     """
 
@@ -72,7 +73,7 @@ class Roles(NamedTuple):
 
     @classmethod
     def of(cls, view: View, replica: int, turn: int) -> "Roles":
-        """Return the roles in a view; the checker is another worker in each turn."""
+        """Return the roles in a view. Each turn has a different checker."""
         owner = view.owners[replica]
         position = view.workers.index(owner)
         others = view.workers[position + 1 :] + view.workers[:position]
@@ -107,10 +108,10 @@ class Verdict(NamedTuple):
 
     Attributes:
         kind: `equal`; `worker`: the `workers` are at fault; `undecided`: some of them are; `step`: the step
-            is not deterministic; `everyone`: each worker computes something else; `sum`: all workers have
-            the same wrong sum; `repeated`: likewise, or something that one computation made was wrong
-            (a check, a copy, a hash), and it is made again; `third`: some of them are at fault, and another
-            worker decides.
+            is not deterministic; `everyone`: each worker computes a different result; `sum`: all workers have
+            the same wrong sum; `repeated`: likewise, or a product of one computation was wrong (a check, a
+            copy, a hash), and is computed again; `third`: some of them are at fault, and another worker
+            decides.
         workers: see above.
         why: the reason, for people; follows the names of the workers at fault. If `undecided`: why a third
             worker has not decided; empty if there is none.
@@ -168,12 +169,12 @@ def judge_sum(
 ) -> Verdict:
     """Decide which workers are at fault for a part of a total. Pure.
 
-    A worker that has checked the part wrongly once is not named: what another one has sent may be wrong.
+    A worker that has checked the part wrongly once is not named, because it may have received wrong data.
 
     Args:
         readings: by worker, the hash of the part as that worker has it.
-        first: the worker that has added up the summands, and the hash of what it got.
-        again: by worker, the hash of what it got from summands that were sent once more: this worker, and
+        first: the worker that has added up the summands, and the hash of its result.
+        again: by worker, the hash of its result from summands that were sent once more: this worker, and
             another one.
         summer: the worker whose sum all workers read; None if each has added up this part itself.
     """
@@ -200,7 +201,7 @@ def judge_again(answers: Sequence[Answer], earlier: Sequence[Answer] = ()) -> Ve
 
     Args:
         answers: see `judge`.
-        earlier: the answers of the workers that have insisted on different bits before; empty if none have.
+        earlier: the answers of the workers that repeated different bits before; empty if none did.
     """
     answers = with_earlier(answers, earlier)
     verdict = judge(answers)

@@ -1,4 +1,4 @@
-"""This machine for `lockstep top` without a job: its GPUs, and the running jobs of this user."""
+"""The load of this machine for `lockstep top` without a job: its GPUs, and the user's running jobs."""
 
 import os
 import threading

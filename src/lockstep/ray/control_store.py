@@ -1,4 +1,4 @@
-"""Asks the cluster's control store (GCS) for nodes, the newest coordinator of a job, and its end."""
+"""Asks the cluster's control store (GCS) for nodes, a job's newest coordinator, and its exit status."""
 
 import time
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class ControlStore:
 
     Args:
         job: its name.
-        run: identifies the process of the coordinator's actor.
+        run: an id of the process of the coordinator's actor.
     """
 
     def __init__(self, job: str, run: str) -> None:
@@ -36,7 +36,7 @@ class ControlStore:
         self._run = run.encode()
 
     def nodes(self) -> dict[str, dict[str, float]]:
-        """Return the resources of each node that lives, by Ray's name for them."""
+        """Return the resources of each live node, by Ray's name for them."""
         client: Any = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
         # ray.nodes() aborts the process if the store has lost its data.
         infos = _patiently(lambda: client.get_all_node_info(timeout=_TIMEOUT))
@@ -44,7 +44,7 @@ class ControlStore:
         return {node.node_id.hex(): dict(node.resources_total) for node in living}
 
     def draining(self) -> frozenset[str]:
-        """Return the nodes that Ray has announced to lose soon, as before a preemption."""
+        """Return the nodes that Ray has announced to remove soon, as before a preemption."""
         client: Any = internal_kv_get_gcs_client()  # type: ignore[no-untyped-call]
         return frozenset(_patiently(lambda: client.get_draining_nodes(timeout=_TIMEOUT)))
 

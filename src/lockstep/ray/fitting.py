@@ -126,7 +126,7 @@ def fit(
             newest one there.
         accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
             from those of the checkpoint.
-        input: "divided", the default, or "joint": each worker reads the whole dataset.
+        input: "divided", the default; or "joint", with which each worker reads the whole dataset.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
             however many outputs replicas have to exchange for them.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by

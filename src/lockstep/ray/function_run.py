@@ -22,7 +22,7 @@ class SentFunction:
 
     Attributes:
         call: the function and its arguments, packed.
-        run_dir: the folder of the run, as in the words of the job.
+        run_dir: the folder of the run, as the job's arguments give it.
     """
 
     call: bytes
@@ -30,7 +30,7 @@ class SentFunction:
 
 
 class Outcome(NamedTuple):
-    """How the job of a function has ended.
+    """The end of the job of a function.
 
     Attributes:
         error: None if there is a result.
@@ -50,11 +50,11 @@ class FunctionRun:
 
     Args:
         function: the function that the workers run.
-        folder: where everything runs.
-        again: whether the job had begun before.
+        folder: the working folder of all processes.
+        again: whether the job has begun before.
 
     Attributes:
-        outcome: the outcome of the job, once `conclude` was called.
+        outcome: the outcome of the job, after `conclude`.
     """
 
     def __init__(self, function: SentFunction, folder: str, again: bool) -> None:

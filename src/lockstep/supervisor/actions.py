@@ -48,11 +48,11 @@ class JobOutcome:
 
     Attributes:
         status: the exit status of the job.
-        message: why, in one line; empty on success.
+        message: the reason, in one line; empty on success.
         workers: the workers whose evidence the message shows.
-        evidence: which evidence.
+        evidence: the kind of evidence.
         stopped: whether the user has stopped the job.
-        out_of_reach: whether the hosts of all workers were lost, where the workers may go on.
+        out_of_reach: whether the hosts of all workers were lost. The workers may continue there.
     """
 
     status: int
@@ -65,7 +65,7 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class TellSuccess:
-    """Show the last line of the job, for which workers that were started by hand wait, and let them exit."""
+    """Show the job's last line, for which workers that were started by hand wait, and let them exit."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ do.
 
 Once a worker has created a strategy, the job is elastic: the members continue without a lost worker in a new
 view, and compute its replicas too. An error of the script ends the job, even if only one worker has raised
-it: otherwise another worker would take over its work, and meet the same error. For example, the next chief
+it: otherwise another worker would take over its work, and raise the same error. For example, the next chief
 calls the same callbacks. Only an error that the machine can cause, such as one of a disk, counts as a loss,
-after the other workers had a moment to raise too. Before a strategy exists, a lost worker ends the job,
-because the script may fail on all workers. The others do continue without a lost host.
+after the other workers have had a moment to raise too. Before a strategy exists, a lost worker ends the job,
+because the script may fail on all workers. A lost host does not end it.
 
 A joiner runs the script by itself up to the position of the members: it requests the position, runs up to it,
 and reports that it is ready. Then the members leave their view at the end of a step, and wait. The chief
@@ -22,13 +22,13 @@ When the job ends, the workers that still run get the abort of their exchange, t
 
 `decide` has one case per event, in the order of `Event`. Consequences that several events share come last.
 
-With fewer than `--min-workers`, all members wait at the end of a step, after the state was given, until
-enough workers have joined. Up to `--max-restarts` losses are replaced. If a replacement ends within a
-minute, the next one starts after a pause of 1, 2, 4 ... 60 seconds.
+If there are fewer workers than `--min-workers`, the chief sends its state, and all members wait at the end of
+a step until enough workers have joined. Up to `--max-restarts` losses are replaced. If a replacement ends
+within a minute, the next one starts after a pause of 1, 2, 4 ... 60 seconds.
 
 A host that is cut off cannot complete a call in the old view once one member has left it, because a call
-needs a part of every member. If no agent is heard, the coordinator itself is probably cut off. It gives up no
-agent before the limit `TimeLimits.cut_off`.
+needs a part of every member. If no agent sends messages, the coordinator itself is probably cut off. It does
+not give up any agent before the limit `TimeLimits.cut_off`.
 
 If the chief is lost before it has given the state, the next view begins without the joiner, and the members
 are asked again. Once the state is given, the chief's agent holds it.
@@ -215,7 +215,7 @@ def refusal(state: State, workers: int) -> str:
 
 
 def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
-    """A joiner is replaced, the members continue without a lost member, or the job ends."""
+    """Replace a joiner, continue without a lost member, or end the job."""
     worker, phase = event.worker, state.workers[event.worker].phase
     how, saving = f"worker {worker} {describe_exit(event.status)}", state.shutdown.saving
     how += f", {event.cause}" if event.cause else ""
@@ -233,7 +233,7 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
 
 
 def _start_failed(state: State, event: StartFailed, now: float) -> Decision:
-    """A joiner is replaced, on another host if need be; a job that cannot begin with all workers ends."""
+    """Replace a joiner, if necessary on another host; end a job that cannot begin with all workers."""
     if event.joins and event.recurs and state.active and state.workers[event.worker].phase in JOINERS:
         return _host_full(state, event, now)
     if event.joins:
@@ -243,7 +243,7 @@ def _start_failed(state: State, event: StartFailed, now: float) -> Decision:
 
 
 def _host_full(state: State, event: StartFailed, now: float) -> Decision:
-    """Start a joiner on a host that has room; without one, the job wants one worker less."""
+    """Start a joiner on a host that has room. If there is none, reduce the target by one worker."""
     host = state.workers[event.worker].host
     slots = tuple(wanted - (at == host) for at, wanted in enumerate(state.slots))
     state = replace(state.with_phase(Phase.LOST, event.worker), slots=slots)
@@ -268,7 +268,7 @@ def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
 
 
 def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> Decision:
-    """Note a member that succeeded; continue without one that is lost, or end the job."""
+    """Note a member that succeeded; if a member is lost, continue without it or end the job."""
     worker, outcome = event.worker, state.shutdown.outcome
     state = state.with_phase(Phase.LOST if event.status else Phase.FINISHED, worker)
     if event.status == 0:
@@ -288,7 +288,7 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
 
 
 def _saved_without(state: State, how: str, now: float, *, killed: bool) -> Decision:
-    """Let the chief, or the next one, complete its step without lost members; stop the others after it."""
+    """Let the chief or its successor complete its step without lost members; then stop the others."""
     if state.view.chief in state.running:
         return _next_view(state, how, now)
     saving = state.shutdown.saving
@@ -343,14 +343,14 @@ def _view_broken(state: State, event: ViewBroken, now: float) -> Decision:
 
 
 def _host_retires(state: State, event: HostRetires, now: float) -> Decision:
-    """Let the workers of a host leave before it goes."""
+    """Let the workers of a host leave before the host does."""
     if event.host in state.lost_hosts | state.retiring or not state.active:
         return Decision(state, reason=f"{event.reason}; this is known, or the job is already ending")
     return _hosts_retire(state, (event.host,), event.reason, now)
 
 
 def _hosts_retire(state: State, hosts: tuple[int, ...], reason: str, now: float) -> Decision:
-    """Let the workers of hosts leave that get no more workers."""
+    """Retire hosts: let their workers leave, and start no workers there."""
     if state.size.by_hand or state.vital:
         why = "belong to a job with parameter servers" if state.vital else "are started by hand"
         return Decision(
@@ -375,7 +375,7 @@ def _hosts_retire(state: State, hosts: tuple[int, ...], reason: str, now: float)
 
 
 def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
-    """Lose the first host that is silent for too long, unless all are: then this host seems to be cut off."""
+    """Treat the first host that is silent for too long as lost. If all are, this host seems cut off."""
     silent, limits = state.silent(event.at, now), state.limits
     if not silent:
         return Decision(state, reason="all hosts were heard")
@@ -390,7 +390,7 @@ def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
         if now - max(event.at.values()) <= limits.cut_off:
             return Decision(state, reason=text)
     elif state.cut_off:
-        # They do not come back at the same moment.
+        # The hosts do not return at the same moment.
         return Decision(replace(state, cut_off=False, heard_from=now), reason="hosts were heard again")
     return _host_lost(state, silent[0], f"has been silent for {limits.silence:g} s", now)
 
@@ -398,7 +398,7 @@ def _hosts_heard(state: State, event: HostsHeard, now: float) -> Decision:
 def _host_lost(state: State, host: int, how: str, now: float, *, stopped: bool = False) -> Decision:
     """Continue without the workers of a host, which are not replaced until a host has room.
 
-    They have ended if the agent of the host was `stopped`. Otherwise, they may go on there.
+    They have ended if the agent of the host was `stopped`. Otherwise, they may still be running there.
     """
     if state.stage is Stage.FINISHED:
         return Decision(replace(state, lost_hosts=state.lost_hosts | {host}), reason="the job has ended")
@@ -436,7 +436,7 @@ def _host_lost(state: State, host: int, how: str, now: float, *, stopped: bool =
 
 
 def _with_missing(state: State, lost: int) -> State:
-    """Note that a lost host had workers, and how they may come back."""
+    """Note that a lost host had workers, and how they may return."""
     size, admission = state.size, state.admission
     arrivals = tuple(host for host in admission.arrivals if host != lost)
     there, then = state.filled + len(arrivals), ""
@@ -446,7 +446,7 @@ def _with_missing(state: State, lost: int) -> State:
         elif state.roomiest_host() is None:
             then = _NO_ROOM
     if lost in admission.holders:
-        # Perhaps others have not received all of it.
+        # Other hosts may not have received all of it.
         admission = admission.without_state()
     receivers = admission.receivers - {lost}
     admission = replace(admission, arrivals=arrivals, receivers=receivers).with_consequence(then)
@@ -454,7 +454,7 @@ def _with_missing(state: State, lost: int) -> State:
 
 
 def _host_joined(state: State, event: HostJoined) -> Decision:
-    """Note a host that has room for workers; one whose workers were found at fault too often gets none."""
+    """Note a host that has room for workers. A host whose workers were at fault too often gets none."""
     others, host = state.hosts, len(state.slots)
     slots, cores = (*state.slots, event.workers), (*state.cores, event.cores)
     state = replace(state, slots=slots, cores=cores, names=(*state.names, event.host))
@@ -469,7 +469,7 @@ def _host_joined(state: State, event: HostJoined) -> Decision:
 
 
 def _failure_reported(state: State, event: FailureReport, now: float) -> Decision:
-    """Wait a moment: the others may fail too, or the blamed worker may show the cause."""
+    """Wait a moment: other workers may fail too, or the blamed worker may show the cause."""
     worker, record = event.worker, state.workers[event.worker]
     how = f" exited with status {event.status}" if event.prints else ""
     message = f"worker {worker}{how}: {event.event.summary}"
@@ -493,7 +493,7 @@ def _failure_reported(state: State, event: FailureReport, now: float) -> Decisio
         state = _with_failure(state, worker, outcome, now)
         return Decision(state, reason=f"{message}; the others may fail too")
     suspect = state.shutdown.suspect
-    # Parameter servers blame the chief, which knows whom it waits for.
+    # Parameter servers blame the chief, which knows which worker it waits for.
     if suspect is None or (state.vital and worker == state.view.chief):
         suspect = outcome
         state = replace(state, shutdown=replace(state.shutdown, suspect=suspect))
@@ -512,11 +512,11 @@ def _strategy_installed(state: State, now: float) -> Decision:
 
 
 def _verification_failed(state: State, event: VerificationFailed, now: float) -> Decision:
-    """Start another worker if workers insist on different bits, or avoid a host that was named too often."""
+    """Start another worker if workers repeat different bits, or retire a host that was named too often."""
     if event.verdict == "worker":
         return _workers_named(state, event, now)
     reason = f"{name_workers(event.workers)} computed different bits in step {event.step}"
-    # Otherwise the members give the state, enter the next view without another worker, and stop.
+    # Otherwise the members give the state, enter the next view without an additional worker, and stop.
     can_join = state.stage is Stage.RUNNING and not (state.vital or state.size.closed or state.size.by_hand)
     if event.verdict != "third" or not can_join:
         return Decision(state, reason=reason)
@@ -529,7 +529,7 @@ def _verification_failed(state: State, event: VerificationFailed, now: float) ->
 
 
 def _workers_named(state: State, event: VerificationFailed, now: float) -> Decision:
-    """Count the hosts of workers at fault; let those retire that were named too often, but not the last."""
+    """Count the hosts of workers at fault; retire those that were named too often, but keep the last host."""
     hosts, most = state.hosts_of(event.workers), state.avoid_host_after
     state = replace(state, named=(*state.named, *dict.fromkeys(state.names[host] for host in hosts)))
     times = {host: state.named.count(state.names[host]) for host in state.hosts}
@@ -538,7 +538,7 @@ def _workers_named(state: State, event: VerificationFailed, now: float) -> Decis
     if not state.active or state.finished or not set(often).intersection(hosts):
         reason = f"{name_workers(event.workers)} computed wrong bits in step {event.step}"
         return Decision(state, reason=reason)
-    # Also a host that was the last one when it was named, if another has joined since.
+    # This includes a host that was the last one when it was named, if another host has joined since.
     avoided = sorted(often, key=lambda host: (-times[host], host))[: len(state.hosts) - 1]
     told = tuple(sorted(avoided)) or tuple(often)
     named = " and ".join(
@@ -639,7 +639,7 @@ def _state_arrived(state: State, event: StateArrived, now: float) -> Decision:
 
 
 def _state_moving(state: State, event: StateMoving) -> Decision:
-    """Note how far the state is on its way to a host, for the next message."""
+    """Note how much of the state has reached a host, for the next message."""
     if event.view != state.view.number or not state.admission.source:
         return Decision(state, reason=f"the state of view {event.view} is no longer needed")
     text = transferred(event.received, event.size, event.seconds)
@@ -649,7 +649,7 @@ def _state_moving(state: State, event: StateMoving) -> Decision:
 
 
 def _position_missed(state: State, event: PositionMissed, now: float) -> Decision:
-    """Ask again for the position if its view has ended meanwhile; otherwise give the joiner up."""
+    """Ask again for the position if its view has ended meanwhile; otherwise give up the joiner."""
     if not state.active or state.workers[event.worker].phase is not Phase.JOINING:
         return Decision(state, reason=f"worker {event.worker} no longer joins")
     if event.view != state.view.number:
@@ -673,7 +673,7 @@ def _scale_requested(state: State, event: ScaleRequest, now: float) -> Decision:
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
-    """Assess a wait: it may be in vain, about to end with the view, long, or too long."""
+    """Assess a wait: it may be in vain, end with the view, or be long or too long."""
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is already ending")
@@ -686,7 +686,8 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     exited = tuple(w for w in event.waits_for if (w in state.finished if state.elastic else w not in running))
     record = state.workers[worker]
     if exited and not record.waits_in_vain:
-        # The report may have been sent just before the last worker arrived; a second one cannot.
+        # The worker may have sent the report just before the last worker arrived; a second report rules this
+        # out.
         again = state.with_worker(worker, replace(record, waits_in_vain=True))
         return Decision(
             again, reason=f"worker {worker} may wait for a finished worker; the next report decides"
@@ -715,7 +716,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
-    """Stop the job: with checkpoints after one more checkpoint, otherwise at once."""
+    """Stop the job: after one more checkpoint if it saves checkpoints, otherwise at once."""
     name, shutdown = signal_name(event.signal), state.shutdown
     grace = max(0.0, state.limits.save - event.waited)
     if state.stage is Stage.SAVING:
@@ -804,7 +805,7 @@ def _stage_over(state: State, now: float) -> Decision:
             if failed := tuple(worker for worker in state.failures if worker in there):
                 blaming = [worker for worker in state.present if state.workers[worker].blames]
                 if blaming and (not state.staying or state.vital.intersection(blaming)):
-                    # They cannot continue without the failed ones.
+                    # The members cannot continue without the failed workers.
                     return _end(state, state.failures[failed[0]], now)
                 return _without_failed(state, failed, now)
             if state.shutdown.suspect:
@@ -873,7 +874,7 @@ def _unstuck(state: State) -> State:
 
 
 def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) -> State:
-    """Note a failure, and give the others a moment to fail too."""
+    """Note a failure, and give the other workers a moment to fail too."""
     record = replace(state.workers[worker], failure=Failure(outcome, len(state.failures)))
     state = state.with_worker(worker, record)
     waits = state.shutdown.deadline is not None
@@ -886,8 +887,7 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
     if state.too_late_to_join or state.filled >= size.wanted:
         return state
     if not size.restarts_left:
-        # The job now wants one worker less; users see this number.
-        # If only members on hosts that retire are left, they stay, because no others start in their place.
+        # The target is now one worker less; users see this number.
         size = replace(size, wanted=max(size.wanted - 1, 1), closed=size.closed or size.wanted == 1)
         return replace(state, size=size, admission=admission.with_consequence(_no_more(size)))
     size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
@@ -905,7 +905,7 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
 
 
 def _without_servers(state: State, number: int) -> State:
-    """Aim for fewer processes: others do not replace parameter servers, whose standbys continue."""
+    """Reduce the target by the lost servers: their standbys continue, and nothing replaces them."""
     admission = state.admission.with_consequence("a lost parameter server is not replaced")
     wanted = max(state.size.wanted - number, 1)
     return replace(state, size=replace(state.size, wanted=wanted), admission=admission)
@@ -919,7 +919,7 @@ def _no_more(size: JobSize) -> str:
 
 
 def _loss_noted(state: State, reason: str, *, reported: bool) -> Decision:
-    """Note a loss that does not affect the members, and that a message has already named if `reported`."""
+    """Note a loss that does not affect the members; if `reported`, a message has already named it."""
     if state.admission.unreported:
         reported, reason = False, f"{reason}; {state.admission.unreported}"
     state = replace(state, admission=replace(state.admission, unreported=""))
@@ -948,7 +948,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
 
 
 def _admit(state: State, now: float, how: str) -> Decision:
-    """Begin a view with the ready joiners, or wait for more workers; the members wait for it."""
+    """Begin a view with the ready joiners, or let the members wait for more workers."""
     why, size = _why(state, how), state.size
     if state.admission.accused and not state.ready:
         if _another_can_join(state):
@@ -958,7 +958,7 @@ def _admit(state: State, now: float, how: str) -> Decision:
             return Decision(_waiting(state, now), (ShowMessage(f"{why}; {reason}"),), f"{why}; {reason}")
         state = _without_accused(state)
     staying, ready, outgoing = state.staying, state.ready, state.outgoing
-    # Members whose hosts retire come last, also if they have to stay.
+    # Members whose hosts retire come last, even if they have to stay.
     lasting = sorted((*staying, *ready), key=lambda worker: worker in staying and state.retires(worker))
     chosen = set(lasting[: max(size.wanted or len(staying), 1)]).difference(outgoing)
     workers = tuple(worker for worker in (*staying, *ready) if worker in chosen)
@@ -988,13 +988,13 @@ def _admit(state: State, now: float, how: str) -> Decision:
 
 
 def _another_can_join(state: State) -> bool:
-    """Whether a worker that decides between others is on its way, or can start."""
+    """Whether an arbiter, which decides between the accused workers, is starting or can start."""
     room = state.filled < state.size.wanted and state.roomiest_host() is not None
     return bool(state.joiners) or room
 
 
 def _without_accused(state: State) -> State:
-    """Begin the next view without another worker, so that those that insist on their bits stop."""
+    """Begin the next view without an arbiter, so that the workers that repeat different bits stop."""
     return replace(state, admission=replace(state.admission, accused=()))
 
 
@@ -1033,7 +1033,7 @@ def _unreached(state: State, workers: tuple[int, ...], why: str, now: float) -> 
 
 
 def _why(state: State, how: str) -> str:
-    """Describe the loss of the members that are not in the next view, and the consequence."""
+    """Describe the loss of the members that are missing from the next view, and its consequence."""
     raised = [outcome.message for worker, outcome in state.failures.items() if worker in state.members]
     return "; ".join(text for text in (*raised, how, state.admission.unreported) if text)
 
@@ -1053,7 +1053,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     actions: tuple[Action, ...] = ()
     missing = size.wanted - state.filled
     paused = admission.backoff_until is not None and now < admission.backoff_until
-    # Perhaps the script raises on all workers, and no other worker is needed.
+    # The script may raise on all workers, so that no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
     replaced = state.replaced
     if missing > 0 and not paused and not unsure:
@@ -1108,7 +1108,7 @@ def _admission_closed(decision: Decision) -> Decision:
 
 
 def _success_told(before: State, decision: Decision) -> Decision:
-    """Tell users who have started the workers of the success, once all members wait for the last line."""
+    """Tell users who started workers by hand of the success, once all members wait for the last line."""
     tells = decision.state.awaits_last_line and not before.awaits_last_line
     return replace(decision, actions=(*decision.actions, TellSuccess())) if tells else decision
 
@@ -1148,7 +1148,7 @@ def _kill(state: State, now: float, reason: str) -> Decision:
 
 
 def _finish(state: State, reason: str) -> Decision:
-    """Finish the job; name the failures of members even if the job has ended well."""
+    """Finish the job; name the failures of members even if the job has succeeded."""
     outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
     failures = state.failures
     raised = [(failures[worker].message, (worker,)) for worker in _logs(state)]

@@ -1,6 +1,6 @@
 """The events that supervision decides on.
 
-A fact has one class. If the run publishes it, it is an event of `lockstep.observability.events`. Other
+Each fact has one class. If the run publishes a fact, it is an event of `lockstep.observability.events`. Other
 reports of workers and agents are messages of `lockstep.protocol`, which supervision receives as they arrive.
 Only facts that the coordinator itself notices have their classes here.
 """
@@ -41,7 +41,7 @@ from lockstep.protocol.worker import FailureReport, LastLineAwaited, StateGiven,
 
 @dataclass(frozen=True)
 class HostGone:
-    """The agent of a host has ended, or sends unreadable messages; `how` continues "host node2 "."""
+    """The agent of a host has ended, or sends unreadable messages; `how` completes the text "host node2 "."""
 
     host: int
     how: str
@@ -49,7 +49,7 @@ class HostGone:
 
 @dataclass(frozen=True)
 class HostsHeard:
-    """When something last arrived from the agents of other hosts, by the index of the host.
+    """When a message last arrived from the agents of other hosts, by the index of the host.
 
     It contains all hosts that are not lost.
     """
@@ -59,7 +59,7 @@ class HostsHeard:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """The time `State.due` has come."""
+    """The time `State.due` has passed."""
 
 
 Event = (

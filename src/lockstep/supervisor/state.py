@@ -60,7 +60,7 @@ class Failure:
 
     Attributes:
         outcome: how the job ends if this failure decides it.
-        order: how many workers had failed before.
+        order: the number of workers that had failed before.
     """
 
     outcome: JobOutcome
@@ -75,12 +75,12 @@ class WorkerRecord:
         phase: its phase.
         host: the index of its host.
         member_since: the number of the first view of which it is a member.
-        started_at: when it was started to join; None for the first workers.
+        started_at: the time at which it was started to join; None for the first workers.
         raised: whether its script has raised while it was not a joiner.
         failure: its failure; None if it has none or only blames another worker.
         script_ended: whether its script has ended.
-        awaits_end: whether it has also done its last work, and waits for the last line of the job.
-        waits_in_vain: whether its last report said that it waits for a worker that ended with status 0.
+        awaits_end: whether it has also completed its last work, and waits for the last line of the job.
+        waits_in_vain: whether it waits, as of its last report, for a worker that ended with status 0.
         condemned: whether it was killed because it was stuck.
     """
 
@@ -112,7 +112,7 @@ class TimeLimits:
 
     Attributes:
         timeout: for a worker to arrive where others wait for it, and for joiners that training waits for.
-        blame: for the cause of a failure that blames another worker to appear.
+        blame: until the cause must appear of a failure that blames another worker.
         look: for a stuck worker to write its stack.
         abort: for workers to end after the abort, until SIGTERM.
         leave: for workers whose scripts have all raised to exit by themselves, until SIGTERM.
@@ -123,7 +123,7 @@ class TimeLimits:
         idle: from the first strategy until a message that the script has distributed nothing.
         young: from the start of a worker, while its loss delays its replacement.
         pause: before the replacement of a young worker starts; doubles with each such loss in a row.
-        longest_pause: the upper limit of that.
+        longest_pause: the upper limit of `pause`.
         silence: without a message of a host, until it counts as lost.
         cut_off: without a message of any host, until they all count as lost.
         hold: without an answer of the coordinator, until a host pauses training; None if it does not.
@@ -149,12 +149,12 @@ class TimeLimits:
 
 @dataclass(frozen=True)
 class JobSize:
-    """How many workers the job should have, and the budget of restarts.
+    """The target number of workers, and the budget of restarts.
 
     Attributes:
         wanted: the target number of workers; 0 for the present number.
         min_workers: training waits while there are fewer.
-        restarts_left: how many more lost workers will be replaced.
+        restarts_left: the number of lost workers that will still be replaced.
         max_restarts: the budget at the start of the job and after each request to scale.
         closed: whether no worker is replaced because none can join.
         by_hand: whether no worker is replaced because the user starts the workers by hand.
@@ -179,20 +179,20 @@ class Admission:
 
     Attributes:
         posted: the notice to the members of the view.
-        source: where the state is that the chief has given, so that all members wait for the next view; None
-            before.
+        source: the location of the state that the chief has given; all members then wait for the next view.
+            None before.
         holders: the hosts that have this state.
         receivers: the hosts to which this state was sent, without those that have failed to receive it.
-        moved: how far this state is on its way, as texts, by host.
-        deadline: when a job whose members wait for joiners, or for the state to reach them, gives up; None if
-            they do not wait.
-        report_at: when a message names the hosts that wait for the state; None if the state is not on its
-            way.
+        moved: texts on how much of this state has arrived, by host.
+        deadline: the time at which the job gives up if its members wait for joiners, or for the state to
+            reach them; None if they do not wait.
+        report_at: the time of the message that names the hosts that wait for the state; None if the state is
+            not being sent.
         backoff_until: the earliest time to start a worker; None for no limit.
-        young_losses: how many workers in a row were lost soon after their start.
+        young_losses: the number of workers in a row that were lost soon after their start.
         unreported: the consequences of losses, until a message has reported them.
         arrivals: the hosts of workers that wait because a user has started them by hand.
-        accused: the workers that insist on different bits: the next view waits for another worker, which
+        accused: the workers that repeat different bits: the next view waits for another worker, which
             decides. Empty if there are none.
     """
 
@@ -303,21 +303,21 @@ class State:
             number of workers.
         servers: the parameter servers, which are not replaced.
         named: the names of the hosts of workers that verifications have named, once for each verdict.
-        avoid_host_after: how often a host is named until it retires; 0 for never.
-        cut_off: whether no other host was heard for so long that this host seems to be cut off.
-        heard_from: the time at which hosts count as heard that were not heard later.
-        workers: every worker that was ever started, by id.
+        avoid_host_after: the number of times that a host is named before it retires; 0 for never.
+        cut_off: whether all other hosts were silent for so long that this host seems to be cut off.
+        heard_from: a time at which all hosts count as heard; later messages replace it.
+        workers: all workers that were ever started, by id.
         limits: the time limits.
         size: the target number of workers, and the budget of restarts.
         admission: the admission of joiners to the next view.
         shutdown: the progress of the job's end.
-        view_since: when the view began; None for the first.
+        view_since: the time at which the view began; None for the first view.
         elastic: whether the job can continue without a lost worker.
         keeps: whether the job saves checkpoints.
         distributes: whether the script has distributed a computation or an input.
-        idle_until: when a message says that the script has distributed nothing; None if no such message is
-            due.
-        reported_late: when a message last named each set of late workers.
+        idle_until: the time of the message that the script has distributed nothing; None if no such message
+            is due.
+        reported_late: the time at which a message last named each set of late workers.
     """
 
     view: View
@@ -357,7 +357,7 @@ class State:
         vital: frozenset[int] = frozenset(),
         servers: frozenset[int] = frozenset(),
     ) -> "State":
-        """Return the state of a new job that begins with `view`, of which each host has workers.
+        """Return the state of a new job that begins with `view`; each host of the view has workers.
 
         Without `cores`, all hosts are alike; without `names`, they have numbers.
         """
@@ -398,12 +398,12 @@ class State:
 
     @property
     def active(self) -> bool:
-        """Whether the end of the job is not yet decided."""
+        """Whether the end of the job is still undecided."""
         return self.stage in (Stage.RUNNING, Stage.LOOKING)
 
     @property
     def due(self) -> float | None:
-        """When `DeadlinePassed` is due."""
+        """The time at which `DeadlinePassed` is due."""
         admission = self.admission
         times = (
             *(self.shutdown.deadline, admission.backoff_until, admission.deadline, admission.report_at),
@@ -413,12 +413,12 @@ class State:
 
     @property
     def running(self) -> frozenset[int]:
-        """The workers whose process runs."""
+        """The workers whose processes run."""
         return frozenset(worker for worker, record in self.workers.items() if record.phase not in ENDED)
 
     @property
     def present(self) -> frozenset[int]:
-        """The running workers, without those that join or leave."""
+        """The running workers, without joiners and leavers."""
         return self.within(Phase.MEMBER)
 
     @property
@@ -445,7 +445,7 @@ class State:
 
     @property
     def awaits_last_line(self) -> bool:
-        """Whether the job succeeds, and all members, which a user has started, wait for its last line."""
+        """Whether the job succeeds, and all members, started by a user, wait for its last line."""
         waits = [self.workers[worker].awaits_end for worker in self.present]
         return self.size.by_hand and self.succeeds and bool(waits) and all(waits)
 
@@ -453,7 +453,8 @@ class State:
     def too_late_to_join(self) -> bool:
         """Whether no worker can join any more, because a member has succeeded.
 
-        It has ended with status 0. If a user has started it, it may still wait for the others.
+        A member has succeeded if it has ended with status 0. A member that a user started may still wait for
+        the others.
         """
         waits = self.size.by_hand and any(self.workers[worker].script_ended for worker in self.present)
         return waits or bool(self.finished)
@@ -501,7 +502,7 @@ class State:
     def filled(self) -> int:
         """The number of workers that count towards the target, without members that retire.
 
-        If no worker can join in their place, they count until they leave.
+        If no worker can replace these members, they count until they leave.
         """
         there = [w for w in self.present if self.size.closed or not self.retires(w)]
         return len(there) + len(self.joiners)
@@ -528,7 +529,7 @@ class State:
 
     @property
     def replaced(self) -> int | None:
-        """The accused worker whose place the worker takes that decides; None if there is another place."""
+        """The accused worker that the deciding worker replaces; None if it has a place of its own."""
         if not self.admission.accused:
             return None
         staying = self.staying
@@ -538,7 +539,7 @@ class State:
 
     @property
     def _has_place(self) -> bool:
-        """Whether a host lacks a worker, or lacked one until a joiner started there."""
+        """Whether a host lacks a worker, or did until a joiner started there."""
         lacks = self._lacks(self.leaving)
         joined = {self.workers[worker].host for worker in self.joiners}
         return any(lack > 0 or (lack == 0 and host in joined) for host, lack in lacks.items())
@@ -548,7 +549,7 @@ class State:
         return self.workers[worker].host in self.retiring or worker == self.replaced
 
     def next_view(self, workers: tuple[int, ...]) -> View:
-        """Return the next view, with `workers`, the longest-serving first."""
+        """Return the next view of `workers`, the longest-serving first."""
         hosts: dict[int, tuple[int, ...]] = {}
         for worker in workers:
             host = self.workers[worker].host
@@ -568,11 +569,11 @@ class State:
         return tuple(host for host in range(len(self.slots)) if host not in gone)
 
     def is_untrusted(self, host: int) -> bool:
-        """Return whether workers of a host, also before it was lost and came back, were named too often."""
+        """Return whether workers of a host, including before its loss and return, were named too often."""
         return 0 < self.avoid_host_after <= self.named.count(self.names[host])
 
     def hosts_of(self, workers: Iterable[int]) -> tuple[int, ...]:
-        """Return the hosts of workers, each of them once, in the order of the workers."""
+        """Return the hosts of workers, each once, in the order of the workers."""
         return tuple(dict.fromkeys(self.workers[worker].host for worker in workers))
 
     def silent(self, heard: Mapping[int, float], now: float) -> tuple[int, ...]:
@@ -581,9 +582,9 @@ class State:
         return tuple(host for host, at in heard.items() if now >= max(at, self.heard_from) + silence)
 
     def roomiest_host(self) -> int | None:
-        """Return the first host that lacks most workers, or None if none lacks any.
+        """Return the first host that lacks most workers, or None if no host lacks any.
 
-        A worker that decides between others starts on another host than theirs, if one lacks workers.
+        A worker that decides between others starts on a different host from theirs, if one lacks workers.
         """
         lacks = self._lacks(self.leaving | {self.replaced})
         accused = {self.workers[worker].host for worker in self.admission.accused}
@@ -591,12 +592,12 @@ class State:
         return max(lacking, key=lambda host: (host not in accused, lacks[host]), default=None)
 
     def _lacks(self, leaving: frozenset[int | None]) -> dict[int, int]:
-        """Return how many workers each host lacks if those of `leaving` are not counted."""
+        """Return the number of workers that each host lacks if those of `leaving` do not count."""
         there = Counter(self.workers[worker].host for worker in self.running - leaving)
         return {host: self.slots[host] - there[host] for host in self.hosts}
 
     def with_slots(self, workers: int) -> "State":
-        """Return the state with slots for `workers`; new slots are where each worker gets most cores.
+        """Return the state with slots for `workers`. New slots are where each worker gets the most cores.
 
         Without a host that takes workers, the state does not change.
         """
@@ -610,7 +611,7 @@ class State:
         return replace(self, slots=tuple(slots))
 
     def with_worker(self, worker: int, record: WorkerRecord) -> "State":
-        """Return the state with another record of a worker."""
+        """Return the state with a new record of a worker."""
         return replace(self, workers={**self.workers, worker: record})
 
     def with_phase(self, phase: Phase, *workers: int) -> "State":
@@ -628,5 +629,5 @@ class Decision:
     reason: str = ""
 
     def after(self, *actions: Action) -> "Decision":
-        """Return the same decision with `actions` before its own."""
+        """Return the same decision with `actions` before its own actions."""
         return replace(self, actions=(*actions, *self.actions))

@@ -1,4 +1,4 @@
-"""What CUDA shows of the GPUs of a machine, and which builds for CUDA a driver supports."""
+"""The GPUs that CUDA shows on a machine, and the CUDA versions that a driver supports."""
 
 import re
 import threading
@@ -190,7 +190,7 @@ def _devices(gpus: Sequence[Gpu], index: int) -> list[tuple[str, str]]:
 def _find(name: str, gpus: Sequence[Gpu]) -> list[tuple[str, int]]:
     """Return the full names, and the indices of their GPUs, that `name` may refer to."""
     if digits := _NUMBER.match(name):
-        # Like CUDA, which uses the number at the beginning of a name.
+        # CUDA also uses the number at the beginning of a name.
         number = int(digits[0])
         return [(full, number) for _, full in _devices(gpus, number)[:1]] if number < len(gpus) else []
     return [
@@ -214,7 +214,7 @@ def faults_of(names: Sequence[str], gpus: Sequence[Gpu]) -> dict[str, str]:
         names: names of GPUs, as workers have them.
         gpus: the GPUs of this machine.
     """
-    # A GPU that is lost may no longer tell its UUID.
+    # A lost GPU may no longer report its UUID.
     nameless = next((gpu for gpu in gpus if gpu.fault and not gpu.uuid), None)
     faults = {}
     for name in names:
@@ -229,7 +229,7 @@ def faults_of(names: Sequence[str], gpus: Sequence[Gpu]) -> dict[str, str]:
 def supports(driver: Driver, wanted: tuple[int, ...]) -> bool:
     """Return whether a driver runs programs that were built for a CUDA version.
 
-    That is its own CUDA version, every older one, and newer ones of the same major version.
+    It runs those for its own CUDA version, for every older one, and for newer ones of the same major version.
     """
     if not wanted or (driver.cuda is not None and wanted <= driver.cuda):
         return True
@@ -246,7 +246,7 @@ def remedy_of_driver(backend: str, wanted: tuple[int, ...], driver: Driver) -> s
 
 
 def too_old(driver: Driver | None, backend: str, cuda: str | None) -> str:
-    """Return a text on a driver that is too old for a backend, or an empty string if it is not.
+    """Return a message if the driver is too old for a backend, or an empty string.
 
     Args:
         driver: the driver; None if it does not answer.

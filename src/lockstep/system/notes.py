@@ -36,13 +36,13 @@ def note(text: str) -> None:
 
 
 class RepeatedNotes:
-    """Writes notes to stderr. A note with the same text is repeated only if its number is a power of ten."""
+    """Writes notes to stderr. It repeats a note with the same text only if its number is a power of ten."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
 
     def __call__(self, text: str) -> None:
-        """Write a note, with its number if it was there before."""
+        """Write a note, with its number if its text is repeated."""
         number = self._numbers[text] = self._numbers.get(text, 0) + 1
         if str(number).strip("0") == "1":
             note(f"{text} ({number} times so far)" if number > 1 else text)

@@ -140,7 +140,7 @@ class StateMemory:
             # Reading beyond the end of a truncated file kills the process.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._data = np.frombuffer(mmap.mmap(descriptor, self._size), np.uint8)
-            # Maps each page while other threads run.
+            # This maps each page while other threads run.
             self._data.fill(0)
         except (OSError, MemoryError) as error:
             self._failure = str(error)
@@ -177,7 +177,7 @@ def _mapped(
 
 def _parts(contents: Contents) -> tuple[bytes, list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
     """Return the header with its length, and the bytes of each array."""
-    # Copies only non-contiguous arrays.
+    # This copies only non-contiguous arrays.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     kinds = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
     header = msgspec.msgpack.encode(_Header(contents.step, dict(contents.manifest), kinds))

@@ -1,4 +1,4 @@
-"""Snapshots of a program's own source files: all workers of a job run the version that the first one read.
+"""Snapshots of a program's own source files: all workers of a job run the version that the first worker read.
 
 Users may edit a script while it runs. A replacement worker that starts later runs the same version as the
 others, and tracebacks show it.
@@ -51,7 +51,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
 
     Args:
         folder: the existing folder of the job, accessible only to its user.
-        changed: called for a file that has changed since, or cannot be saved.
+        changed: called for a file that has changed since then, or cannot be saved.
     """
     kept = SavedSources(folder, changed)
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
@@ -108,7 +108,7 @@ def own_sources() -> dict[str, str]:
         path = _own_file(name) if isinstance(name, str) else None
         if path is None:
             continue
-        # The hash of the first request counts: the file may change later.
+        # The hash at the first request counts, because the file may change later.
         text = _read.get(str(path)) or _read.setdefault(str(path), file_hash(path) or "")
         below = script is not None and path.is_relative_to(script.parent)
         hashes[str(path.relative_to(script.parent) if script and below else path)] = text

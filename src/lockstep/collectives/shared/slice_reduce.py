@@ -1,6 +1,6 @@
-"""The reduce of a large total: the places where members publish sums, and the sums that each one computes.
+"""The reduce of a large total: where members publish sums, and which sums each member computes.
 
-Pure arithmetic on given memory.
+This module only computes in memory that callers pass.
 
 The bytes of a total are divided into one slice for each member. A member sums its own slice: its own replicas
 from its own arrays, the other replicas from the sums that their members publish. Each published span has a
@@ -9,8 +9,8 @@ place for every slice that another member sums:
 * For each slice, one published span has its place in the slice of the total itself. The last addition
   overwrites it with the total, which saves a fifth of the memory traffic.
 * The other published spans have places outside the total. With W members that publish one span each, they
-  would take W - 2 times the memory of the total. So a reduce that would need much has several parts, which
-  use the same places: one after the other, each with a part of every slice.
+  would take W - 2 times the memory of the total. So a reduce that would need too much memory has several
+  parts, each with a part of every slice. They use the same places, one after the other.
 
 Every call reuses the total and the places; it begins when no member reads the previous total any more.
 
@@ -33,7 +33,7 @@ from lockstep.topology import split_evenly
 
 @dataclass(frozen=True)
 class SlicePlacement:
-    """One part of each slice of a layout, and the places of the sums that members publish of it.
+    """One part of each slice of a layout, and the places of the sums of it that members publish.
 
     Attributes:
         bounds: for each member, the bytes of the total that it sums: the part of its slice.
@@ -96,7 +96,7 @@ class PieceSum:
 
 @dataclass(frozen=True)
 class SliceReduce:
-    """What one member does in a part of a reduce, for partials over certain spans, in certain memory.
+    """The work of one member in a part of a reduce, for its partials' spans and for certain memory.
 
     Attributes:
         local_sums: sums of its own partials that other members need, written before the barrier.
@@ -117,7 +117,7 @@ class SliceReduce:
         total: Sequence[Array],
         outside: Bytes,
     ) -> Self:
-        """Plan what the member at `rank` does, which passes partials over `local_spans`.
+        """Plan the work of the member at `rank`, whose partials cover `local_spans`.
 
         Args:
             layout: the layout of every partial.

@@ -1,1 +1,1 @@
-"""What differs between the backends, one file each behind one contract; nothing that exchanges data."""
+"""The differences between the backends: one file each, behind one contract. No data is exchanged here."""

@@ -103,7 +103,7 @@ def shapes_of(outputs: Any) -> list[tuple[int, ...]]:
 
 
 def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
-    """Raise ModelError if the trainable variables of `model` are no longer those of its prepared steps."""
+    """Raise ModelError if the trainable variables of `model` are not those of its prepared steps."""
     prepared = {id(variable): variable.path for variable in trained}
     present = {id(variable): variable.path for variable in model.trainable_variables}
     if prepared.keys() == present.keys():
@@ -135,7 +135,7 @@ def has_own(model: Any, method: str) -> bool:
 def without_effects(model: Any) -> Iterator[None]:
     """Within the block, a step may run eagerly without effects other than creating variables.
 
-    Optimizers only create their variables, and assigned variables get their values from before.
+    Optimizers only create their variables, and assigned variables get their old values back.
     """
     first = _FirstValues()
     assignments.install()

@@ -91,13 +91,13 @@ class BlockUpdate(Protocol):
 
     @property
     def versions(self) -> int:
-        """How many versions of the weights are in shared memory; see `DividedLayout`."""
+        """The number of versions of the weights in shared memory; see `DividedLayout`."""
 
     def prepare(self) -> None:
         """Compile now what the update needs. The state before it does not change."""
 
     def has(self, state: DividedState) -> bool:
-        """Whether the values of the slots are in this memory."""
+        """Whether this memory has the values of the slots."""
 
     def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
         """Use this memory if `load` has left the weights and the slots there; return whether it has.
@@ -112,7 +112,7 @@ class BlockUpdate(Protocol):
         """Copy the weights and the slots before the update, if they are in shared memory."""
 
     def own_slots(self) -> Iterable[SlotValue]:
-        """Yield this worker's values of the slots, wherever they are."""
+        """Yield this worker's values of the slots, from wherever they are."""
 
     def fill(self, state: DividedState, block: int) -> None:
         """Write this worker's values of the slots of a block."""
@@ -127,13 +127,13 @@ class BlockUpdate(Protocol):
 
         Args:
             state: the shared memory.
-            updates: how many its slots have had, with this one.
-            pool: has the memory.
+            updates: the number of updates of its slots, including this one.
+            pool: the pool that has the memory.
         """
 
     @property
     def release(self) -> Callable[[], None]:
-        """Copies the values of the slots, so that they do not depend on the shared memory any more."""
+        """Copy the values of the slots, so that they no longer depend on the shared memory."""
 
 
 class TrainingState(Protocol):
@@ -166,7 +166,7 @@ class TrainingState(Protocol):
         """
 
     def prepare_load(self, state: Any) -> None:
-        """Compile now what `load` needs to use the memory of `state`, whose values stay."""
+        """Compile now the functions with which `load` uses the memory of `state`, whose values stay."""
 
     def lasting_variables(self) -> Mapping[str, Any]:
         """Return the variables on which later steps depend, by name: those of metrics are not included."""
@@ -185,7 +185,8 @@ class Program(TrainingState, Protocol):
     Attributes:
         traced: the number of times that the backend has traced `compute` to compile it: once for each form of
             examples.
-        varies: whether a step may take another path than the one before, because its Python runs each time.
+        varies: whether a step may take a different path from the one before, because its Python runs each
+            time.
     """
 
     traced: int
@@ -209,7 +210,7 @@ class Program(TrainingState, Protocol):
     def keep_passes(self, keeps: bool) -> None:
         """Set whether a compute keeps the forward pass of a replica, from which the next one may go on.
 
-        They do not until this is set. If it is False, what was kept is forgotten.
+        Computes do not keep it until this is set. If this is set to False, kept passes are forgotten.
         """
 
     def located(self, error: Exception, state: Any, share: Share, earlier: Sequence[Total]) -> Exception:
@@ -226,10 +227,10 @@ class Program(TrainingState, Protocol):
         """
 
     def is_last(self, number: int) -> bool:
-        """Whether round `number`, from 0, is the step's last, as the last `compute` of it has shown."""
+        """Whether round `number`, from 0, is the step's last, as shown by the last `compute` of it."""
 
     def form(self, number: int) -> str:
-        """Return the form of round `number`, from 0, which the last `compute` of it has shown, as a text.
+        """Return the form of round `number`, from 0, as a text; the last `compute` of it has shown it.
 
         It is equal for all replicas and on all workers.
         """
@@ -243,19 +244,19 @@ class Program(TrainingState, Protocol):
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> BlockUpdate | str:
         """Return the update of a step as one that workers can divide, or why there is none.
 
-        The blocks depend on the number of replicas. What `apply` does otherwise is part of the update. It may
-        read the totals until `settle` returns. In the lists of `state`, values in shared memory replace
+        The blocks depend on the number of replicas. The update includes everything else that `apply` does. It
+        may read the totals until `settle` returns. In the lists of `state`, values in shared memory replace
         arrays that show them.
         """
 
     def outputs(self) -> list[tuple[int, Any]]:
-        """Return and forget the outputs (replica, nest of arrays) of the computes since the last call.
+        """Return and forget the outputs (replica, nest of arrays) of all computes since the last call.
 
         Only programs that predict have outputs.
         """
 
     def shapes(self, state: Any, share: Share) -> list[tuple[int, ...]]:
-        """Return the shapes of a replica's outputs, by leaf, perhaps without computing them.
+        """Return the shapes of a replica's outputs, by leaf, if possible without computing them.
 
         Only programs that predict have outputs.
         """
@@ -289,14 +290,14 @@ class ServedProgram(Program, Protocol):
     ) -> Any:
         """Return the state with other values.
 
-        Arrays may be used in place: the caller does not change them while anything refers to them. What uses
-        them does not change them either.
+        Arrays may be used in place: neither the caller nor their users change them while anything refers to
+        them.
 
         Args:
             state: the state.
             weights: the values of the weights, in the order of `trained`.
             layers: the values of the layers' state.
-            slots: the values of the optimizer's variables; None to keep theirs.
+            slots: the values of the optimizer's variables; None to keep them.
         """
 
     def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
@@ -324,7 +325,7 @@ class Backend(Protocol):
         Args:
             model: the model.
             kind: the kind of the step.
-            trace: that of all programs of the step, if there are several.
+            trace: the trace of all programs of the step, if there are several.
         """
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: StepKind) -> Any:
@@ -373,7 +374,7 @@ class Backend(Protocol):
         row: tuple[int, ...],
         dtype: npt.DTypeLike,
     ) -> Any:
-        """Call a function of NumPy with an array, also from within a compiled function.
+        """Call a function of NumPy with an array; this also works in a compiled function.
 
         Args:
             function: returns an array with the axes of its argument, and then those of `row`.

@@ -38,14 +38,14 @@ class EagerBackend(Protocol):
     ) -> AbstractContextManager[None]:
         """Within the block a replica computes, with random numbers derived from `seed`.
 
-        Afterwards, global random states, and gradients that the backend stores, are as before.
+        Afterwards, global random states, and gradients that the backend stores, have their old values.
 
         Args:
             seed: determines the random numbers.
             assigned: returns the variables of Keras that the replica has assigned.
 
         Raises:
-            ModelError: the replica has changed something that cannot be combined over replicas.
+            ModelError: the replica has changed a value that cannot be combined over replicas.
         """
 
     def saved_value(self, variable: Any) -> Any:

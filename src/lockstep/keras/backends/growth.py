@@ -1,8 +1,8 @@
 """How replicas combine a value: by its growth, which says how it depends on the number of examples.
 
 Replicas combine values by the mean, weighted by their shares of the examples. For a mean over examples, whose
-growth is 0, that is the value of the whole batch. A sum over examples, also divided by a constant, grows with
-their number: its growth is 1. A mean that is divided by the number of examples once more has the
+growth is 0, that is the value of the whole batch. A sum over examples, even if it is divided by a constant,
+grows with their number: its growth is 1. A mean that is divided once more by the number of examples has the
 growth -1. Each of them, multiplied by `weight ** -growth`, where the weight is the replica's share, has a
 weighted mean that is the value of the whole batch. `lockstep.keras.fit.trials` measures the growth.
 """
@@ -59,16 +59,16 @@ def tolerance_of(array: Array) -> float:
 
 @dataclass(frozen=True)
 class Growths:
-    """What trials have shown of a compiled model: above all, the growths of the values in its steps.
+    """The results of trials of a compiled model, above all the growths of the values in its steps.
 
-    It decides how replicas combine values, so it is the same on all workers. Trials with other rows may show
-    something else, so a worker that joins, or a job that resumes, takes it over.
+    They decide how replicas combine values, so they are the same on all workers. Trials with other rows may
+    have other results, so a worker that joins, or a job that resumes, takes these over.
 
     Attributes:
         losses: the growths of the compiled losses, by their positions.
         layers: the growths of the values that layers pass to `add_loss`, by the layers' ids.
         steps: the growths of the arrays in the partials of a kind of step, by the number of updates before
-            the round and the array's name. Those that are `MEAN` are left out.
+            the round and the array's name. Growths that are `MEAN` are left out.
         whole: the parts of a step that are computed from the whole batch; see
             `lockstep.keras.backends.whole_batch`.
         divisor: the divisor of the losses in training. It is R if a step of the program adds up the gradients
@@ -78,9 +78,9 @@ class Growths:
         unweighted: whether parts of the program may use sample weights, which the rows that were tried lack.
         names: the names of the parts of the model that are computed per replica.
         exact: the names of those that are computed from the whole batch.
-        choices: the `choices_of` the model with which it was tried.
-        others: what trials have shown with other choices, by the choices.
-        traced: the choices that the program had made before its first compiled step of a kind.
+        choices: the result of `choices_of` for the model when it was tried.
+        others: the results of trials with other choices, by the choices.
+        traced: the choices of the program before its first compiled step of a kind.
     """
 
     losses: Mapping[int, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class Growths:
             unweighted=values["unweighted"],
             names=tuple(values["names"]),
             exact=tuple(values["exact"]),
-            # Checkpoints of an earlier version lack these.
+            # Checkpoints of an earlier version do not have these.
             choices=values.get("choices", ""),
             others={key: cls.unpacked(model, growths) for key, growths in values.get("others", {}).items()},
             traced=dict(values.get("traced", {})),
@@ -158,7 +158,7 @@ class Growths:
 
 
 def parts_digest(model: Any) -> str:
-    """Return a text that changes if the program adds or removes layers or metrics. Workers have the same.
+    """Return a text that changes if the program adds or removes layers or metrics; equal on all workers.
 
     The metrics of `compile` do not count: they exist from the first training or evaluation on.
     """
@@ -172,7 +172,7 @@ _measured: WeakKeyDictionary[Any, Growths] = WeakKeyDictionary()
 
 
 def growths_of(model: Any) -> Growths:
-    """Return the measured growths of a model, or without a measurement those that its losses declare."""
+    """Return the measured growths of a model; without a measurement, those that its losses declare."""
     return _measured.get(model) or declared_growths(model)
 
 
@@ -182,13 +182,13 @@ def set_growths(model: Any, growths: Growths) -> None:
 
 
 def forget_growths(model: Any) -> None:
-    """Forget the measured growths of a model, which is compiled anew, and the choices of the program."""
+    """Forget a model's measured growths and the program's choices, because it is compiled again."""
     _measured.pop(model, None)
     vars(model)[CHOICES] = Choices(model, vars(model).get(CHOICES))
 
 
 def forget_trace(model: Any, kind: StepKind) -> None:
-    """Forget the choices with which a kind of step was compiled: it is compiled anew."""
+    """Forget the choices with which a kind of step was compiled, because it is compiled again."""
     made_choices(model).traced.pop(kind, None)
     if kind in (growths := growths_of(model)).traced:
         others = {each: key for each, key in growths.traced.items() if each != kind}
@@ -196,10 +196,10 @@ def forget_trace(model: Any, kind: StepKind) -> None:
 
 
 def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
-    """Return a text that shows the values of Python that a step of a compiled model follows.
+    """Return a text of the Python values on which a step of a compiled model depends.
 
-    It is equal for equal values; see `lockstep.keras.choices.Choices`. A compiled step follows those of
-    its first call.
+    It is equal for equal values; see `lockstep.keras.choices.Choices`. A compiled step uses those of its
+    first call.
     """
     if not runs_python(model) and kind in growths.traced:
         return growths.traced[kind]
@@ -209,10 +209,11 @@ def choices_of(model: Any, kind: StepKind, growths: Growths) -> str:
 def refuse_other_trace(
     model: Any, kind: StepKind, beginning: Callable[[], AbstractContextManager[object]]
 ) -> None:
-    """Refuse to compile a step with other values of Python than the job has compiled it with.
+    """Refuse to compile a step with other Python values than those with which the job has compiled it.
 
-    This process joins the job, or resumes it, has skipped what has set these values, and cannot take them
-    over. It is called before each step, and compares the values with which this process compiles the step.
+    A process that joins or resumes the job has skipped the code that set these values, and cannot take them
+    over. This function is called before each step, and compares the values with which this process compiles
+    the step.
 
     Args:
         model: the model.
@@ -239,7 +240,7 @@ def refuse_other_trace(
 
 
 def made_choices(model: Any) -> Choices:
-    """Return the values of Python that may decide which code of a compiled model runs."""
+    """Return the Python values that may decide which code of a compiled model runs."""
     if CHOICES not in vars(model):  # It was compiled before the job began.
         vars(model)[CHOICES] = Choices(model)
     choices: Choices = vars(model)[CHOICES]
@@ -247,7 +248,7 @@ def made_choices(model: Any) -> Choices:
 
 
 def runs_python(model: Any) -> bool:
-    """Whether Python runs in each step of a model, so that it follows values of Python that change."""
+    """Whether Python runs in each step of a model, so that the step uses Python values that change."""
     return bool(model.run_eagerly) or keras.backend.backend() == "torch"
 
 
@@ -371,10 +372,10 @@ def measured_growth(
 
 
 def nearest_growth(whole: Array, parts: Sequence[Array], weights: Sequence[float]) -> int:
-    """Return `SUM` for a value without a growth that is rather a sum than a mean, otherwise `MEAN`.
+    """Return `SUM` for a value without a growth that is closer to a sum than to a mean, otherwise `MEAN`.
 
-    For a single number, each part must show the growth, since a number that is nearly 0, as the logarithm of
-    an error may be, is near to anything. An array may have elements to which one part contributes all.
+    For a single number, each part must show the growth, because a number that is nearly 0, such as the
+    logarithm of an error, is close to any value. Some elements of an array may come from only one part.
     """
     nearest = min((MEAN, SUM), key=lambda g: _distance(whole, parts, weights, g))
     if np.size(whole) == 1:

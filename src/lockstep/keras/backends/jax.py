@@ -1,6 +1,6 @@
 """Keras on JAX: adapts the steps of its trainer, and eager functions of `strategy.run`.
 
-The only file that uses the private parts of Keras's JAX trainer. `train_step` is traced with
+This is the only file that uses the private parts of Keras's JAX trainer. `train_step` is traced with
 `optimizer.stateless_apply` replaced by a recorder; a second compiled function applies the sum. Between the
 two, the gradients are in Python.
 """
@@ -79,8 +79,8 @@ _SHAPE = (
     "Lockstep's examples/gan.py"
 )
 
-# Keras may pass a batch to `jax.device_put` before the train function gets it. A global batch, which is no
-# array, passes through unchanged as a node without children.
+# Keras may pass a batch to `jax.device_put` before the train function gets it. A global batch, which is not
+# an array, passes through unchanged as a node without children.
 for _kind in (GlobalBatch, PendingBatch):
     jax.tree_util.register_pytree_node(_kind, lambda batch: ((), batch), lambda batch, _: batch)
 
@@ -105,7 +105,7 @@ class JaxBackend:
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
         if hasattr(jax.config, _CHECK_INDICES):
-            # Otherwise JAX would replace an index outside of a replica's rows by the nearest one.
+            # Otherwise JAX would replace an index outside of a replica's rows with the nearest one.
             jax.config.update(_CHECK_INDICES, True)
         return JaxProgram(model, kind, self._pending, trace)
 
@@ -171,7 +171,7 @@ class JaxBackend:
         return apply
 
     def compilations(self) -> int:
-        """Return how many functions JAX has compiled, or has read from its cache."""
+        """Return the number of functions that JAX has compiled, or has read from its cache."""
         return _compilations()[0]
 
     def settle(self) -> None:
@@ -247,7 +247,7 @@ class JaxState:
         refuse_misfits(named, arrays)
         for name, variable in named.items():
             if state is None or any(variable is other for other in momentum):
-                # A variable may take over the memory of what it is assigned.
+                # A variable may take over the memory of the value that it is assigned.
                 variable.assign(np.array(arrays[name]))
         if state is None:
             return None
@@ -282,7 +282,7 @@ class JaxState:
                 _copier(_kinds([group[i] for i in _reusable(group)]))
 
     def _reuses(self) -> bool:
-        """Whether memory of a state is used again: without compiled steps, anything may refer to it."""
+        """Whether a state's memory is used again: without compiled steps, other objects may refer to it."""
         return is_compiled(self._model) and not _has_distribution() and jax.default_backend() == "cpu"
 
     def present(self) -> Any:
@@ -604,8 +604,8 @@ class JaxProgram(JaxState):
             if clipped is not None:
                 stack.enter_context(with_clipped(updating_part(self._model.optimizer), clipped))
             logs, state = self._applied(state, totals)
-        # An array that is ready when the whole computation is, and whose memory, unlike the state's, is not
-        # donated to another one.
+        # This array is ready when the whole computation is. Unlike the state's memory, its memory is not
+        # donated to another array.
         return logs, state, jnp.zeros(())
 
     def _traced_rest(
@@ -696,7 +696,7 @@ class JaxProgram(JaxState):
     def _logs(self, metrics: list[Any], total: Mapping[str, Any]) -> dict[str, Any]:
         if self._log_template is None:
             return {}
-        # Copies, because an output that is an input would share the total's memory.
+        # These are copies, because an output that is an input would share the total's memory.
         logged = {name: jnp.copy(value) for name, value in total.items() if name.startswith(LOGS)}
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
@@ -707,7 +707,7 @@ class StatelessRecorder:
     """Replaces `optimizer.stateless_apply` in one round of a step.
 
     Attributes:
-        gradients: the gradients of the round's own update, once the step has reached it.
+        gradients: the gradients of the round's own update, after the step has reached it.
         updated: the values of the weights and of the optimizer's variables after the last update.
     """
 
@@ -763,7 +763,7 @@ def _has_distribution() -> bool:
 
 
 def _replace_distribution() -> None:
-    """Unset a `DataParallel` over one device: replicas train as it would.
+    """Unset a `DataParallel` over one device, because replicas train as it would.
 
     Raises:
         ModelError: another distribution is set.
@@ -859,7 +859,7 @@ def _gradients(total: Mapping[str, Any]) -> list[Any]:
 
 @functools.cache
 def _compilations() -> list[int]:
-    """Return the number of functions that JAX compiles from now on, which grows."""
+    """Return a growing count of the functions that JAX compiles from now on."""
     counted = [0]
 
     def add(event: str, _: float, **details: Any) -> None:

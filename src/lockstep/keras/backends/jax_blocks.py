@@ -1,12 +1,12 @@
 """The divided update on JAX: blocks are computed from shared memory, and their results are copied to it.
 
 Between updates, the state of a step has a `SharedValue` in the place of each slot and weight. Compiled
-functions read the weights there. An update writes other memory than that of the weights before it, and all
-workers have the new weights before the next one begins.
+functions read the weights there. An update does not write to the memory of the weights before it, and all
+workers have the new weights before the next update begins.
 
-A JAX array does not change. What Keras and the program get at the end of an epoch shows the shared memory
-through a private mapping. If the next epoch begins with these arrays, its state has the shared values again.
-Arrays that are still in use get pages of their own before the next update.
+A JAX array does not change. The arrays that Keras and the program get at the end of an epoch show the shared
+memory through a private mapping. If the next epoch begins with these arrays, its state has the shared values
+again. Arrays that are still in use get pages of their own before the next update.
 """
 
 import mmap
@@ -49,7 +49,7 @@ _VERSIONS = 2
 
 
 class SharedValue:
-    """The value of a weight or a slot between two updates, in memory that a later one changes.
+    """The value of a weight or a slot between two updates, in memory that a later update changes.
 
     JAX and Keras get an array that keeps the value, NumPy the memory itself.
 
@@ -97,7 +97,7 @@ class SharedValue:
         return changes == self._pool.changes and given() is array
 
     def copied(self) -> Any:
-        """Return a copy, whose memory goes back to the kernel, where an allocator would retain it."""
+        """Return a copy in memory that goes back to the kernel, where an allocator would retain it."""
         memory = np.frombuffer(mmap.mmap(-1, max(1, self.array.nbytes)), np.uint8)
         copied = memory[: self.array.nbytes].view(self.dtype).reshape(self.shape)
         np.copyto(copied, self.array)
@@ -124,11 +124,11 @@ def owned(values: Sequence[Any]) -> list[Any]:
 
 
 class StandIn:
-    """An optimizer like another one, which updates a block of a group of that one's variables.
+    """An optimizer that resembles another one, and updates a block of a group of its variables.
 
     Attributes:
         optimizer: the optimizer, built for one variable with the shape of a block.
-        updating: the part of it that updates.
+        updating: the part of the optimizer that updates.
         of_slots: the numbers of the kinds of slots, by their positions among its variables.
         of_others: the numbers of its other variables, likewise.
     """
@@ -140,7 +140,7 @@ class StandIn:
         # Within a `fit`, Keras's trainer has the values.
         with with_values(variables, [np.zeros((), np.float32) for _ in variables]):
             settings = updating.get_config()
-        # AdamW takes no None at first.
+        # AdamW does not take None at first.
         settings |= {"learning_rate": 0.0, "weight_decay": settings["weight_decay"] or 0.0}
         self.updating: Any = type(updating).from_config(settings)
         if not variables:
@@ -175,9 +175,9 @@ class StandIn:
 class WholeGradients:
     """Computes what an update needs of whole gradients, in a compiled function of its own.
 
-    In another function, XLA may round a norm or a clipped gradient in another way, also if a
-    `jax.lax.optimization_barrier` is between them and the update. So the whole update and that of blocks get
-    the results of this one.
+    In another function, XLA may round a norm or a clipped gradient differently, even with a
+    `jax.lax.optimization_barrier` between them and the update. So the whole update and that of blocks get the
+    results of this function.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -199,8 +199,8 @@ class WholeGradients:
 
         Args:
             values: the values of the optimizer's variables.
-            density: by which the gradients are divided; None for no division.
-            gradients: of all variables.
+            density: the divisor of the gradients; None for no division.
+            gradients: the gradients of all variables.
         """
         if not (self._scales_loss or self.clips):
             return None, None
@@ -252,9 +252,9 @@ class JaxBlocks:
         """Return the shared slots by the positions of the variables, and the shared weights after an update.
 
         Args:
-            pool: has the memory of `state`.
+            pool: the pool that has the memory of `state`.
             state: the shared memory.
-            updates: how many its slots have had.
+            updates: the number of updates of its slots.
             weights: the weights, for their shapes.
         """
         if self._state is not state:
@@ -275,7 +275,7 @@ class JaxBlocks:
         return self._slots, self._weights[updates % _VERSIONS]
 
     def take_back(self, weights: list[Any], values: list[Any]) -> None:
-        """Put shared values in the place of arrays that were made from them: all weights, or all slots.
+        """Replace arrays that were made from shared values with these values: all weights, or all slots.
 
         Args:
             weights: the weights before an update.
@@ -341,7 +341,7 @@ class JaxBlockUpdate:
 
     @property
     def versions(self) -> int:
-        """Two: compiled functions read the weights in shared memory."""
+        """Two, because compiled functions read the weights in shared memory."""
         return _VERSIONS
 
     def prepare(self) -> None:
@@ -351,7 +351,7 @@ class JaxBlockUpdate:
         self._rest(*jax.tree_util.tree_map(jnp.copy, (self._layers, self._metrics)))
 
     def has(self, state: DividedState) -> bool:
-        """Whether the values of the slots are in this memory."""
+        """Whether this memory has the values of the slots."""
         return all(
             isinstance(self._values[position], SharedValue) and self._values[position].state is state
             for position in self._functions.blocks.slots
@@ -412,7 +412,7 @@ class JaxBlockUpdate:
 
     @property
     def release(self) -> Callable[[], None]:
-        """Does nothing: Keras copies the weights and the slots into variables at the end of a `fit`."""
+        """Do nothing: Keras copies the weights and the slots into variables at the end of a `fit`."""
         return lambda: None
 
     def finish(self, state: DividedState, updates: int, pool: SharedPool) -> tuple[Any, Any]:
@@ -443,13 +443,13 @@ def _updated(
     """Update one block; return its weights and slots, and the optimizer's other variables.
 
     Args:
-        stand_in: updates it.
+        stand_in: the stand-in that updates it.
         is_clipped: whether the gradient is divided by the density and clipped.
         others: the values of the other variables, before the update.
-        density: by which the gradient is divided; None for no division.
-        gradient: of the block.
-        weights: of the block.
-        slots: of the block, one of each kind.
+        density: the divisor of the gradient; None for no division.
+        gradient: the gradient of the block.
+        weights: the weights of the block.
+        slots: the slots of the block, one of each kind.
         finite: whether the gradients of all blocks are finite; None if this does not count.
     """
     of_slots, of_others = stand_in.of_slots, stand_in.of_others
@@ -470,5 +470,5 @@ def _updated(
 
 
 def _divided(gradient: Any, density: Any) -> Any:
-    """Return a gradient, divided as that of a whole update; see `lockstep.keras.backends.losses.divided`."""
+    """Return a gradient, divided as in a whole update; see `lockstep.keras.backends.losses.divided`."""
     return gradient if density is None else gradient / (density + (density == 0)).astype(gradient.dtype)

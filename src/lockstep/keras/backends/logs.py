@@ -81,7 +81,7 @@ class LogTemplate:
             if (source := results.find(value)) is not None:
                 self._metrics[path] = source
             elif len(path) == 1 and path[0] in results.names:
-                # Derived from a metric's result, for example by rounding it.
+                # It is derived from a metric's result, for example by rounding.
                 self._named.add(path)
             elif value is not None:
                 self.values[_name(path)] = value
@@ -113,7 +113,7 @@ class LogTemplate:
 
 
 def mapped(function: Callable[[Any], Any], logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logs with `function` of each value, also in nested dictionaries."""
+    """Return logs with `function` applied to each value, including values in nested dictionaries."""
     return {
         name: mapped(function, value) if isinstance(value, Mapping) else function(value)
         for name, value in logs.items()
@@ -144,5 +144,5 @@ def _within(result: Any, path: _Path) -> Any:
 
 
 def _name(path: _Path) -> str:
-    # Doubled slashes keep the names of different paths different.
+    # Doubled slashes keep the names of different paths distinct.
     return LOGS + "/".join(name.replace("/", "//") for name in path)

@@ -1,4 +1,4 @@
-"""Combines replicas' losses into the loss of the global batch, also if they are not means over examples."""
+"""Combines replicas' losses into the loss of the global batch, even if they are not means over examples."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -103,10 +103,10 @@ _LARGER = 4.0
 
 @contextmanager
 def thinned_denominators(start: int, count: int, rows: int) -> Iterator[None]:
-    """Within the block, own denominators of the losses of replicas leave out elements of some first rows.
+    """Within the block, the denominators of replicas' losses leave out elements of some first rows.
 
     The losses of these rows are larger, too. So the mean of a loss over the examples differs clearly from the
-    one over the elements that remain.
+    mean over the remaining elements.
 
     Args:
         start: the place in the batch of the first row of the block.
@@ -155,8 +155,8 @@ def _observed(
     """Within the block, call `note` with the weights, the mask and the reduction of each loss of Keras.
 
     Args:
-        note: gets them.
-        change: returns what losses reduce instead.
+        note: receives these.
+        change: returns the values that losses reduce instead.
     """
     reduce = getattr(*REDUCE_WEIGHTED_VALUES)
 
@@ -185,11 +185,11 @@ def by_density(
     *,
     scaled: bool = False,
 ) -> dict[str, Any]:
-    """Weight the values that are proportional to the loss by the replica's share of the loss's denominator.
+    """Weight the values proportional to the loss by the replica's share of the loss's denominator.
 
     A replica's loss is its sum divided by its own denominator. Losses and gradients that are weighted by the
-    denominators, and divided by the sum of the denominators, are those of the global batch. This needs one
-    denominator. If there are several losses of which one has a density, the numbers of examples remain the
+    denominators, and divided by the sum of the denominators, are those of the global batch. This requires a
+    single denominator. If there are several losses and one has a density, the numbers of examples remain the
     weights.
 
     Args:
@@ -275,9 +275,9 @@ def refuse_vectors(model: Any, kind: StepKind) -> None:
 def weighted_means(weight: Any) -> Iterator[None]:
     """Within the block, a `Mean` that gets a single number weights it by the replica's weight.
 
-    Keras gives each such number the weight 1, also the losses of single outputs and the results of functions
-    that return one number for a batch, for any number of examples. So the numbers of all replicas together
-    have the weight 1.
+    Keras gives each such number the weight 1 for any number of examples. This includes the losses of single
+    outputs, and the results of functions that return one number for a batch. So the numbers of all replicas
+    together have the weight 1.
     """
     update = keras.metrics.Mean.update_state
 
@@ -320,7 +320,8 @@ def scaled_losses(replicas: int) -> Iterator[None]:
     reduce = getattr(*REDUCE_VALUES)
 
     def reduced(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
-        # Keras returns a vector without elements unchanged. In graphs, it returns the sum, which is zero.
+        # Keras returns a vector without elements unchanged. In graphs, it returns the vector's sum, which is
+        # zero.
         if tuple(values.shape) == (0,) and reduction not in (None, "none"):
             return keras.ops.sum(values)
         return reduce(values, sample_weight, reduction)
@@ -370,7 +371,7 @@ def _scaled_by_models(replicas: int) -> Iterator[None]:
 
 
 def as_replaced(function: Any) -> Any:
-    """Return a function; a step of Keras that was bound before a block of `scaled_losses` as it is within."""
+    """Return a function; if it is a step of Keras bound before `scaled_losses`, return it as it is within."""
     for name in _STEPS:
         step = vars(definer(keras.Model, name))[name]
         if isinstance(function, MethodType) and vars(step).get("__wrapped__") is function.__func__:

@@ -6,7 +6,7 @@ computes metrics, layer state and logs. Only totals are kept from round to round
 function of state, examples and seed.
 
 So any worker can compute any replica in any round. The cost is that a round repeats the computations before
-its update: on JAX and TensorFlow without unneeded parts, such as the backward pass of an earlier update. A
+its update. On JAX and TensorFlow, it omits unneeded parts, such as the backward pass of an earlier update. A
 step with one update whose weights are not used afterwards, such as Keras's own, takes one round and costs
 nothing more.
 
@@ -106,12 +106,12 @@ class UpdateCall:
 
     Args:
         name: the name of the method.
-        method: calls it, without the optimizer.
+        method: the method, bound to the optimizer.
         arguments: the arguments.
 
     Attributes:
         name: the name of the method.
-        gradients_and_variables: a list of the gradients, and one of the variables, None without them.
+        gradients_and_variables: a list of the gradients, and a list of the variables or None.
     """
 
     def __init__(self, name: str, method: Callable[..., Any], arguments: inspect.BoundArguments) -> None:
@@ -131,7 +131,7 @@ class UpdateCall:
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.private.tensorflow import autograph_status
 
-            # Where the update is made, AutoGraph may be disabled.
+            # AutoGraph may be disabled where the update is made.
             self._status = autograph_status()
 
     @classmethod
@@ -265,8 +265,8 @@ class RoundForm:
 class StepForm:
     """The rounds of a step, as they were computed last.
 
-    Where a step runs as Python, it may differ from the step before: it may make other updates, or none. So
-    each computation of a round shows its form anew, and `Round` compares those of the replicas.
+    A step that runs as Python may differ from the step before: it may make other updates, or none. So each
+    computation of a round shows its form again, and `Round` compares the replicas' forms.
     """
 
     def __init__(self) -> None:
@@ -299,7 +299,7 @@ class StepForm:
         return [form.update for form in forms if form.update is not None]
 
     def text(self, number: int) -> str:
-        """Return the form of a round as a text, equal on workers whose replicas compute the same things."""
+        """Return the form of a round as a text, equal on workers whose replicas compute the same values."""
         form = self._rounds[number]
         update = "no update" if form.update is None else form.update.text
         return f"{update}, {'then the end' if form.ended else 'then a use of the new weights'}"
@@ -360,7 +360,7 @@ class UpdateRecorder:
         """
         grads = list(grads)
         if not grads:
-            # Keras does nothing without gradients.
+            # Keras does nothing if there are no gradients.
             return
         if isinstance(call, UpdateCall):
             call.refuse_tensors()
@@ -440,7 +440,7 @@ class UpdateRecorder:
             return None
         call = UpdateCall.of(name, method, args, kwargs)
         self.apply(optimizer, *call.gradients_and_variables, call if is_own or call.others else None)
-        # As Keras does.
+        # Keras does this too.
         return optimizer.iterations if name == "apply_gradients" else None
 
 

@@ -1,7 +1,7 @@
 """An elementwise update in blocks of one shape, which `lockstep.keras.fit.divided_update` divides.
 
-Variables with one dtype, and with or without weight decay, form a group. Their elements lie one after the
-other, each variable from a multiple of `ALIGNED` elements on, and a block is `BLOCK` of them. So one compiled
+Variables with one dtype, and with or without weight decay, form a group. Their elements are consecutive, each
+variable begins at a multiple of `ALIGNED` elements, and a block has `BLOCK` elements. So one compiled
 function can update every block of a group. It is the update of a stand-in: an optimizer of the same class and
 settings that was built for one variable with the shape of a block. A backend that does not compile updates
 the parts of the variables in a block with the optimizer itself.
@@ -10,8 +10,8 @@ The variables of an optimizer are its slots, one of each kind for each weight (A
 and a few others, such as the number of iterations. The latter change in the same way in every block, so each
 worker keeps its own.
 
-A `LossScaleOptimizer` lets another optimizer update, if all gradients are finite. Whether they are, and their
-norms, depend on all elements. Each worker has the total, so it computes both by itself.
+A `LossScaleOptimizer` lets another optimizer update if all gradients are finite. This condition, and the
+norms of the gradients, depend on all elements. Each worker has the total, so it computes both by itself.
 """
 
 import inspect
@@ -65,11 +65,11 @@ class VariableGroup:
 
     Attributes:
         elements: the number of elements of a block.
-        dtype: of all, as NumPy has it.
+        dtype: the dtype of all of them, in NumPy's form.
         decays: whether weight decay applies to all of them, or to none.
         kinds: the names of the slots.
         offsets: for each variable, by its position, the element at which it begins.
-        sizes: the elements of each variable, likewise.
+        sizes: the number of elements of each variable, likewise.
     """
 
     elements: int
@@ -81,7 +81,7 @@ class VariableGroup:
 
     @cached_property
     def blocks(self) -> int:
-        """How many blocks have the elements of all variables."""
+        """The number of blocks that contain the elements of all variables."""
         end = max(offset + self.sizes[i] for i, offset in self.offsets.items())
         return -(-end // self.elements)
 
@@ -103,7 +103,7 @@ class VariableGroup:
         return array[self.offsets[variable] :][: self.sizes[variable]]
 
     def gathered(self, block: int, arrays: Mapping[int, Array]) -> Array:
-        """Return a block of flat arrays of the variables, in their dtype; what no variable has is zero."""
+        """Return a block of flat arrays of the variables, in their dtype; unused elements are zero."""
         parts = self.parts[block]
         if len(parts) == 1 and parts[0].stop - parts[0].start == self.elements:
             variable, start, stop, _ = parts[0]
@@ -183,13 +183,13 @@ def hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
 
 
 def own_methods(optimizer: Any) -> dict[str, Any]:
-    """Return the methods by which the program has replaced those of the optimizer's class."""
+    """Return the methods with which the program has replaced those of the optimizer's class."""
     kind = type(optimizer)
     return {name: value for name, value in vars(optimizer).items() if callable(getattr(kind, name, None))}
 
 
 def class_attributes(optimizer: Any) -> list[tuple[str, Any]]:
-    """Return the names and values of what the optimizer's class and its bases define."""
+    """Return the names and values of the attributes that the optimizer's class and its bases define."""
     return [item for kind in type(optimizer).__mro__[:-1] for item in vars(kind).items()]
 
 
@@ -202,7 +202,7 @@ def _replaced_methods(optimizer: Any) -> list[str]:
 def _is_of_program(value: Any) -> bool:
     """Whether an attribute of a class is a method that neither Keras nor Lockstep defines.
 
-    `functools.wraps` copies the `__module__` of a method, so that of its variables counts.
+    `functools.wraps` copies the `__module__` of a method, so the module of the method's globals counts.
     """
     if isinstance(value, property):
         return any(map(_is_of_program, filter(None, (value.fget, value.fset, value.fdel))))
@@ -220,7 +220,7 @@ def _is_of_program(value: Any) -> bool:
 def blocks_of(optimizer: Any, variables: Sequence[Any], replicas: int) -> OptimizerBlocks | str:
     """Return the division of an optimizer's update of variables, or why there is none.
 
-    It depends on the number of replicas, not on that of workers.
+    The division depends on the number of replicas, not on the number of workers.
     """
     if why := hindrance(optimizer, variables):
         return why

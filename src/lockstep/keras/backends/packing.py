@@ -1,7 +1,7 @@
 """Packs the small arrays of a partial into one array for each dtype.
 
-Each array costs a conversion to NumPy, and additions with calls of their own, in each step. For an array of a
-few kilobytes, that takes longer than copying it. So a compiled step returns such arrays packed.
+In each step, each array costs a conversion to NumPy, and separate calls for additions. For an array of a few
+kilobytes, that takes longer than copying it. So a compiled step returns such arrays packed.
 
 TensorFlow's update takes the arrays from the packed one. XLA compiles a slice in 35 ms, so on JAX, and where
 XLA compiles TensorFlow's update, they are views of the total. Records and messages use the names of the
@@ -100,13 +100,13 @@ class Packing:
 
 
 class Packings:
-    """The packings of the rounds of a step, each learned when the round is traced first."""
+    """The packings of the rounds of a step, each learned when the round is first traced."""
 
     def __init__(self) -> None:
         self._rounds: dict[int, Packing] = {}
 
     def learn(self, number: int, shapes: Shapes) -> Packing:
-        """Return the packing of round `number`, whose partials have arrays like these.
+        """Return the packing of round `number`, whose partials have arrays with these shapes and dtypes.
 
         The packing is empty if an earlier trace had other arrays. Then the names show the difference.
         """
@@ -121,7 +121,7 @@ class Packings:
     ) -> Mapping[str, Any]:
         """Return the arrays of a partial or a total of round `number` by their own names.
 
-        A round that was not traced does not pack.
+        A round that has not been traced does not pack.
         """
         return self._rounds[number].unpacked(arrays, reshape) if number in self._rounds else arrays
 

@@ -4,10 +4,10 @@ They apply to steps that assign variables: in TensorFlow's graphs, and in functi
 
 Two pairs look like duplicates but are not:
 
-* JAX threads state through a compiled function, and PyTorch changes tensors in place. The rules are the
-  same, but other expressions would change the bits on JAX, and copy on PyTorch.
-* JAX's `stateless_apply` is a pure function of weights, so its recorder (`StatelessRecorder`) returns
-  values, where the one for variables (`UpdateRecorder`) changes them.
+* JAX threads state through a compiled function, and PyTorch changes tensors in place. The rules are the same,
+  but common expressions would change the bits on JAX, and copy on PyTorch.
+* JAX's `stateless_apply` is a pure function of weights, so its recorder (`StatelessRecorder`) returns values,
+  whereas the recorder for variables (`UpdateRecorder`) changes them.
 """
 
 from typing import Any, Literal
@@ -47,8 +47,8 @@ def contribution(kind: StateKind, start: Any, end: Any, replica: Any, weight: An
 
     Args:
         kind: the kind of the variable.
-        start: its value before.
-        end: its value afterwards.
+        start: its value before the step.
+        end: its value after the step.
         replica: the replica that has assigned it.
         weight: the replica's share in a mean, in the variable's dtype; 0 if it had no examples.
         arrays: the module with the array functions: NumPy or TensorFlow.

@@ -5,7 +5,7 @@ variables that the step assigns. A second function around it restores them, so t
 one after the other; a third one applies the sum.
 
 Plain Keras creates variables in the first step, so a model needs no `call` and a batch can be anything. A
-custom step is therefore traced once, or run eagerly and undone, before the first step: that creates the
+custom step is therefore traced once, or run eagerly and undone, before the first step. This creates the
 variables and changes nothing else.
 
 `tf.summary` in a step writes in the computation of replica 0, which is the chief's: in the step's last
@@ -24,8 +24,8 @@ Four points complicate graphs:
   is a graph of its own with unpacked tensors. Everything else is one graph, because each call of a graph
   costs tens of microseconds.
 * A step that runs eagerly does not show in advance which variables it assigns. All variables that Keras or
-  the program's attributes name are copied first. Floating-point state and seeds count as assigned in any
-  case. An integer that turns out to have changed is added to them, and the replica is computed again.
+  the program's attributes name are copied first. Floating-point state and seeds always count as assigned. If
+  an integer has changed, it is added to them, and the replica is computed again.
 """
 
 import warnings
@@ -176,7 +176,7 @@ class TensorFlowBackend:
 
     def plain_step(self, model: Any, kind: StepKind, function: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step with Keras's own function; see `Backend`."""
-        # TensorFlow makes one tensor of a list. Keras passes tuples for the same reason.
+        # TensorFlow makes one tensor from a list. Keras passes tuples for the same reason.
         batch = keras.tree.lists_to_tuples(batch)
         tensors = keras.tree.map_structure(lambda a: None if a is None else tf.convert_to_tensor(a), batch)
         if kind == "predict":
@@ -264,12 +264,12 @@ def _joined_steps(*parts: npt.NDArray[Any]) -> tf.Tensor:
 
 
 def _built_parts(model: Any) -> list[tuple[int, bool, int]]:
-    """Return which layers are within a model, and which of them are built."""
+    """Return the layers of a model, and which of them are built."""
     return [(id(layer), layer.built, len(layer.variables)) for layer in layers_of(model)]
 
 
 def _error_of_program(error: Exception) -> BaseException:
-    """Return the error that the program's code has raised, which Keras may have replaced by another one."""
+    """Return the error that the program's code has raised; Keras may have replaced it with another one."""
     first = error.__context__
     return first if program_line(error) is None and first is not None else error
 
@@ -299,14 +299,15 @@ class GlobalUpdate:
     def apply(self, scale: Any, total: Mapping[str, Any]) -> None:
         """Make the update from its total, multiplied by `scale`, whose value a graph must not know.
 
-        The scale is 1 if the total has no density. Either all totals of a program have one, or none has.
+        The scale is 1 if the total has no density. Either all totals of a program have a density, or none
+        has.
         """
         gradients = gradients_in(total, self._update)
         in_place = DENSITY not in total and self._update.kernel is not None
         self._update.apply(gradients if in_place else scaled(gradients, scale))
 
     def apply_separately(self, scale: Any, total: Mapping[str, Any], *, xla: bool) -> None:
-        """Make the same update in a separate graph, which XLA compiles if `xla`."""
+        """Make the same update in a separate graph, which XLA compiles if `xla` is true."""
         used = {name: t for name, t in total.items() if name.startswith(GRADIENTS) or name == DENSITY}
         if self._function is not None:
             self._function(scale, used)
@@ -356,7 +357,7 @@ class TensorFlowProgram(VariableState):
         self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
         self.varies = self._eager
-        # Of graphs, which are traced again where they turn out to use the new weights.
+        # These are for graphs, which are traced again if they turn out to use the new weights.
         self._rounds = RoundCount()
         self._form = StepForm()
         self._tracing = trace or Traces(model, kind).trace
@@ -624,10 +625,10 @@ class TensorFlowProgram(VariableState):
         model = self._model
         seeds = {id(variable) for variable in seeds_of(model)}
         others = [variable.value for variable in model.non_trainable_variables]
-        # The variables of TensorFlow that the program keeps in attributes; a graph shows those itself.
+        # These are the TensorFlow variables that the program keeps in attributes; a graph shows them itself.
         others += graph_of(model).variables.values()
         assigned_ids = {id(v) for v in others if v.dtype.is_floating or id(v) in seeds}
-        # Any weight may change, whatever earlier steps and rounds have trained.
+        # Any weight may change, whatever weights earlier steps and rounds have trained.
         trained = [*(variable.value for variable in model.trainable_variables), *self._trained()]
         trained = list({id(variable): variable for variable in trained}.values())
         trained_ids = {id(variable) for variable in trained}
@@ -661,8 +662,8 @@ class TensorFlowProgram(VariableState):
     def _trained(self) -> list[tf.Variable]:
         """Return the weights and the optimizers' variables, which only updates may change.
 
-        Weights that no update changes, such as a slow copy of others, are layer state. A graph shows them in
-        advance. A step that runs eagerly shows them when it has been computed.
+        Weights that no update changes, such as a slow copy of other weights, are layer state. A graph shows
+        them in advance. A step that runs eagerly shows them after it has been computed.
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]
@@ -727,7 +728,7 @@ class TensorFlowProgram(VariableState):
         return dense, values, None if earlier else [in_this_graph(d) for d in densities]
 
     def _records_summaries(self) -> Any:
-        """Return whether `tf.summary`, which is called, writes in the computation of this replica."""
+        """Return whether `tf.summary`, which the step calls, writes in the computation of this replica."""
         if not self._writes_summaries:
             self._writes_summaries = True
             warnings.warn(
@@ -802,7 +803,7 @@ class TensorFlowProgram(VariableState):
         scale = self._scale(unit, total)
         for name, variable in self._assigned.named.items():
             if name.startswith(EQUAL):
-                # Where a step runs eagerly, it may have kept the value.
+                # If a step runs eagerly, it may have kept the value.
                 variable.assign(copied(total.get(name, variable), unit))
                 continue
             factor = scale if is_proportional_to_loss(self._model, self._kind, name) else unit
@@ -826,7 +827,7 @@ def try_step(model: Any, kind: StepKind, data: Any) -> None:
     """Create the variables of a step, without other effects: trace it, or run it if it runs eagerly.
 
     Args:
-        model: compiled.
+        model: the compiled model.
         kind: the kind of the step.
         data: the argument of the step.
     """
@@ -862,7 +863,7 @@ def _specs(total: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_open_length(tensor: Any) -> Any:
-    """Return a tensor of a graph whose static shape does not tell the number of rows."""
+    """Return a tensor of a graph whose static shape does not show the number of rows."""
     if tensor is None or not tensor.shape.rank:
         return tensor
     return tf.compat.v1.placeholder_with_default(tensor, [None, *tensor.shape[1:]])

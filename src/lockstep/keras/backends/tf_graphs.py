@@ -85,7 +85,7 @@ class UpdateOperations:
         return 0 if tf.executing_eagerly() else len(self._graph.get_operations())
 
     def refuse_inner_graphs(self) -> None:
-        """Raise ModelError if the present graph is one within the step's."""
+        """Raise ModelError if the present graph is an inner graph of the step's."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
                 "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
@@ -97,7 +97,7 @@ class UpdateOperations:
 
 @dataclass
 class RoundTrace(RoundForm):
-    """The form of a round that tracing a step or function for it, or running it eagerly, has shown.
+    """The form of a round, as shown by tracing a step or function for it, or by running it eagerly.
 
     Attributes:
         operations: the operations of the updates in its graph.
@@ -118,7 +118,7 @@ def natives(variables: Iterable[Any]) -> list[tf.Variable]:
 
 
 def read(variable: tf.Variable) -> Any:
-    """Return the value of a variable, by an operation: its methods take several times as long.
+    """Return the value of a variable with one operation: its methods take several times as long.
 
     A variable of TensorFlow's own strategies, which consists of one for each device, has no handle.
     """
@@ -158,7 +158,7 @@ class AssignedVariables:
     """The variables that a step or function in a graph assigns, restored after each replica's computation.
 
     Attributes:
-        state: by kind; see `lockstep.keras.backends.state_changes`.
+        state: the layers' state, by kind; see `lockstep.keras.backends.state_changes`.
         updated: the variables that the updates of earlier rounds change.
         counters: the counters of the runs of random operations; they start from zero.
         paths: the paths of the variables of kind `equal`.
@@ -221,11 +221,11 @@ class AssignedVariables:
     ) -> "AssignedVariables":
         """Classify the `variables` that a function of `strategy.run` assigns.
 
-        The `aggregation` of a TensorFlow variable decides, also for those of Keras's metrics. Floating-point
-        variables without one are layer state.
+        The `aggregation` of a TensorFlow variable decides, including those of Keras's metrics. Floating-point
+        variables without an `aggregation` are layer state.
 
         Args:
-            variables: the variables that the function assigns, or of which each replica reads its own part.
+            variables: the variables that the function assigns, or from which each replica reads its own part.
             updated: the variables that the updates of earlier rounds change.
             is_merged: returns whether the replicas have merged their values of a variable.
 
@@ -271,7 +271,7 @@ class AssignedVariables:
     def named(self) -> dict[str, tf.Variable]:
         """The variables whose changes are in a partial, by their names in it, which begin with the kind.
 
-        A program may list a metric twice; it has one name here, so that a total is added to it once.
+        A program may list a metric twice; it has one name here, so that a total is added to it only once.
         """
         names = {
             id(variable): (self._name(kind, i), variable)
@@ -310,7 +310,7 @@ class AssignedVariables:
 
         def changes(weight: Any) -> dict[str, Any]:
             contributions = {}
-            # The only replica of a step contributes what replica 0 does otherwise.
+            # The only replica of a step contributes the values that replica 0 contributes otherwise.
             counted_as = tf.where(weight == 1, tf.zeros_like(replica), replica)
             for kind, variables in self.state.items():
                 for i, (variable, start) in enumerate(zip(variables, starts[kind], strict=True)):
@@ -388,11 +388,12 @@ def as_in_its_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assigned(graph: Any, *, may_summarize: bool = False) -> list[tf.Variable]:
-    """Return the variables that a function's graph assigns, also if only a branch of a condition does.
+    """Return the variables that a function's graph assigns, even if only a branch of a condition does.
 
     Args:
         graph: the graph of the function.
-        may_summarize: whether it may write summaries, which `summaries_recorded_if` limits to one replica.
+        may_summarize: whether the function may write summaries, which `summaries_recorded_if` limits to one
+            replica.
 
     Raises:
         ModelError: the graph changes a resource other than a variable, such as a table.
@@ -472,7 +473,7 @@ def functions_run_eagerly() -> Iterator[None]:
 def executable(function: Callable[..., Any], jit: bool, *like: Any) -> Callable[..., Any]:
     """Return `function`, traced, for many calls outside of all graphs with arguments like these.
 
-    Each call must have tensors of the same dtypes, and of the same shapes as far as these are known.
+    Each call must have tensors of the same dtypes, and of the same shapes if these are known.
     """
     whole = traced(function, jit, *like)
     structure = tf.nest.map_structure(lambda leaf: None, like)

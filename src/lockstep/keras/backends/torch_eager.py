@@ -3,9 +3,9 @@
 While a replica computes, PyTorch's passes are observed. The gradients to which a backward pass would add are
 set aside, and the buffers of modules are copied before a forward pass. Afterwards both are as before.
 
-Weights that a replica changes without Keras are refused. The version counters of all parameters show it, also
-of those in no backward pass, such as the weights of a teacher. Writes through `data` do not count there, so
-they are observed.
+Weights that a replica changes without Keras are refused. The version counters of all parameters show it,
+including parameters in no backward pass, such as the weights of a teacher. Writes through `data` do not count
+there, so they are observed.
 """
 
 import functools

@@ -1,1 +1,1 @@
-"""What replaces the methods of `keras.Model`, and the loops within; never the replicas of `strategy.run`."""
+"""Replacements of methods of `keras.Model`, and the loops in them; `strategy.run` is elsewhere."""

@@ -19,17 +19,17 @@ Entered = Callable[[], AbstractContextManager[Any]]
 
 @dataclass
 class Compilation:
-    """The last compilation of an adopted model, and what its calls have shown since then.
+    """The last compilation of an adopted model, and what later calls have shown about it.
 
     Attributes:
         subject: the name of the model in the keys of calls of threads, equal on all workers.
-        entered: returns a context in which the strategy that has adopted the model, its value, is the current
-            one.
+        entered: returns a context with the strategy that adopted the model, its value, as the current
+            strategy.
         options: how that strategy trains; None if it has no options.
         compared: the kinds of steps for which workers have compared the model, in calls for single batches.
-        witnessed: the kinds of steps that were compared with plain Keras.
-        batches: where the job only checks the script: the results of the calls for single batches that have
-            taken steps, and None for each later call; by the method and by whether it returns a dict.
+        witnessed: the kinds of steps that have been compared with plain Keras.
+        batches: in a job that only checks the script, the results of the calls for single batches that have
+            taken steps, and None for each later call. The keys are the method and whether it returns a dict.
         trained: the variables that its training function updates; None before the function is made.
     """
 
@@ -119,11 +119,11 @@ class AdoptedModels:
         if threading.current_thread() is threading.main_thread():
             self._numbered += 1
             return f"model {self._numbered} ({model.name})"
-        # Threads on other workers may compile, and so number and name, their models in another order.
+        # Threads on other workers may compile, number and name their models in a different order.
         digest = hashlib.sha256(settings_text(model).encode()).hexdigest()
         return f"a {type(model).__name__} #{digest[:8]}"
 
 
 def settings_text(model: Any) -> str:
-    """Return the settings of a model as a text, which is equal for models with equal settings."""
+    """Return the settings of a model as a text. Models with equal settings have equal texts."""
     return repr({**settings_of_call(model, (), first=True), **settings_of_model(model)})

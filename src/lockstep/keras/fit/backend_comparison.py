@@ -1,7 +1,7 @@
 """Compares a step of plain Keras on one backend with the same step on another one.
 
-The first job of a check keeps the step in a file. A later job, on another backend, takes it again from the
-same weights and the same batch.
+The first job of a check keeps the step in a file. A later job, on another backend, repeats it from the same
+weights and the same batch.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class BackendComparison:
         self._parts = parts
 
     def kept(self) -> KeptStep:
-        """Return the step of plain Keras, to be taken again on other backends."""
+        """Return the step of plain Keras, for other backends to repeat."""
         layers: list[LayerRows] = []
         with contextlib.suppress(Exception), self._step.constant():
             layers = self._step.layer_rows()
@@ -44,7 +44,7 @@ class BackendComparison:
         )
 
     def unlike(self, kept: KeptStep) -> tuple[list[str], list[Difference]]:
-        """Take a step of another backend again, with plain Keras; return the equal parts, and the others."""
+        """Repeat another backend's step with plain Keras; return the equal parts, and the differing ones."""
         outcomes = self._step.reference, kept.outcome
         updates, theirs = (len({update for update, _ in outcome.gradients}) for outcome in outcomes)
         text = _misfit(kept, self._shapes(), self._step.batch)
@@ -81,7 +81,7 @@ class BackendComparison:
         ]
 
     def _kept_values(self, kept: KeptStep) -> dict[str, Array]:
-        """Return the values of this model's variables before a kept step; a learning rate stays as it is."""
+        """Return the values of this model's variables before a kept step; a learning rate keeps its value."""
         optimizers = optimizers_of(self._step.model)
         rates = {id(variable) for optimizer in optimizers for variable in optimizer.variables}
         return {
@@ -97,7 +97,7 @@ class BackendComparison:
         return {variable.path: list(variable.shape) for variable in self._step.model.trainable_variables}
 
     def _first_unlike(self, layers: Sequence[LayerRows]) -> str:
-        """Name the first layer with the inputs of another backend and other outputs."""
+        """Name the first layer that has the other backend's inputs, but different outputs."""
         try:
             computed = self._step.layer_rows()
         except Exception:
@@ -120,7 +120,7 @@ def _is_float(array: Array) -> bool:
 
 
 def _misfit(kept: KeptStep, shapes: Mapping[str, Sequence[int]], batch: Any) -> str:
-    """Return why a step of another backend cannot be taken again; empty if it can."""
+    """Return why a step of another backend cannot be repeated; empty if it can."""
     for path in dict.fromkeys([*kept.shapes, *shapes]):
         if kept.shapes.get(path) != shapes.get(path):
             ours, theirs = shapes.get(path), kept.shapes.get(path)

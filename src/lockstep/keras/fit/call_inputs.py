@@ -37,7 +37,7 @@ class CallInputs:
         self._models, self._resumable = snapshots.models, snapshots.resumable
 
     def note_held(self, call: NumberedCall, model: Any, x: Any, validation: Any = None) -> None:
-        """Note what reading changes in the inputs of a call of the script: it is part of the state.
+        """Note the states that reading changes in the inputs of a script's call: they are part of the state.
 
         What the model holds is part of the model's state. Only the script's own calls are resumed.
         """
@@ -119,9 +119,9 @@ class CallInputs:
             data.plain_first = not all(layer.built for layer in layers_of(model))
 
     def first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield the first batch in the form of Keras's epoch iterators. It is read when it is needed.
+        """Yield the first batch as Keras's epoch iterators do. It is read only when it is needed.
 
-        Keras asks again if the program's own `compute_loss` leaves the compiled loss without a call.
+        Keras asks again if the program's own `compute_loss` does not call the compiled loss.
         """
         yield 0, 0, [data.peek() if self._calls.current.samples else self.sample(data, model, "train")]
 
@@ -130,14 +130,14 @@ def refuse_empty(data: GlobalInput) -> None:
     """Refuse an input that is known to have no examples. Keras accepts only validation data without any.
 
     Raises:
-        DataError: it has none.
+        DataError: the input has no examples.
     """
     if data.known_batches == 0:
         raise DataError(NO_EXAMPLES)
 
 
 def _dataset_of(data: Any) -> Any:
-    """Return `data`, or the dataset that was distributed as it; None if each replica has a pipeline."""
+    """Return `data`, or the dataset from which it was distributed; None if each replica has a pipeline."""
     if not isinstance(data, DistributedDataset):
         return data
     return data.source.stream.dataset if isinstance(data.source, GlobalBatchSource) else None

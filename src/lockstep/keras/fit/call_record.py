@@ -44,7 +44,7 @@ class CallRecord:
         last: the model that was trained last.
 
     Attributes:
-        plain_steps: number of steps that Keras's own training functions took, which no call counts.
+        plain_steps: number of steps that Keras's own training functions took and no call counts.
         meet: is called by all workers at the beginning of a call, with its model and its name.
     """
 
@@ -151,7 +151,7 @@ class CallRecord:
         Args:
             label: names the position in the script.
             model: the model, or variables by name.
-            more: number of steps that have not been counted yet.
+            more: number of steps that are not counted yet.
         """
         named = isinstance(model, NamedVariables)
         state: Any = model if named else self._backend.training_state(model)
@@ -160,7 +160,7 @@ class CallRecord:
     def state_at_exit(self) -> None:
         """Record, at the end of the script, the state of the model that was trained last."""
         if self._last.model is not None:
-            # As for its digest, a failed step may have freed its memory.
+            # As with the model's digest, a failed step may have freed the state's memory.
             with contextlib.suppress(Exception):
                 self.state("the end of the script", self._last.model)
 
@@ -188,8 +188,8 @@ class CallRecord:
     def compare_last_batch(self) -> None:
         """At the end of the script, compare the states after the last `train_on_batch`.
 
-        Workers do not wait for each other here, because one may still have long work of its own. If the
-        program has changed variables since then, perhaps on one worker only, nothing is compared.
+        Workers do not wait for each other here, because one may still be busy for long. If the program has
+        changed variables since then, perhaps on only one worker, nothing is compared.
         """
         if self._trained_by_batch is not None and self._trained_by_batch[1] == assignments.count():
             self._saves.compare("the end of the script", self._trained_by_batch[0])
@@ -222,7 +222,7 @@ def model_facts(model: Any) -> Facts:
 
 
 def extent_of_fit(arguments: Mapping[str, Any], training: GlobalInput) -> tuple[int, int, int | None]:
-    """Return the first epoch of a `fit`, from 0, its last one, from 1, and the steps of an epoch if known."""
+    """Return the first epoch of a `fit`, from 0, its last one, from 1, and an epoch's steps if known."""
     steps = arguments["steps_per_epoch"] or training.known_batches
     return int(arguments["initial_epoch"]), int(arguments["epochs"]), int(steps) if steps else None
 

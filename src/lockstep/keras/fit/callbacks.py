@@ -50,7 +50,7 @@ class HostOrbaxCheckpoint(OrbaxWriter):
     directory: str
 
     def save_to(self, step: int, write: Callable[[], None]) -> None:
-        """Write on each host, unless another process completed the checkpoint before it was lost."""
+        """Write on each host, unless a lost process had already completed the checkpoint."""
         folder = Path(self.directory) / str(step)
         existed = folder.exists()
         _once_per_disk(self.directory, lambda: None if folder.exists() and not existed else write())
@@ -111,7 +111,7 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
         """Write a row, on the chief."""
         rows, self.rows = self.rows, self.rows + 1
         here = _with_chief()
-        # If another chief repeats this, later callbacks have changed `logs`.
+        # If a new chief repeats this, later callbacks have changed `logs`.
         as_of_now = dict(logs or {})
         job.current().as_chief(lambda: self._write(rows, epoch, as_of_now))
         # This worker may not have been on the chief's host before.
@@ -125,7 +125,7 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
         if self.csv_file is None or self.csv_file.closed:
             # Another process has written these rows, and perhaps more rows or a part of one.
             path = Path(self.filename)
-            # If it was on another host, a file here belongs to another run.
+            # If that process was on another host, a file here belongs to another run.
             lines = _lines(path) if self.here or is_shared(path.absolute()) else []
             if len(lines) <= rows and len(job.current().view.hosts) > 1:
                 note(f"{path} lacks the rows that another host has written")
@@ -243,7 +243,7 @@ def chief_files(callbacks: Any) -> tuple[str, ...]:
 
 
 def note_different_paths(current_job: job.Job, callbacks: Any, label: str, told: set[str]) -> None:
-    """Note on the chief, before a `fit` trains, that callbacks of other workers have other paths.
+    """Note on the chief, before a `fit` trains, that other workers' callbacks have different paths.
 
     All workers of the view call this.
 
@@ -278,7 +278,7 @@ def paths_of(callbacks: Any) -> dict[str, str]:
 
 
 def different_paths(gathered: Sequence[tuple[int, dict[str, str]]]) -> list[str]:
-    """Describe the paths of callbacks in which a worker differs from the first one, one for each callback.
+    """Describe how the callbacks' paths on a worker differ from the first worker's, one text per callback.
 
     Args:
         gathered: the id of each worker, the chief first, and the result of `paths_of` there.
@@ -320,7 +320,7 @@ def writes(callbacks: Any) -> bool:
 
 
 def without_writers(callbacks: Any) -> list[Any]:
-    """Return the callbacks without those of Keras that write files. Models are saved at the end."""
+    """Return the callbacks without Keras's callbacks that write files. Models are saved at the end."""
     return [
         SavesAtEnd(callback) if isinstance(callback, keras.callbacks.ModelCheckpoint) else callback
         for callback in keras.tree.flatten(callbacks or [])
@@ -346,7 +346,8 @@ def _writing_once(callback: Any, resumes: bool) -> Any:
     if writer_class is None:
         return callback
     made = writer_class.__new__(writer_class)
-    # It shares its state with the original: the program may read it later, and the next fit continues it.
+    # The copy shares its state with the original: the program may read it later, and the next fit continues
+    # it.
     made.__dict__ = vars(callback)
     vars(callback)["resumes"] = resumes
     return made

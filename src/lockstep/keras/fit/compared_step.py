@@ -1,4 +1,4 @@
-"""A step that plain Keras and replicas compute from the same state, the same batch and the same draws."""
+"""One step that plain Keras and replicas compute from the same state, batch and random draws."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +47,7 @@ _ROWS = 4
 class ComparedStep:
     """One step of a model, which is computed several times and leaves no trace.
 
-    The first computation, of plain Keras, is made at once.
+    The constructor makes the first computation, that of plain Keras.
 
     Args:
         job: the job of one worker.
@@ -56,7 +56,7 @@ class ComparedStep:
         kind: the kind of the step.
         batch: the whole batch, in the form in which the program's step gets it.
         function: Keras's function for the step.
-        plainly: returns a context in which this function is Keras's own.
+        plainly: returns a context in which Keras's own function is in use.
 
     Attributes:
         before: the values of the variables before the step.
@@ -90,7 +90,7 @@ class ComparedStep:
         except Exception:
             if not self._computed:
                 raise
-            # Compiled functions, also those of replicas, go on in this precision in later calls.
+            # Compiled functions, including those of replicas, keep this precision in later calls.
             self.function.only_half, self.function.made = True, None
             self._begin()
         self.exchanges = False
@@ -122,13 +122,13 @@ class ComparedStep:
 
     @contextmanager
     def neutral(self) -> Iterator[None]:
-        """Within the block, draws are constants, and rounding is as small as it can be."""
+        """Within the block, draws are constants, and rounding is minimal."""
         with neutral(self.model, lambda name: None, constant=True), self._single() as self._computed:
             yield
 
     @contextmanager
     def constant(self) -> Iterator[None]:
-        """Within the block, layers draw constants, and change nothing that lasts."""
+        """Within the block, layers draw constants, and change no lasting state."""
         with self.neutral(), random_numbers(0), unchanged(self.model):
             yield
 
@@ -171,7 +171,7 @@ class ComparedStep:
 
         Args:
             change: changes the weights and the inputs.
-            anew: whether the function is made anew, for this computation only.
+            anew: whether to make a new function, only for this computation.
             batch: the batch, by default the whole one.
         """
         model, kind, batch = self.model, self.kind, self.batch if batch is None else batch
@@ -206,9 +206,9 @@ class ComparedStep:
         return self.plain(moved_bits(number, self.epsilon))
 
     def nearer(self, outcome: StepOutcome) -> StepOutcome:
-        """Return a part of the distance of an outcome from the reference.
+        """Return a fraction of the distance of an outcome from the reference.
 
-        The outputs of all layers were rounded, up and down, so a small multiple of what this changes is a
+        The outputs of all layers were rounded up and down, so a small multiple of the resulting change is a
         bound.
         """
 
@@ -276,7 +276,7 @@ class ComparedStep:
         return {name: after[name] for name, variable in self.variables().items() if id(variable) in changed}
 
     def change(self, name: str, value: Array) -> Array:
-        """Return the change of a variable by the step; of one without floating point, the new value."""
+        """Return the change of a variable by the step, or the new value if it is not floating-point."""
         return value - self.before[name] if value.dtype.kind == "f" else value
 
     def metrics(self) -> dict[str, str]:
@@ -322,7 +322,7 @@ class ComparedStep:
 
     @contextmanager
     def first_values(self) -> Iterator[None]:
-        """Within the block, metrics have seen no batch, so that they show what one step adds to them.
+        """Within the block, metrics have not seen any batch, so that they show what one step adds to them.
 
         Loss scales are small. At a large one, the gradients of the whole batch may overflow, but not those of
         replicas.
@@ -346,9 +346,9 @@ class ComparedStep:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """Within the block a step may be taken; afterwards, the variables have their values from before.
+        """Within the block, a step may be taken; afterwards, the variables have their values from before.
 
-        Those that an optimizer creates in its first update get their first values.
+        Variables that an optimizer creates in its first update get their first values.
         """
         with random_numbers(0), unchanged(self.model), ExitStack() as stack:
             for optimizer in optimizers_of(self.model):
@@ -369,5 +369,5 @@ class ComparedStep:
 
 
 def _but_whole(array: Array, changed: Array) -> Array:
-    """Return changed numbers, but whole numbers, which may be indices, as they were."""
+    """Return changed numbers, but leave whole numbers, which may be indices, unchanged."""
     return np.where(array == np.round(array), array, changed) if array.dtype.kind == "f" else changed

@@ -1,8 +1,8 @@
 """Whether two computations of a value differ by more than rounding, and how.
 
 Rounding is measured, not guessed: `others` are computations of the same value from inputs that differ in the
-last bits. A value that is zero except for rounding, or that jumps when an input crosses a threshold, differs
-between them, too.
+last bits. They also differ in a value that is zero except for rounding, or that jumps when an input crosses a
+threshold.
 
 A difference counts if it is 32 times as large as the changes due to those inputs, and more than about 1e-4 of
 the largest element.
@@ -74,9 +74,9 @@ def deviation(
         value: the value that replicas compute.
         others: the reference, computed from inputs that differ in the last bits.
         epsilon: the distance from 1 to the next number in the precision of the computation.
-        scale: the largest element of all values that are computed together. It is the measure for a value
-            that consists only of rounding errors.
-        base: the value of which `others` are roundings, if that is not the reference.
+        scale: the largest element of all values that are computed together. It is the scale for a value that
+            consists only of rounding errors.
+        base: the value of which `others` are roundings, if it is not the reference.
     """
     if reference.shape != value.shape:
         return Deviation(np.inf, f"of shape {list(value.shape)} instead of {list(reference.shape)}")

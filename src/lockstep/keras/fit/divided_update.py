@@ -9,9 +9,9 @@
 Each host has all slots, and a worker updates an equal share of all shards, in the order of the workers of its
 host. So any host may be lost.
 
-Between two updates, the optimizer's variables show the shared memory: on PyTorch always, and before it is
-filled for other variables, they get copies of their values; on JAX at the end of an epoch, and what is still
-in use before an update is copied then.
+Between two updates, the optimizer's variables show the shared memory: On PyTorch, they always show it; before
+it is filled for other variables, they get copies of their values. On JAX, they show it at the end of an
+epoch; before an update, the parts that are still in use are copied.
 
 Until the step is committed, the total stays in the memory of the exchange and the old weights stay as they
 are. So when a worker is lost, the others update the blocks that are not counted. A worker that survives
@@ -54,15 +54,15 @@ _TOP = 2
 
 
 class _Standing(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has before an update.
+    """A worker's situation before an update.
 
     Attributes:
         worker: its id.
         host: the first worker of its host.
         hindrance: why it cannot divide the update; empty if it can.
-        facts: must be equal if all can.
+        facts: facts that must be equal if all workers can divide it.
         shares: whether its slots are in the shared memory of its host.
-        number: if so, how many updates they have had there.
+        number: if so, the number of updates that they have had there.
         layout: describes the division.
     """
 
@@ -76,13 +76,14 @@ class _Standing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _OwnSlots(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker has before slots are shared that are not shared by all.
+    """A worker's own slots, before slots are shared that not all workers share.
 
     Attributes:
         worker: its id.
-        facts: about its slots; empty if it does not compare them.
-        differing: a slot of which the lost workers of its host shared another value; empty if there is none.
-        failed: why its host has too little memory.
+        facts: facts about its slots; empty if it does not compare them.
+        differing: a slot for which the lost workers of its host shared a different value; empty if there is
+            none.
+        failed: why its host has too little memory; empty if it has enough.
     """
 
     worker: int
@@ -95,7 +96,7 @@ class DividedUpdate:
     """The divided updates of one worker.
 
     Args:
-        job: whose workers divide them.
+        job: the job whose workers divide the updates.
         pool: the memory for slots and new weights, which all workers of the host share.
     """
 
@@ -111,7 +112,7 @@ class DividedUpdate:
     @staticmethod
     @lru_cache(1)
     def of(job: Job) -> "DividedUpdate | None":
-        """Return the one instance of a job, or None if its workers do not divide updates."""
+        """Return the instance for a job, or None if its workers do not divide updates."""
         pool = job.context.state_pool
         return None if pool is None else DividedUpdate(job, pool)
 
@@ -125,13 +126,13 @@ class DividedUpdate:
 
         Args:
             program: the program of the step.
-            state: before the update.
-            totals: of the step.
+            state: the state before the update.
+            totals: the totals of the step.
             calls: the calls in progress.
-            facts: must be equal on all workers before the update.
+            facts: facts that must be equal on all workers before the update.
 
         Raises:
-            DisagreementError: the workers have other facts, variables or slots.
+            DisagreementError: the workers have different facts, variables or slots.
             SharedMemoryError: there is too little memory for the slots.
         """
         method = calls.current.name.partition(" ")[0]
@@ -163,7 +164,7 @@ class DividedUpdate:
             update.prepare()
 
     def _meet(self, update: BlockUpdate | str, facts: Facts, label: str) -> list[_Standing]:
-        """Return what all workers have before an update."""
+        """Return the situation of all workers before an update."""
         if isinstance(update, str):
             hindrance, shares, layout = update, False, ""
         else:
@@ -206,7 +207,7 @@ class DividedUpdate:
         sharing = {each.worker for each in standings if each.shares}
         number = numbers.get(hosts[self._job.worker])
         if number is None:
-            # Those of another optimizer may still be there.
+            # The slots of another optimizer may still be there.
             self._release()
         if not all(each.shares for each in standings):
             self._compare_slots(update, layout, sharing, label, is_filled=number is not None)
@@ -256,11 +257,11 @@ class DividedUpdate:
         """Check that all slots are equal, and make room for them on hosts where no worker shared them.
 
         Args:
-            update: has the slots of this worker.
-            layout: of the division.
+            update: the update, which has the slots of this worker.
+            layout: the layout of the division.
             sharing: the workers that shared the slots before the update; some may be lost.
             label: names the call.
-            is_filled: whether some did on this host.
+            is_filled: whether some of them are on this host.
         """
 
         def compare(view: View, communicator: Communicator) -> None:
@@ -273,10 +274,10 @@ class DividedUpdate:
                 except SharedMemoryError as error:
                     failed = str(error)
             if is_filled and not sharing_here:
-                # What the lost workers have left counts.
+                # The values that the lost workers have left count.
                 shared = self._mapped(layout)
                 differing = next((slot.name for slot in update.own_slots() if not slot.is_in(shared)), "")
-            # On each host, one of those that share them is enough.
+            # On each host, one of the workers that share them is enough.
             compares = worker not in sharing or worker == sharing_here[0]
             own = _OwnSlots(worker, slot_facts() if compares else {}, differing, failed)
             blobs = gather(worker, communicator, label, {}, msgspec.msgpack.encode(own))
@@ -300,7 +301,7 @@ class DividedUpdate:
 
 
 def _hindrance(standings: Sequence[_Standing]) -> str:
-    """Return why the workers do not divide an update, with the worker if others can; empty if all can."""
+    """Return why the workers do not divide an update, naming the worker if others can; empty if all can."""
     hindered = [standing for standing in standings if standing.hindrance]
     if not hindered:
         return ""
@@ -310,7 +311,7 @@ def _hindrance(standings: Sequence[_Standing]) -> str:
 
 
 def _compare_standings(standings: Sequence[_Standing], label: str) -> None:
-    """Check what must be equal if the workers divide an update."""
+    """Compare the facts that must be equal if the workers divide an update."""
     if _hindrance(standings):
         return
     workers, facts = [each.worker for each in standings], [each.facts for each in standings]
@@ -333,7 +334,7 @@ def _compare_slots(slots: Sequence[_OwnSlots], sharing: set[int], label: str) ->
         if each.failed:
             raise SharedMemoryError(each.failed)
     compared = [each for each in slots if each.facts]
-    # What is shared counts.
+    # The shared values count.
     compared.sort(key=lambda each: each.worker not in sharing)
     differing = [each for each in slots if each.differing] or [
         each for each in compared if each.facts != compared[0].facts

@@ -28,7 +28,7 @@ _RATES = ("rate", "dropout", "recurrent_dropout", "stddev")
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
-    """Return the note that a method of `keras.Model` is distributed, with the parts that are per replica."""
+    """Return the note that a method of `keras.Model` is distributed, with the names of per-replica parts."""
     over = count(len(view.workers), "worker")
     if len(view.workers) != view.replicas:
         over = f"{count(view.replicas, 'replica')} on {over}"
@@ -84,7 +84,7 @@ def occurrences_note(parts: Sequence[str]) -> str:
 
 
 def _tells_occurrences_apart(optimizer: Any) -> bool:
-    """Whether an update from two occurrences of a row differs from one with their sum."""
+    """Whether an update from two occurrences of a row differs from an update from their sum."""
     import tensorflow as tf
 
     def updated(gradient: Any) -> list[Any]:
@@ -145,7 +145,7 @@ def different_denominators(model: Any, batch: TriedBatch) -> list[str]:
             compiled_loss(model)(y, model(x, training=False), weight)
     except (DataError, PeerError):  # Workers may read the batch together.
         raise
-    except Exception:  # A custom step may pass anything to losses.
+    except Exception:  # A custom step may pass any values to losses.
         return [f"{name} (possibly: it could not be tested)"]
     return [name] if len(denominators) > 1 and any(denominators) else []
 
@@ -178,7 +178,7 @@ def tried_parts(model: Any, batch: TriedBatch) -> list[str]:
         parts = _each_part(batch, states)
     except (DataError, PeerError):
         raise
-    except Exception:  # The program may call the model in another way.
+    except Exception:  # The program may call the model differently.
         return [f"{VARIABLES}{variable.path} (possibly: it could not be tested)" for variable in variables]
     if not parts:
         return []
@@ -211,7 +211,7 @@ def _own_states(model: Any) -> list[Any]:
 
 
 def _each_part(batch: TriedBatch, compute: Callable[[Any, Any], Result]) -> list[Result]:
-    """Return `compute(x, y)` for some rows of `batch` and for each half of them, if there are two or more."""
+    """Return `compute(x, y)` for some rows of `batch` and for each half of them, if there are several."""
 
     def of(rows: TriedRows) -> Result:
         x, y, _ = rows.data

@@ -58,7 +58,7 @@ _decoder = msgspec.msgpack.Decoder(list[ReplicaOutputs])
 class GlobalStep(StepPrograms):
     """Takes the steps of one model, of one kind, in one job.
 
-    The argument `follow` tries the model again if a step follows other values of Python; see
+    The argument `follow` tries the model again if a step uses changed Python values; see
     `lockstep.keras.fit.introductions.Introductions.follow`.
     """
 
@@ -95,7 +95,7 @@ class GlobalStep(StepPrograms):
     def follow(
         self, batch: Batch, published: Callable[[], AbstractContextManager[None]] = nullcontext
     ) -> None:
-        """Before a step, let the model be tried again if the step follows other values of Python than before.
+        """Before a step, let the model be tried again if the step uses changed Python values.
 
         Args:
             batch: the batch of the step.
@@ -104,7 +104,7 @@ class GlobalStep(StepPrograms):
         self._follow(self.calls.current, self.model, self.kind, batch, published)
 
     def compute_once(self, batch: Batch) -> tuple[Any, Any, list[Total]]:
-        """Take one step from the values of the variables, which does not count.
+        """Take one step from the values of the variables, without counting it.
 
         Returns:
             The logs or outputs, the state, and the totals of the rounds.
@@ -129,7 +129,7 @@ class GlobalStep(StepPrograms):
             logs, state = self._restored(state)
             if self._verifications.doubt is None:
                 return logs, state
-            # The others go back before this step, to take it again with this worker.
+            # The other workers go back before this step, to repeat it with this worker.
             call.steps = call.skipped = call.steps - 1
         if self.kind == "predict":
             return self._predict(state, element)
@@ -147,7 +147,7 @@ class GlobalStep(StepPrograms):
         self._digests.after_update(record, self.program, state, self._describe)
         state = self._next_step(logs, state)
         compiled = self.traced != traced
-        # The compiler has needed much, or the slots before they were shared, and glibc would keep it.
+        # The compiler, or the slots before they were shared, needed much memory, and glibc would keep it.
         if compiled or self._returns:
             return_freed_memory()
         self._returns = max(0, self._returns - 1)
@@ -185,7 +185,7 @@ class GlobalStep(StepPrograms):
         return LocalBatches([batch], replicas) if single else batch
 
     def _join_job(self, state: Any, element: Any) -> Any:
-        """Join the job, after one step that compiles the program while the members do not wait yet.
+        """Join the job, after one step that compiles the program while the members do not yet wait.
 
         Raises:
             CallFinishedElsewhere: the members have finished the call.
@@ -211,10 +211,10 @@ class GlobalStep(StepPrograms):
     def _verified_step(
         self, state: Any, batch: Batch, element: Any, number: int
     ) -> tuple[tuple[Any, Any], RecordedStep | None]:
-        """Take a step that counts, and verify it if that is due; return ((logs, state), its record).
+        """Take a step that counts, and verify it if due; return ((logs, state), its record).
 
-        If its workers insist on different bits, they take it again with another worker, which decides. All of
-        them read the batch of `element` again, because they may divide this.
+        If its workers repeat different bits, they take it again with another worker, which decides. All of
+        them read the batch of `element` again, because they may divide the reading.
         """
         call, trains, where = self.calls.current, self.kind == "train", self.calls.where()
         while True:
@@ -244,14 +244,14 @@ class GlobalStep(StepPrograms):
         """Whether a worker can join before a step, with the state before it."""
         if self.kind == "predict":
             call = self.calls.current
-            # A worker that joins gets the values of compiled models, and the outputs of the steps before.
+            # A worker that joins gets the values of compiled models, and the outputs of earlier steps.
             if call.at_end or not (self.model.compiled and packable(call.outputs[-1:])):
                 return False
         # A `fit` of a callback cannot be resumed, nor its validation.
         return len(self.calls.stack) == (2 if self.calls.current.metrics is None else 3)
 
     def _withdraw(self, state: Any, before: StateBefore | None) -> Any:
-        """Go back to the state before a step, which is returned, and let another worker join there.
+        """Go back to the state before a step, return it, and let another worker join there.
 
         An evaluation applies nothing before it is verified, so `state` is the state before its step.
         """
@@ -288,9 +288,10 @@ class GlobalStep(StepPrograms):
         *,
         counts: bool = False,
     ) -> tuple[Any, Any]:
-        """Compute and apply the rounds of a step, whose totals `totals` gets; return (logs, state).
+        """Compute and apply the rounds of a step, and store their totals in `totals`; return (logs, state).
 
-        The workers may divide the update of a step that counts, and the caller makes its changes in Python.
+        The workers may divide the update of a step that counts. Its changes of Python state are left to the
+        caller.
         """
         totals = [] if totals is None else totals
         self.follow_growths()
@@ -320,7 +321,7 @@ class GlobalStep(StepPrograms):
     def _apply(
         self, state: Any, totals: Sequence[Total], divided: DividedUpdate | None = None
     ) -> tuple[Any, Any]:
-        # What was gathered has served its purpose, and is not the same in each step.
+        # The gathered values have served their purpose, and differ between steps.
         totals = [{} if is_gather(total) else total for total in totals]
         if divided is not None:
             return divided.make(self.program, state, totals, self.calls, self._facts_before(state))
@@ -338,7 +339,7 @@ class GlobalStep(StepPrograms):
     def _predict(self, state: Any, element: Any, *, counts: bool = True) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state).
 
-        If the step counts, a second worker computes outputs again if that is due. If its workers insist on
+        If the step counts, a second worker computes outputs again if that is due. If its workers repeat
         different bits, they take it again; see `_verified_step`.
         """
         call, is_verified = self.calls.current, counts and self._verifications.plan.verification.every
@@ -360,7 +361,7 @@ class GlobalStep(StepPrograms):
         batch = read_batch(element, self.job.view.replicas, partial(self.program.published, state))
         self._verifications.begin(number, trains=False)
         self._verifications.can_repeat = self._admits_workers
-        self.program.outputs()  # Drops those of a step that failed.
+        self.program.outputs()  # This drops the shares of a step that failed.
         if self.program.varies:
             self.python.begin()
         only = StepRound(self, state, batch)
@@ -376,7 +377,7 @@ class GlobalStep(StepPrograms):
                 blob = msgspec.msgpack.encode(parts)
                 blobs = gather(self.job.worker, communicator, self.calls.where(), facts, blob)
                 parts = [part for blob in blobs for part in _decoder.decode(blob)]
-            # All replicas have the same nest; that of the sample serves a worker without examples.
+            # All replicas have the same nest. A worker without examples uses that of the sample.
             return keras.tree.pack_sequence_as(next(iter(outputs.values())), joined(parts))
 
         rows = self.job.exchange(join)
@@ -410,7 +411,7 @@ class GlobalStep(StepPrograms):
         return ReplicaOutputs(share.replica, packed, trials.of(leaves, share.examples, shapes, computed))
 
     def _next_step(self, logs: Any, state: Any) -> Any:
-        """Count a step, and do what is due after it; return the state."""
+        """Count a step, and do the work that is due after it; return the state."""
         self.job.note_step()
         call = self.calls.current
         call.steps += 1

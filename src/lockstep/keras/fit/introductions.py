@@ -1,7 +1,7 @@
 """The first batch of a compiled model: trials show which parts replicas compute differently from one process.
 
-The program may change values of Python that decide which of its code runs, such as `model.use_contrast`. A
-model is tried again before the first step that follows other values: see `Introductions.follow`.
+The program may change Python values that decide which of its code runs, such as `model.use_contrast`. A model
+is tried again before the first step that uses changed values: see `Introductions.follow`.
 
 Notes name these parts. A job that only checks the script also compares a step with plain Keras there.
 """
@@ -121,8 +121,8 @@ class Introductions:
     def _compared_step(self, model: Any, kind: StepKind) -> GlobalStep:
         """Return the step of a model to compare, which lasts as long as the step of Keras's loops.
 
-        The two differ, because the compared one draws constants. In an earlier call, both may have learned
-        facts about the model that are wrong in this call, and a comparison must detect that.
+        The two steps differ, because the compared one draws constants. In an earlier call, both may have
+        learned facts about the model that are wrong in this call, and a comparison must detect that.
         """
         compared, steps = self._compared_steps
         if compared is not model:
@@ -141,17 +141,17 @@ class Introductions:
     ) -> None:
         """Measure how replicas combine the results of a model's step, and name each part that is per replica.
 
-        This is done once for a compiled model, and again when the first sample weights come, which a loss or
-        metric of the program may use, or when the program has added or removed layers or metrics. The first
-        note says that a script without a strategy is distributed.
+        This is done once for a compiled model, and again at the first sample weights, which a loss or metric
+        of the program may use, or when the program has added or removed layers or metrics. The first note
+        says that a script without a strategy is distributed.
         """
         adopts_all = self._models.adopts_all
         measured = growths_of(model)
         fits = bool(measured.tried) and measured.parts == parts_digest(model)
-        # A process that joins or resumes may have other rows at hand than the first trial.
+        # A process that joins or resumes may have different rows from those of the first trial.
         growths = measured if fits else self._parts.snapshots.growths(model) or measured
         if kind != "predict" and fits and kind not in growths.tried:
-            # Trials with other values of Python may have come since.
+            # There may have been trials with other Python values since.
             growths = _earlier(growths, choices_of(model, kind, growths), kind) or growths
         tries = not growths.has_tried(model, kind) or (growths.unweighted and weighs())
         if growths is measured and not tries:
@@ -179,10 +179,10 @@ class Introductions:
         batch: Batch,
         published: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Before a step, try the model again if the step follows other values of Python than the last trial.
+        """Before a step, try the model again if the step uses Python values unlike those of the last trial.
 
-        What trials have shown with earlier values counts again when they return. All workers do the same,
-        because it depends on the state before the step alone. Differences would show in the reduce.
+        Results of earlier trials count again when their values return. All workers do the same, because it
+        depends only on the state before the step. The reduce would detect differences.
 
         Args:
             call: the call in progress.
@@ -232,11 +232,11 @@ class Introductions:
     def _tried(
         self, call: NumberedCall, model: Any, kind: StepKind, batch: TriedBatch, before: Growths
     ) -> Growths:
-        """Try a model; return what this and earlier trials have shown."""
+        """Try a model; return the results of this and earlier trials."""
         parts, digest = self._parts, parts_digest(model)
         choices = choices_of(model, kind, before)
         earlier = before.tried if before.parts == digest else {}
-        # What is computed from the whole batch is the same in both.
+        # Both have the same parts that are computed from the whole batch.
         both = kind == "train" or (kind == "test" and "train" in before.tried)
         kinds: list[StepKind] = ["train", "test"] if both else [kind]
         trial = Trial(
@@ -286,7 +286,7 @@ class Introductions:
     def _tell(
         self, call: NumberedCall, model: Any, kinds: Sequence[str], parts: Sequence[str], *, introduces: bool
     ) -> None:
-        """Print which parts of a model are per replica: classes of layers once, others once for equal models.
+        """Print which parts of a model are per replica: layer classes once, others once for equal models.
 
         Args:
             call: the call in progress.
@@ -309,13 +309,13 @@ class Introductions:
 
 
 def _others(growths: Growths, choices: str) -> dict[str, Growths]:
-    """Return what trials have shown with other choices than these."""
+    """Return the results of trials with other choices than these."""
     latest = {growths.choices: replace(growths, others={}, traced={})} if growths.tried else {}
     return {key: other for key, other in {**growths.others, **latest}.items() if key != choices}
 
 
 def _earlier(growths: Growths, choices: str, kind: StepKind) -> Growths | None:
-    """Return what earlier trials of a kind of step have shown with some choices, or None."""
+    """Return the results of earlier trials of a kind of step with some choices, or None."""
     earlier = growths.others.get(choices)
     if earlier is None or kind not in earlier.tried:
         return None
@@ -326,9 +326,9 @@ def _earlier(growths: Growths, choices: str, kind: StepKind) -> Growths | None:
 
 
 def _rows(batch: Batch) -> Callable[[], Nest] | None:
-    """Return what reads the rows of a batch to try; None with datasets of replicas.
+    """Return a function that reads the rows to try; None with datasets of replicas.
 
-    A worker would read the dataset of another one's replica from its beginning.
+    A worker would read the dataset of another worker's replica from its beginning.
     """
     if isinstance(batch, LocalBatches):
         batch = batch.batches[0]

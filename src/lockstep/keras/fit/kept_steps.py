@@ -1,4 +1,4 @@
-"""The first steps of a check on one backend, which its jobs on other backends take again.
+"""The first steps of a check on one backend, which the check's jobs on other backends repeat.
 
 `lockstep check --backend all` runs the script once on each backend, and asks whether plain Keras computes the
 same. Initial weights and the order of examples depend on the backend. So the first job that takes a step
@@ -66,7 +66,7 @@ class KeptStep:
     layers: Sequence[LayerRows]
 
     def save(self, path: Path) -> None:
-        """Save it, whole or not at all.
+        """Save the step, whole or not at all.
 
         Raises:
             ValueError: the batch has Python objects.

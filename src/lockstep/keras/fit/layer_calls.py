@@ -55,25 +55,25 @@ class LayerCalls:
 
 @contextmanager
 def neutral(model: Any, note: Callable[[str], object], *, constant: bool = False) -> Iterator[None]:
-    """Within the block, a row of a batch does not depend on the others by random numbers or statistics.
+    """Within the block, random numbers and statistics do not make a row of a batch depend on the others.
 
     Args:
         model: the model whose layers compute in the block.
         note: gets the name of each function of the program that draws random numbers.
-        constant: whether all draws are equal, also those of several replicas.
+        constant: whether all draws are equal, including those of several replicas.
     """
     with (
         equal_draws(note, constant=constant),
         constant_statistics(model),
         without_summaries(),
-        # A failed step leaves the losses that layers have added, which the next step would add up, too.
+        # A failed step leaves losses that layers have added, and the next step would add them up too.
         kept_losses(layers_of(model)),
     ):
         yield
 
 
 def rows_are_equal(parts: Sequence[Sequence[Array]], counts: Sequence[int]) -> bool:
-    """Whether arrays of a whole batch have, up to rounding, the rows of the same arrays of its parts.
+    """Whether the rows of a whole batch's arrays equal, up to rounding, those of its parts' arrays.
 
     Args:
         parts: the arrays of the whole batch, then those of each part.
@@ -101,7 +101,7 @@ def rows_are_equal(parts: Sequence[Sequence[Array]], counts: Sequence[int]) -> b
 def constant_statistics(model: Any) -> Iterator[None]:
     """Within the block, BatchNormalization uses its averages, also in training.
 
-    Modules of PyTorch, which have state of their own, have that from before afterwards.
+    PyTorch modules, which have state of their own, get their earlier state back.
     """
     modules = [module for layer in layers_of(model) for module in modules_of(layer)]
     with ExitStack() as stack:
@@ -130,5 +130,5 @@ def arrays_of(nest: Any) -> list[Array]:
 
 
 def largest_of(array: Array) -> float:
-    """Return the largest absolute value of an array that is a number."""
+    """Return the largest absolute value in an array, without NaN."""
     return float(np.max(np.abs(array), where=np.isfinite(array), initial=0))

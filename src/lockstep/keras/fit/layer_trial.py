@@ -1,4 +1,4 @@
-"""Tries layers and operations of models: what layers add to the loss, and which compare examples."""
+"""Tries layers and operations of models: their additions to the loss, and whether they compare examples."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -33,7 +33,7 @@ class LayerTrial:
         self._backend = tried.backend
 
     def measure(self) -> dict[int, int]:
-        """Return the growths of what layers add to the loss; name what compares examples."""
+        """Return the growths of the layers' additions to the loss; name the parts that compare examples."""
         layers = [
             layer
             for layer in layers_of(self._model)
@@ -59,9 +59,9 @@ class LayerTrial:
     def _name_comparing(
         self, layers: Sequence[Any], attempts: Sequence[Sequence[dict[int, LayerCalls]]]
     ) -> None:
-        """Name the innermost of some layers and operations whose outputs compare examples."""
+        """Name the innermost layers and operations whose outputs compare examples."""
         comparing: set[int] = set()
-        # Inner layers, and then operations, come last: what is around one of them is not named again.
+        # Inner layers, and then operations, come last: what contains one of them is not named again.
         for layer in reversed(layers):
             inner_ids = {id(inner) for inner in _within(layer)}
             compares = any(self._compares([call[id(layer)] for call in calls]) for calls in attempts)
@@ -75,7 +75,7 @@ class LayerTrial:
                 comparing.add(id(layer))
 
     def _attempts(self, layers: Sequence[Any], *, training: bool = True) -> list[list[dict[int, LayerCalls]]]:
-        """Return, for some inputs, what layers do with all rows, and with each part of them."""
+        """Return, for some inputs, the results of layers for all rows, and for each part of them."""
 
         def calls(x: Nest, part: TriedRows) -> dict[int, LayerCalls]:
             records = {id(layer): LayerCalls() for layer in layers}
@@ -90,7 +90,7 @@ class LayerTrial:
         return [self._tried.each(partial(calls, x)) for x in inputs]
 
     def _growth_of_additions(self, layer: Any, attempts: Sequence[Sequence[LayerCalls]]) -> int:
-        """Return the growth of the values that a layer adds to the loss, which is one for all of them."""
+        """Return the growth of the values that a layer adds to the loss. It is the same for all of them."""
         growths: set[Any] = set()
         half = self._tried.stays_half()
         for records in attempts:
@@ -139,7 +139,7 @@ class LayerTrial:
         )
 
     def name_predictions(self) -> None:
-        """Name what compares examples when the model predicts: layers, operations and its `predict_step`."""
+        """Name the parts that compare examples in predictions: layers, operations and the `predict_step`."""
         layers = [layer for layer in layers_of(self._model) if _may_compare_rows(layer)]
         layers += _operations_of(self._model)
         if layers:

@@ -19,10 +19,10 @@ steps.
 Means are weighted by numbers of examples: changes by those of an outer step, figures by those of inner steps.
 A replica without examples in an inner step does not take it.
 
-An inner optimizer that is new also counts from zero: Adam divides its averages by what they lack after so
-many steps. With the count of all steps, its first steps from slots of zero would be up to six times as long.
-Slots do not stay with their replica, because another worker would have to know them when the worker is lost,
-also on another host. Sending them there takes as many bytes as their average.
+A new inner optimizer also counts from zero: Adam corrects its averages for the number of steps so far. With
+the count of all steps, its first steps from slots of zero would be up to six times as long. Slots do not stay
+with their replica, because if the worker is lost, another worker, perhaps on another host, needs them.
+Sending them there takes as many bytes as their average.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -87,7 +87,7 @@ def weighted_change(before: Array, after: Array, weight: float) -> Array:
 def changed(before: Array, change: Array) -> Array:
     """Return the array after a mean change. A change of sign that is only rounding makes a value zero.
 
-    So an average of squares remains one, also if the inner steps have reduced it to almost nothing.
+    So an average of squares stays valid, even if the inner steps have reduced it to almost nothing.
     """
     after = np.asarray(before + change, before.dtype)
     flipped = np.signbit(after) != np.signbit(before)
@@ -108,16 +108,16 @@ def outer_update(weight: Array, momentum: Array, change: Array, local: LocalStep
 
 
 class LocalProgram:
-    """The `lockstep.keras.backends.contract.Program` whose steps are outer steps of another one.
+    """The `lockstep.keras.backends.contract.Program` whose steps are outer steps of another program.
 
     Args:
-        program: trains `model`. It takes the inner steps.
+        program: the program that trains `model`. It takes the inner steps.
         backend: the backend of both.
         model: the model, whose variables exist.
-        local: the number of inner steps, and the outer optimizer.
+        local: the setting: the number of inner steps, and the outer optimizer.
 
     Raises:
-        ModelError: the model cannot train so.
+        ModelError: the model cannot train with local steps.
     """
 
     def __init__(self, program: Program, backend: Backend, model: Any, local: LocalSteps) -> None:
@@ -175,7 +175,7 @@ class LocalProgram:
                 change = weighted_change(before[name], after[name], share.weight)
                 changes[f"{self._way(name, change)}{_CHANGE}{name}"] = change
             else:
-                # Where the count begins with zero, it has not wrapped, and its sum is that of all steps.
+                # If the count begins at zero, it has not wrapped, and its sum is that of all steps.
                 new = before[name] + after[name] if name in self._counts else after[name]
                 changes[f"{EQUAL}{number}/{name}"] = new
         return {**changes, **figures}
@@ -184,10 +184,10 @@ class LocalProgram:
         """Take a step of a replica by itself; return (the state, metrics and logged figures).
 
         Args:
-            state: before the step.
+            state: the state before the step.
             share: the replica's examples, as those of the step's only replica.
             weight: the replica's part of the examples of all replicas. The mean of the figures over the
-                replicas is the figure of the whole batch, also if that is a sum over examples.
+                replicas is the figure of the whole batch, even if that is a sum over examples.
         """
         program, to_numpy = self._program, self._backend.to_numpy
         totals: list[Total] = []
@@ -237,7 +237,7 @@ class LocalProgram:
         return logs, state
 
     def is_last(self, number: int) -> bool:
-        """Whether a round is the step's last: an outer step has one."""
+        """Whether a round is the step's last one; an outer step has one round."""
         return True
 
     def form(self, number: int) -> str:
@@ -249,7 +249,7 @@ class LocalProgram:
         return arrays
 
     def block_update(self, state: Any, totals: Sequence[Total], replicas: int) -> str:
-        """Return why there is none."""
+        """Return why the update cannot be divided into blocks."""
         return "with local steps, an update averages the whole state"
 
     def _values(self, state: Any) -> dict[str, Array]:
@@ -274,7 +274,7 @@ class LocalProgram:
 
 
 def _of_step(share: Share, number: int, data: Any) -> Share:
-    """Return a replica's share of an inner step, as that of the step's only replica."""
+    """Return a replica's share of an inner step as the share of a step with one replica."""
     rows = next((leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None), 0)
     return Share(share.replica, rows, 1.0, seed_at(share.seed, 0, number), lambda: data)
 
@@ -337,7 +337,7 @@ def initial_slots(model: Any, optimizer: Any) -> list[tuple[Any, Any]]:
 
 
 def _refuse_sums(model: Any) -> None:
-    """Raise ModelError for losses that are not means over examples: a replica's own would be smaller."""
+    """Raise ModelError for losses that are not means over examples: a replica's loss would be smaller."""
     growths = growths_of(model)
     gradients = [
         growth for (_, name), growth in growths.steps.get("train", {}).items() if name.startswith(GRADIENTS)

@@ -1,4 +1,4 @@
-"""Tries the compiled losses of a model that may be something else than what they declare."""
+"""Tries a model's compiled losses, which may not be what they declare."""
 
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ class LossTrial:
         self._assigning: set[int] = set()
 
     def measure(self) -> dict[int, int]:
-        """Return the growths of losses that are not means, by position; name what compares examples."""
+        """Return the growths of losses that are not means, by position; name losses that compare examples."""
         for name in different_denominators(self._model, self._tried.batch) if self._tried.tries else ():
             self._tried.name(name)
         declared = dict(declared_growths(self._model).losses)
@@ -73,7 +73,7 @@ class LossTrial:
 
 
 class _Assignments(keras.StatelessScope):  # type: ignore[misc]
-    """Notes the ids of the floating-point variables that are assigned, such as a queue of embeddings."""
+    """Records the ids of floating-point variables that are assigned, such as a queue of embeddings."""
 
     def __init__(self) -> None:
         super().__init__()

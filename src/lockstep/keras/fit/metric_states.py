@@ -1,4 +1,4 @@
-"""Whether the state of a metric is a sum over examples: updates with some rows, apart and together, show it.
+"""Whether a metric's state is a sum over examples, as updates with some rows, apart and together, show.
 
 Replicas start a step from zero, and their states are added to that of the metric, which may be that of
 earlier epochs if `reset_state` keeps it. Keras's own metrics are sums. Those of the program are tried: an
@@ -65,8 +65,8 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
     """Return why the state of a metric is not a sum over examples, for users, or None if it may be one.
 
     Args:
-        metric: with its variables.
-        first: updates with some rows.
+        metric: the metric, with its variables.
+        first: the updates with some rows.
         second: the same updates with other rows.
     """
     if not first:
@@ -75,7 +75,7 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
         metric.reset_state()
     for variable in metric.variables:
         value = scope.get_current_value(variable)
-        # It is None if the metric keeps its own.
+        # It is None if the metric has a `reset_state` of its own.
         if value is not None and np.any(keras.ops.convert_to_numpy(value) != 0):
             return (
                 f"the metric variable {variable.path!r} does not start from zero: replicas add up what their "
@@ -106,11 +106,11 @@ def why_not_a_sum(metric: Any, first: Sequence[Update], second: Sequence[Update]
 
 
 def keeps_examples(metric: Any, first: Sequence[Update], second: Sequence[Update]) -> bool:
-    """Whether a metric keeps in Python what depends on its examples, such as a list of all outputs.
+    """Whether a metric keeps values in Python that depend on its examples, such as a list of all outputs.
 
     Args:
-        metric: with its variables.
-        first: updates with some rows.
+        metric: the metric, with its variables.
+        first: the updates with some rows.
         second: the same updates with other rows.
     """
     graph = ObjectGraph([(metric.name, metric)])

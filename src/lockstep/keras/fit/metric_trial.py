@@ -1,4 +1,4 @@
-"""Tries the metrics of the program's own, and the figures that its own `compute_metrics` returns."""
+"""Tries the program's own metrics, and the figures that its own `compute_metrics` returns."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -54,7 +54,7 @@ class MetricTrial:
         self.refused: dict[str, str] = {}
 
     def measure(self) -> dict[tuple[int, str], int]:
-        """Return the growths of metrics and figures that are not means; name what compares examples."""
+        """Return the growths of metrics and figures that are not means; name those that compare examples."""
         for metric in metrics_of_program(self._model):
             self._refuse(metric, why_not_summed(metric))
         if "metrics" in self._whole:
@@ -97,9 +97,9 @@ class MetricTrial:
         return growths
 
     def name_metrics_that_do_not_add(self, first: Updates, second: Updates) -> None:
-        """Name the metrics whose state is not a sum over examples, as replicas have to refuse.
+        """Name the metrics whose state is not a sum over examples. Replicas have to refuse them.
 
-        With other values of numbers, sums may be so large that their rounding differs.
+        With changed numbers, sums may be so large that their rounding differs.
         """
         if self._tried.changes_values:
             return

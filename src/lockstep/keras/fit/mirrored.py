@@ -54,7 +54,7 @@ loss that it never reaches."""
 
 
 class Mirrored:
-    """The `Trainer` of replicas. Those of one replica and of servers override the methods that differ.
+    """The `Trainer` of replicas. The trainers of one replica and of servers override differing methods.
 
     Args:
         parts: the parts of the trainer.
@@ -76,7 +76,7 @@ class Mirrored:
         self._told_paths: set[str] = set()
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make a call in its turn. In a thread that reads the examples of a call, let Keras make it."""
+        """Make a call in its turn. In a thread that reads a call's examples, let Keras make it."""
         parts = self._parts
         if parts.turns.is_within() and method in FUNCTIONS:
             with parts.functions.made_by_keras(model, FUNCTIONS[method]):
@@ -122,7 +122,7 @@ class Mirrored:
                     call, model, "test", validation.batch_to_try, weighs=lambda: validation.weighs
                 )
             elif isinstance(validation, GlobalInput):
-                # Another input is not read before the training, with which it may share a generator.
+                # No other input is read before training, because both may share a generator.
                 with self._introductions.compared(call, model, "test", validation.batch_to_try):
                     pass
             if len(self._job.view.workers) > 1 and not self._resumable.catches_up:
@@ -231,7 +231,7 @@ class Mirrored:
             compared = parts.models.compilation(model).compared
             if finished := self._resumable.resume():
                 if finished.error is None and not self._models.has_built(model, kind):
-                    # The training may resume after a call of another model. No later call builds this one.
+                    # Training may resume after a call of another model. No later call builds this one.
                     self._models.build(model, kind, batch)
                     finished = self._resumable.replay()
                 compared.add(kind)
@@ -347,7 +347,7 @@ class Mirrored:
 
     @staticmethod
     def _is_to_try(model: Any, kind: StepKind, batch: Callable[[], Any]) -> bool:
-        """Whether a model, of which an earlier call has compared a kind of step, still has to be tried.
+        """Whether a model still has to be tried, although an earlier call has compared a kind of step.
 
         This process may have skipped that call, the batch may have the first sample weights, or the program
         may have added a layer.
@@ -373,10 +373,10 @@ class Mirrored:
         """
         is_built = self._models.is_built(model)
         if self._resumable.before_repeated_prediction:
-            # No call that follows builds the metrics, which are a part of the state.
+            # No later call builds the metrics, which are a part of the state.
             is_built = self._models.has_built(model, kind)
         if finished.error is None and not is_built:
-            # The training may resume in a call of another model. No later call builds this one.
+            # Training may resume in a call of another model. No later call builds this one.
             self._models.build(model, kind, sample)
             finished = self._resumable.replay()
         if self._resumable.before_repeated_batch:
@@ -416,7 +416,7 @@ class Mirrored:
         return self._result_elsewhere(model, finished)
 
     def _result_elsewhere(self, model: Any, finished: FinishedCall) -> Any:
-        """Return the result of a finished single-batch call, after which the training may resume."""
+        """Return the result of a finished single-batch call, after which training may resume."""
         if self._resumable.at_its_end:
             self._parts.snapshots.restore(model)
         elif self._resumable.before_repeated_batch:
@@ -459,7 +459,7 @@ class Mirrored:
         return self._parts.inputs.sample(data, model, kind)
 
     def _tries(self, model: Any) -> bool:
-        """Whether a trial may call a model as often as it likes."""
+        """Whether a trial may call a model any number of times."""
         return True
 
     def _reading(self) -> AbstractContextManager[None]:
@@ -478,7 +478,7 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
         finished: the call.
     """
     if (kept := finished.kept) is not None:
-        # One of an earlier version has only the states of callbacks.
+        # A call of an earlier version has only the states of callbacks.
         kept = kept if isinstance(kept, dict) else {"callbacks": kept, "values": {}}
         model.history = keras.callbacks.History()
         model.history.set_model(model)
@@ -490,7 +490,7 @@ def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
 
 
 def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
-    """Return the (x, y, sample_weight) of a call for a single batch, which may give weights by class."""
+    """Return the (x, y, sample_weight) of a call for a single batch, which may have weights by class."""
     arguments = bind(original, model, args, kwargs).arguments
     x, y, weights = arguments["x"], arguments.get("y"), arguments.get("sample_weight")
     if weights is None and arguments.get("class_weight") is not None:

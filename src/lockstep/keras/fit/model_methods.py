@@ -4,9 +4,9 @@ A model that is compiled in a strategy's scope, or in a script without a strateg
 computes its calls. `_trainer` chooses the trainer that computes them; see `trainer.py`. Everything else in
 Keras's loops (callbacks, logs, epochs) stays Keras's own.
 
-The chief decides whether training stops (`decide`): at the end of each epoch, and at the end of each batch
-if one of the user's callbacks has a batch method. This takes one small exchange. Without such a callback, a
-step does not have one.
+The chief decides whether training stops (`decide`): at the end of each epoch, and at the end of each batch if
+one of the user's callbacks has a batch method. This takes one small exchange. Without such a callback, a step
+makes no such exchange.
 """
 
 from contextlib import AbstractContextManager
@@ -41,7 +41,7 @@ _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
 class ModelMethods:
-    """Replaces methods of `keras.Model` in one process. Each replacement gets Keras's own as `original`.
+    """Replaces methods of `keras.Model` in one process. Each replacement gets Keras's method as `original`.
 
     Attributes:
         step_loops: drives custom loops.
@@ -184,7 +184,7 @@ class ModelMethods:
     def save(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model once for all workers.
 
-        While the script catches up, the file exists already, and the model does not have its state yet.
+        While the script catches up, the file already exists, and the model does not yet have its state.
         """
         if self._kept_saves is not None:
             self._kept_saves.save(original, model, *args, **kwargs)
@@ -236,7 +236,7 @@ class ModelMethods:
         self._job.as_chief(lambda: self._job.events.publish(recorded))
 
     def decide(self, event: str, *_: Any, **__: Any) -> None:
-        """Let the chief decide whether the training stops, after callbacks have processed `event`."""
+        """Let the chief decide whether training stops, after callbacks have processed `event`."""
         self._job.timer.lap("other")
         call = self._calls.current
         if call.model is None:

@@ -31,7 +31,7 @@ class Outside:
         self._job = parts.job
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call Keras's own method; refuse training, of which each replica would have its own result."""
+        """Call Keras's own method; refuse training, because each replica would have its own result."""
         if method in ("fit", "train_on_batch") and self._job.view.replicas > 1:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
@@ -59,7 +59,7 @@ class Outside:
 
 
 class Checkpointed(Mirrored):
-    """The `Trainer` of one replica whose calls a process can resume: they are numbered, and steps counted."""
+    """The `Trainer` of one replica whose calls can be resumed: they are numbered, and steps are counted."""
 
     def make_function(self, kind: StepKind, original: Original, model: Any, force: bool) -> Any:
         """Let Keras make the function; count the steps of the one that trains."""
@@ -72,7 +72,7 @@ class Checkpointed(Mirrored):
         return getattr(model, f"{kind}_function")
 
     def steps_ended(self, call: NumberedCall) -> None:
-        """Record the state, of which no step has a digest, and hold it."""
+        """Record the state, for which no step has a digest, and hold it."""
         self._parts.record.state(f"the end of an epoch of {call.name}", call.model)
         super().steps_ended(call)
 
@@ -85,7 +85,7 @@ class Checkpointed(Mirrored):
         facts: Callable[[], Facts],
         settings: Callable[[], Facts] = dict,
     ) -> None:
-        """Build a model that gets the state of another process; Keras builds others itself."""
+        """Build a model that gets another process's state; Keras builds other models itself."""
         if len(self._parts.calls.stack) == 2 and not self._resumable.catches_up:
             self._job.events.publish(CallStarted(call.name, *call.extent))
         if self._resumable.behind or self._models.awaits(model):
@@ -132,7 +132,7 @@ class OneReplica(Checkpointed):
         """Make a call. Only calls that train have turns."""
         parts = self._parts
         if parts.turns.is_within():
-            # This thread reads the examples of a call, for which that call waits.
+            # This thread reads the examples of a call, and that call waits for it.
             return original(model, *args, **kwargs)
         if method in ("evaluate", "predict"):
             return self._outside.call(method, original, model, *args, **kwargs)
@@ -162,11 +162,11 @@ class OneReplica(Checkpointed):
 
 
 class TrackedTrainFunction:
-    """Wraps Keras's own train function: counts its steps, skips those taken elsewhere, and saves checkpoints.
+    """Wraps Keras's own train function: counts its steps, skips steps taken elsewhere, and saves checkpoints.
 
-    Nothing else refers to Keras's function, so it ends with this object. If one lived on after `compile`, JAX
-    would take the function of the new `compile` for it, because both compile the same method of the model:
-    the model would train with its old loss.
+    Nothing else refers to Keras's function, so it ends with this object. If it survived `compile`, JAX would
+    use it in place of the new function, because both compile the same method of the model. So the model would
+    train with its old loss.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class TrackedTrainFunction:
 class _TrackedSteps:
     """What a train function does beside training.
 
-    A call of the loop counts as `steps_per_execution` steps, even if the data has fewer left.
+    A call of the loop counts as `steps_per_execution` steps, even if fewer are left in the data.
     """
 
     def __init__(self, backend: Backend, model: Any, calls: NumberedCalls, snapshots: Snapshots) -> None:

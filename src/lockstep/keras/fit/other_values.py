@@ -1,22 +1,22 @@
 """Other values of the numbers that a program may change between steps, for trials.
 
-A callback may raise the weight of a term of a loss from 0, or a loss may follow a schedule by a count of
-steps. In the first batch, a term with the weight 0 has no effect, so a trial does not see that it compares
-examples. So a trial is repeated with other values of
+A callback may raise the weight of a loss's term from 0, or a loss may follow a schedule by counting steps. In
+the first batch, a term with the weight 0 has no effect, so a trial does not see that it compares examples. So
+a trial is repeated with other values of
 
-* the variables of Keras that it has read, if they have one element or are zero. Those of Keras's own layers
-  and of metrics do not count, and of those of an optimizer only its number of steps;
-* variables of TensorFlow with one element that functions and objects of the program refer to;
+* the variables of Keras that it has read, if they have one element or are zero. The variables of Keras's own
+  layers and of metrics do not count. Of an optimizer's, only the number of steps does;
+* variables of TensorFlow with one element to which functions and objects of the program refer;
 * where Python runs in each step, the floats 0.0 and 1.0 of Python and NumPy to which they refer.
 
 Whole numbers and truth values of Python and NumPy do not get other values: they decide which code runs, how
-often, and how much memory it takes, so a program may write files, or not come to an end. The same holds for
-truth values in variables where Python runs in each step. Instead, a model is tried again once the program has
-changed them (`lockstep.keras.fit.introductions`). Whole numbers in variables are counts, which a training
+often, and how much memory it takes, so a program might write files, or never end. The same holds for truth
+values in variables where Python runs in each step. Instead, a model is tried again once the program has
+changed them (`lockstep.keras.fit.introductions`). Whole numbers in variables are counts, which training
 reaches.
 
-A value is changed moderately in one repetition, as weights may be, and much in another one, as counts may be.
-A program that uses a count as the number of turns of a loop would not come to an end with another value, so a
+One repetition changes a value slightly, as weights may change; another changes it much, as counts may. A
+program that uses a count as the number of iterations of a loop might never end with another value, so a
 repetition ends after a number of lines of the program.
 """
 
@@ -76,7 +76,7 @@ class TooManyLinesError(Exception):
 def bounded() -> Iterator[None]:
     """Within the block, functions of the program that begin raise an error after `_MOST_LINES` lines.
 
-    It depends on no clock, so it does the same on all workers. Under a debugger, it does nothing.
+    It does not depend on a clock, so all workers do the same. Under a debugger, it does nothing.
     """
     lines = 0
 
@@ -128,7 +128,7 @@ def _change_variable(variable: Any, value: Array, stack: ExitStack) -> None:
 
 
 def _may_change(value: Any, runs_python: bool) -> bool:
-    """Whether steps may read other values in the place of a number outside of Keras's variables."""
+    """Whether steps may read other values in place of a number outside of Keras's variables."""
     if is_float(value):
         return runs_python and value in (0, 1)
     return runs_python or keras.backend.backend() == "tensorflow"

@@ -7,8 +7,8 @@ computes again, with other numbers of its rows. Any other output is refused.
 
 Equal numbers of rows do not prove either case, because a table may have as many rows as a replica. So the
 first replica with examples computes two of its rows again, once in a call for each form of outputs. On JAX,
-this is only traced. If an output does not have one row for each example, or has several, it is tried with all
-rows of the replica twice: the values must come twice, or stay the same. The result of the trial is sent with
+this is only traced. If an output does not have exactly one row for each example, it is tried with all rows of
+the replica twice. Then its values must appear twice, or stay the same. The result of the trial is sent with
 the outputs, so all workers put them together in the same way. Outputs that do not depend on the examples must
 agree bit for bit. If only one replica has examples, its outputs are those of the batch.
 
@@ -103,7 +103,7 @@ class OutputTrials:
         joins = [self._recall(*leaf, examples) for leaf in leaves]
         reasons = [""] * len(leaves)
         if None in joins:
-            # Not with one row, because programs may drop axes of length 1.
+            # One row would not do, because programs may drop axes of length 1.
             joins = _with_rows(leaves, examples, 2 if examples != 2 else 3, shapes)
         if None in joins:
             doubled, reasons = _doubled(leaves, examples, computed)
@@ -167,7 +167,7 @@ def joined(parts: Sequence[ReplicaOutputs]) -> list[Array]:
 
 
 def _form(name: str, array: Array, examples: int, *, exact: bool) -> Any:
-    """Return the key of a leaf. If it is not exact, it is equal for other numbers of rows."""
+    """Return the key of a leaf. Unless it is exact, it is the same for other numbers of rows."""
     if exact or not array.ndim:
         return name, array.dtype, array.shape, examples
     return name, array.dtype, array.shape[1:], len(array) == examples
@@ -196,7 +196,7 @@ def _with_rows(
 def _doubled(
     leaves: Leaves, examples: int, computed: Callable[[int], Leaves]
 ) -> tuple[list[bool | None], list[str]]:
-    """Compute with all rows twice, and return how to put each leaf together, and why some cannot be."""
+    """Compute with all rows twice, and return how to combine each leaf, and why some cannot be combined."""
     try:
         doubled = computed(2 * examples)
     except Exception as error:

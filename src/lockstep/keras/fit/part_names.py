@@ -49,12 +49,12 @@ def explaining(
     outputs: Sequence[str] = (),
     updates: int = 1,
 ) -> list[str]:
-    """Return those of the named parts of a program that may make a part of a step differ.
+    """Return the named parts of a program that may make a part of a step differ.
 
-    A metric, a figure or the state of a layer explains only itself. An optimizer explains what it updates,
-    and what follows from that in the same step. Random numbers that are equal for all rows explain nothing.
-    Anything else changes the gradients, and with them everything but an update from given gradients, which
-    only the program's own step may change.
+    A metric, a figure or the state of a layer explains only itself. An optimizer explains its updated
+    variables, and the values that follow from them in the same step. Random numbers that are equal for all
+    rows explain nothing. Anything else changes the gradients, and with them everything but an update from
+    given gradients, which only the program's own step may change.
 
     Args:
         part: the part of a step.

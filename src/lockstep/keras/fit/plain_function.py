@@ -27,7 +27,7 @@ GRADIENT = "lockstep gradient"
 
 
 def moved_bits(number: int, epsilon: float) -> Callable[[Any], Any]:
-    """Return a function that changes arrays in the last bits, in another way for each number."""
+    """Return a function that changes the last bits of arrays, differently for each number."""
     generator = np.random.default_rng(number)
 
     def moved(array: Any) -> Any:
@@ -76,14 +76,14 @@ def single_precision(model: Any) -> Iterator[list[bool]]:
 
 @contextmanager
 def rounded_outputs(model: Any, size: float) -> Iterator[None]:
-    """Within the block, the outputs of layers differ in the last bits, each element in another way.
+    """Within the block, the outputs of layers differ in the last bits, each element differently.
 
-    So outputs that are equal, such as the scores of two equal rows, are not, as may happen in a batch of
+    So equal outputs, such as the scores of two equal rows, become different, as may happen in a batch of
     another size. Whole numbers remain, because they may be indices.
 
     Args:
         model: the model.
-        size: the largest change, as a part of an element. With the negative of it, changes are the opposite.
+        size: the largest change, relative to an element. The negative size makes the opposite changes.
     """
     ops = keras.ops
 
@@ -120,10 +120,10 @@ class FunctionWithGradients:
     """Keras's function for a step, whose logs also have the gradients that the optimizers get.
 
     Attributes:
-        made: the function, once it was made.
-        updated: the updates, once the step was traced or has run.
-        has_occurrences: whether a gradient is a list of occurrences, as of an Embedding on TensorFlow.
-        only_half: whether the program can compute in half precision only, so that the function does.
+        made: the function, once it exists.
+        updated: the updates, once the step has been traced or has run.
+        has_occurrences: whether a gradient is a list of occurrences, like that of an Embedding on TensorFlow.
+        only_half: whether the program, and so the function, can compute only in half precision.
     """
 
     def __init__(self, model: Any) -> None:
@@ -191,7 +191,7 @@ class FunctionWithGradients:
         return apply
 
     def _overridden(self, optimizer: Any) -> Callable[..., Any]:
-        """Return an `apply_gradients` of the program's own, whose gradients count before it changes them."""
+        """Return the program's own `apply_gradients`, which also records gradients before it changes them."""
         apply, original = optimizer.apply, optimizer.apply_gradients
 
         def apply_gradients(*args: Any, **kwargs: Any) -> Any:

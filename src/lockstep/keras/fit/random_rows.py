@@ -29,13 +29,13 @@ _DROPOUT = "torch.nn.modules.dropout"
 def equal_draws(note: Callable[[str], object], *, constant: bool) -> Iterator[None]:
     """Within the block, operations that draw an array draw one row of it and repeat the row.
 
-    These are the operations of Keras, which its layers use, and the usual ones of the backend. One that the
-    program has replaced by a function of its own is left alone, like its other functions: its arguments may
-    differ. `note` gets the name of each function of the program that draws numbers, but not those of layers
-    or modules of a library. Draws of other threads, such as those that read data ahead, are not changed.
+    These are the operations of Keras, which its layers use, and the usual ones of the backend. An operation
+    that the program has replaced with a function of its own is not changed, because its arguments may differ.
+    `note` gets the name of each function of the program that draws numbers, but not those of layers or
+    modules of a library. Draws of other threads, such as those that read data ahead, are not changed.
 
     Args:
-        note: receives names.
+        note: receives the names.
         constant: whether all draws of an operation are equal, so that they do not depend on a seed, and
             dropout does not drop anything.
     """
@@ -107,7 +107,7 @@ _SEED, _PRIME = 1337, 1009
 
 def _is_original(owner: Any, draw: Draw) -> bool:
     """Return whether an operation is that of its library, not a function that the program has put there."""
-    # A function with `functools.wraps` claims to be of the module of the one that it calls.
+    # A function with `functools.wraps` claims the module of the function that it calls.
     module = getattr(draw, "__globals__", {}).get("__name__") or draw.__module__
     # A function in C may have no module.
     return module is None or module.partition(".")[0] == owner.__name__.partition(".")[0]
@@ -159,7 +159,7 @@ def _constant_of_keras(name: str, draw: Draw) -> Draw:
         arguments = bound.arguments
         fractions = _fractions(arguments["shape"])
         if name.endswith("normal"):
-            # A truncated one has no numbers beyond two standard deviations.
+            # A truncated distribution has no numbers beyond two standard deviations.
             within = math.erf(math.sqrt(2)) if name == "truncated_normal" else 1.0
             units = math.sqrt(2) * keras.ops.erfinv(within * (2 * fractions - 1))
             numbers = arguments["mean"] + arguments["stddev"] * units

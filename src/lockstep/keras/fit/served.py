@@ -92,7 +92,7 @@ class ScheduledFunctions:
         return self._parts.record.steps
 
     def joining(self) -> FunctionJoining:
-        """Return how workers join in the functions that were numbered last."""
+        """Return how workers join while the functions run that were numbered last."""
         return FunctionJoining(self._job, self._parts.snapshots, self._parts.calls)
 
     def changed(self, label: str, functions: int, variables: Mapping[str, Any]) -> None:
@@ -113,7 +113,7 @@ class ScheduledFunctions:
 
 
 class OutsideServed(Outside):
-    """The `Trainer` of models that the job has not adopted. Each process reads rows at another moment."""
+    """The `Trainer` of models that the job has not adopted. Each process reads rows at a different moment."""
 
     def call(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Call Keras's own method."""
@@ -198,7 +198,7 @@ class Served(Mirrored):
                 return replay_fit(model, arguments["callbacks"], self._resumable.replay())
             joins = parts.snapshots.join_apart(call.name, model)
             if is_loader(arguments["x"]):
-                # The pass that has begun to build the model has drawn its order from other states.
+                # The pass that began to build the model drew its order from other states.
                 training, _ = parts.inputs.of_training(arguments)
         served = ServedCall(
             job=self._job,
@@ -215,7 +215,7 @@ class Served(Mirrored):
             joins=joins,
         )
         plain_steps = parts.record.plain_steps
-        # Functions that were made outside of the call do not fit within it, nor the other way round.
+        # Functions from outside of the call are not valid in it, and vice versa.
         model.train_function = model.test_function = model.predict_function = None
         if self._job.is_chief:
             call.model = model
@@ -230,13 +230,13 @@ class Served(Mirrored):
         return parts.record.finish(history)
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as replicas do, when no function is in work."""
+        """Evaluate as replicas do, when no function is running."""
         self._refuse_within_function("evaluate")
         self._functions.join()
         return super().evaluate(original, model, *args, **kwargs)
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Predict as replicas do, when no function is in work."""
+        """Predict as replicas do, when no function is running."""
         self._refuse_within_function("predict")
         self._functions.join()
         return super().predict(original, model, *args, **kwargs)
@@ -252,7 +252,7 @@ class Served(Mirrored):
         return _saves(self._job, model)
 
     def _tables(self, call: NumberedCall, model: Any, training: GlobalInput) -> EmbeddingTables:
-        """Return the embedding tables of a model of which workers read rows; print which others it has."""
+        """Return the embedding tables whose rows workers read; print the model's other tables."""
         inputs = self._built_with.get(model)
         # Reading another batch may draw random numbers.
         tables, others = find_tables(
@@ -301,8 +301,8 @@ class Served(Mirrored):
 def _saves(job: Job, model: Any) -> bool:
     """Whether a process saves a model.
 
-    While functions are scheduled that train tables on the servers, only the chief does. It does not wait for
-    others, which would read rows at another moment.
+    While scheduled functions train tables on the servers, only the chief saves. It does not wait for the
+    others, which would read rows at a different moment.
     """
     return job.is_chief or not only_chief_reads(job, model)
 

@@ -1,4 +1,4 @@
-"""Compares a step of replicas with that of plain Keras, part by part, and asks what names explain."""
+"""Compares a step of replicas with that of plain Keras, part by part, and finds which names explain it."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +42,12 @@ class StepComparison:
         self._replicated = replicated
 
     def follow(self) -> None:
-        """Let the model be tried again if Python has other values than before, and runs in each step."""
+        """Let the model be tried again if Python values have changed, and Python runs in each step."""
         if self._kind != "predict" and runs_python(self._model):
             self._replicated().follow(self._step.whole)
 
     def deviations(self, names: Callable[[str], Sequence[str]]) -> dict[str, Deviation | None]:
-        """Return what the step computes, by names of its parts, with how replicas deviate.
+        """Return the results of the step, by names of its parts, and how replicas deviate.
 
         Args:
             names: returns the names in notes that explain a deviation of a part.
@@ -63,8 +63,8 @@ class StepComparison:
             counting = self._counting_on(global_step)
             deviations = self._deviations(reference, replicas, rounded, expected, counting)
             if not all(difference is None or names(part) for part, difference in deviations.items()):
-                # Equal rows may be rounded differently at different places of a batch. Outputs that cannot
-                # be moved hide no deviation.
+                # Equal rows may be rounded differently at different places of a batch. Outputs that cannot be
+                # moved do not hide deviations.
                 with contextlib.suppress(Exception):
                     for size in (2 * self._epsilon, -2 * self._epsilon):
                         with rounded_outputs(self._model, size):
@@ -86,11 +86,11 @@ class StepComparison:
     def _unexplained(
         self, parts: set[str], replicas: StepOutcome, rounded: Sequence[StepOutcome], *, untried: bool
     ) -> dict[str, str]:
-        """Return those parts of which a name does not explain that they differ, and why.
+        """Return the differing parts that no name explains, and why.
 
-        They do not have the values of plain Keras for the rows of each replica. Or these values add up to
-        those of the whole batch, so that replicas could have combined them. Not returned are parts that
-        replicas do not combine as means over the examples.
+        Either their values are not those of plain Keras for the rows of each replica, or these values add up
+        to those of the whole batch, so that replicas could have combined them. Parts that replicas do not
+        combine as means over the examples are not returned.
 
         Raises:
             _NotAloneError: the rows of a replica cannot be computed alone, so names explain everything.
@@ -124,7 +124,7 @@ class StepComparison:
         """Whether replicas do not combine a part of the step as a mean over the examples."""
         combined = [name for (_, name), growth in growths.steps.get(self._kind, {}).items() if growth != MEAN]
         if part.startswith("gradient ") or "loss" in part:
-            # States of layers and of metrics do not depend on what becomes of the losses.
+            # States of layers and of metrics do not depend on how the losses are used.
             of_losses = (*growths.losses.values(), *growths.layers.values())
             summed = growths.divisor != 1 or any(growth != MEAN for growth in of_losses)
             return summed or any(name.startswith(GRADIENTS) for name in combined)
@@ -144,7 +144,7 @@ class StepComparison:
         others: Sequence[Sequence[StepOutcome]],
         base: StepOutcome | None,
     ) -> set[str]:
-        """Return the parts of replicas that are not combined from steps with the rows of each replica.
+        """Return the parts that replicas have not combined from steps with the rows of each replica.
 
         Args:
             means: combined from these steps, as means over the examples.
@@ -171,16 +171,16 @@ class StepComparison:
     def _of_shares(
         self, change: Callable[[Any], Any] = lambda array: array, growth: int = MEAN
     ) -> StepOutcome:
-        """Return what plain Keras computes for the rows of each replica, as far as replicas combine it.
+        """Return plain Keras's results for the rows of each replica, if replicas combine them.
 
         Args:
             change: changes the weights and the inputs.
-            growth: of the gradients and of the states of metrics, which are combined by it.
+            growth: the growth by which gradients and the states of metrics are combined.
 
         Raises:
             _NotAloneError: the program fails with the rows of one replica, or computes other parts.
         """
-        # Independent of how the training divides a batch.
+        # This is independent of how training divides a batch.
         examples = self._step.whole.examples
         shares = np.array_split(np.arange(examples), min(self._replicas, examples))
 
@@ -213,7 +213,7 @@ class StepComparison:
         for name in first.figures:
             values = [outcome.figures[name] for outcome in outcomes]
             if self._kind == "predict":
-                # Other outputs than rows, or rows of different lengths, are not joined.
+                # Outputs that are not rows, and rows of different lengths, are not joined.
                 if all(value.ndim and value.shape[1:] == values[0].shape[1:] for value in values):
                     figures[name] = np.concatenate(values)
             elif name == "loss" and not has_own(self._model, f"{self._kind}_step"):
@@ -257,7 +257,7 @@ class StepComparison:
         }
 
     def _counting_on(self, global_step: GlobalStep) -> tuple[StepOutcome, StepOutcome]:
-        """Return the states of metrics that have counted the batch before, of plain Keras and of replicas.
+        """Return plain Keras's and the replicas' metric states, after counting on from before the batch.
 
         The states are those after the step, without what was counted before.
         """
@@ -361,7 +361,7 @@ class StepComparison:
         """Return the deviations of the variables after an update from those of Keras's own update."""
         deviations: dict[str, Deviation | None] = {}
         for name, value in expected.items():
-            # A fused kernel rounds in another way than Keras; updates of single precision compute in it.
+            # A fused kernel rounds differently from Keras; updates of single precision compute in it.
             single = value.dtype.itemsize > 2
             epsilon = 4 * EPSILONS["float32"] if single else self._epsilon
             size = (

@@ -32,17 +32,17 @@ _ADVICE = (
 
 
 def repeated_share(share: Share, count: int) -> Share:
-    """Return a share with another number of examples: the same ones, from the beginning again."""
+    """Return a share with another number of examples: the same ones, repeated from the beginning."""
     return share._replace(examples=count, data=lambda: repeated(share.data(), share.examples, count))
 
 
 class StepPrograms:
-    """The programs of the steps of one model, of one kind, and what the rounds of these steps have in common.
+    """The programs of the steps of one model, of one kind, and the common parts of these steps' rounds.
 
     Attributes:
         traces: the traces of all programs.
         context: returns the context in which replicas compute.
-        local: the local steps of replicas; None if each step is of all replicas.
+        local: the local steps of replicas; None if replicas take each step together.
         program: computes a replica's part of a step, and applies the total.
         python: the Python attributes that the steps change.
         layouts: the layouts of the partials, by the number of the round and the names of the arrays.
@@ -73,7 +73,7 @@ class StepPrograms:
         self.python = PythonOfReplicas.of_model(model, backend.to_numpy, trains=kind == "train")
 
     def _make(self) -> None:
-        """Make a program that knows the growths of the model, as of its first step."""
+        """Make a program that knows the growths of the model at its first step."""
         self._growths = b""
         self.program: Program = self.backend.program(self.model, self.kind, self.traces.trace)
         if self.local is not None:
@@ -83,14 +83,14 @@ class StepPrograms:
         self.gathering: set[int] = set()
 
     def follow_growths(self) -> None:
-        """Make another program if the model was tried again since: the traces have the earlier growths."""
+        """Make another program if the model has been tried again, because traces have the earlier growths."""
         growths = growths_of(self.model).digest(self.kind)
         if self._growths not in (b"", growths):
             self._make()
         self._growths = growths
 
     def for_data(self, data: Any) -> Program:
-        """Return the program for examples like these: what it does may depend on which inputs they have.
+        """Return the program for examples like these: its effects may depend on which inputs they have.
 
         A program that trains has the same inputs in each step, and keeps what it has learned of its updates.
         """
@@ -106,7 +106,7 @@ class StepPrograms:
 
     @property
     def traced(self) -> int:
-        """How many times the backend has traced a replica's computation."""
+        """The number of times that the backend has traced a replica's computation."""
         return sum(program.traced for program in self._by_structure.values() or [self.program])
 
 
@@ -118,11 +118,11 @@ class StepRound(Round):
 
     Args:
         programs: the programs of the step.
-        state: at the beginning of the step.
+        state: the state at the beginning of the step.
         batch: the batch of the step.
         earlier: the totals of the earlier rounds.
         record: the record of the step.
-        examples: gets those of a replica, by its id, if the step takes another round.
+        examples: receives the examples of each replica, by its id, if the step takes another round.
 
     Attributes:
         shares: the shares that this worker has computed, of a program that predicts.
@@ -176,11 +176,11 @@ class StepRound(Round):
         return self._share(replica).examples > 0
 
     def counts(self, replica: int) -> bool:
-        """Whether what the replica sets counts."""
+        """Whether values that the replica sets count."""
         return self._batch.is_counted(replica)
 
     def compute(self, replica: int) -> Partial:
-        """Compute a replica by the program; the computation may still go on afterwards."""
+        """Compute a replica with the program; the computation may still continue afterwards."""
         programs, share, timer = self._programs, self._share(replica), self._programs.job.timer
         if (data := self._examples.get(replica)) is None:
             data = (timer.charging("input", share.data) if timer.running else share.data)()
@@ -234,7 +234,7 @@ class StepRound(Round):
         return f"{changed}; {program.form(self.number)}" if changed else program.form(self.number)
 
     def digest_of_inputs(self) -> bytes:
-        """Return a hash of the batch and of what trials have measured."""
+        """Return a hash of the batch and of the results of trials."""
         return self._batch.check() + growths_of(self._programs.model).digest(self._programs.kind)
 
     def parts(self, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,7 +255,7 @@ class StepRound(Round):
     def _explain(self, error: Exception, share: Share) -> None:
         """Raise ModelError if a replica has failed because its program expects the rows of the whole batch.
 
-        As many rows as the batch has show it: those of the replica, repeated.
+        Repeating the replica's rows up to the batch's number shows it.
         """
         programs, whole = self._programs, self._batch.examples
         if share.examples == whole:

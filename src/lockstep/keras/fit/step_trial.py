@@ -72,9 +72,9 @@ class StepTrial:
         self.row_bytes = 0.0
 
     def measure(self, kind: StepKind, growths: Growths) -> Growths:
-        """Measure the gradients, metrics and figures of a step of the program's own.
+        """Measure the gradients, metrics and figures of the program's own step.
 
-        Of a step of Keras's, these are only the metrics that layers update.
+        In a step of Keras's, it measures only the metrics that layers update.
         """
         model = self._model
         methods = [name for name in (f"{kind}_step", "compute_loss") if has_own(model, name)]
@@ -90,7 +90,7 @@ class StepTrial:
         self._growths, whole = growths, growths.whole
         if not (methods or of_layers or whole):
             return growths
-        # As by `tf.distribute`, which divides Keras's losses by the number of replicas and adds gradients up.
+        # `tf.distribute` also divides Keras's losses by the number of replicas, and adds gradients up.
         follows = self._context is not nullcontext and self._tried.job.settings.tf_distribute
         summed = follows and "train_step" in methods
         names = [f"{name} of {type(model).__name__}" for name in methods]
@@ -121,13 +121,13 @@ class StepTrial:
                     kind, group, rounds, with_loss=number == 0 and "loss" not in whole
                 )
                 if summed and group[0].startswith(GRADIENTS):
-                    # The rule has made them what means are.
+                    # The rule has made these values means.
                     if value not in (MEAN, NOTHING):
                         self._tried.name(f"{names[0]}, whose gradients are added up as by tf.distribute")
                     continue
                 if value is None:
                     self._tried.name_array(group[0], owners, step)
-                    # A step is rather a sum if it is nearly one.
+                    # If a step is nearly a sum, it is probably one.
                     counts = self._counts_rows(group[0], owners, rounds[0])
                     value = MEAN if counts else nearest_growth(values[0], values[1:], _HALVES)
                 if value is _EITHER:
@@ -232,7 +232,7 @@ class StepTrial:
     def _attempts(self, kind: StepKind, summed: bool) -> list[list[list[dict[str, Array]]]]:
         """Return the `_rounds` of a step; also with thinned denominators, if its losses have their own.
 
-        Rows without padding do not show what depends on the denominator of the loss.
+        Rows without padding do not show which values depend on the denominator of the loss.
         """
         with observed_denominators() as differences:
             attempts = [self._rounds(kind, summed)]
@@ -289,12 +289,12 @@ class StepTrial:
                     for name, array in arrays[0].items()
                     if name.startswith(GATHERED)
                 )
-                # A step of each kind exchanges its own.
+                # A step of each kind exchanges its own values.
                 self.row_bytes = max(self.row_bytes, row_bytes)
                 updates_of_halves = updates[1:3]
                 if is_gather(arrays[0]):
                     self._gathers = True
-                    # Those of the halves are the same rows.
+                    # The two halves are the same rows.
                     totals.append(arrays[0])
                     continue
                 if self._context is not nullcontext and not summed:
@@ -311,8 +311,8 @@ class StepTrial:
     ) -> None:
         """Name a step whose gradients depend on the number of replicas that the script sees.
 
-        It divides the mean of a replica by their number, which is right for replicas with equal numbers of
-        examples only.
+        It divides the mean of a replica by their number, which is correct only for replicas with equal
+        numbers of examples.
         """
         if not all(np.allclose(of_two[name], of_one[name]) for name in of_two if name.startswith(GRADIENTS)):
             step = f"{kind}_step of {type(self._model).__name__}"
@@ -322,17 +322,17 @@ class StepTrial:
         """Whether an array of a partial is zero for each batch only if the loss of the program is zero."""
         if name.startswith(GRADIENTS):
             return True
-        # A step of the program's own may not track it.
+        # The program's own step may not track it.
         tracked = not any(has_own(self._model, step) for step in ("train_step", "test_step"))
         return tracked and (owner := owners.owner(name)) is not None and owner is loss_tracker(self._model)
 
 
 class _UnlikeStepsError(Exception):
-    """A step has made another update, or other figures, of a half of the rows than of all."""
+    """The update or the figures of half of the rows are unlike those of all rows."""
 
 
 def _groups(arrays: Mapping[str, Array]) -> list[list[str]]:
-    """Return the names of arrays that have one growth: the gradients together, other values one by one."""
+    """Return the names of arrays that grow together: all gradients, and each other value by itself."""
     gradients = [name for name in arrays if name.startswith(GRADIENTS)]
     others = [[name] for name in arrays if name.startswith((METRICS, LOGS, *STATE_CHANGES))]
     return [gradients, *others] if gradients else others
@@ -362,15 +362,15 @@ def _is_independent(attempts: Sequence[tuple[Sequence[Array], Sequence[Array]]],
 def _unweighted(arrays: Mapping[str, Array], weight: float) -> dict[str, Array]:
     """Return the arrays of a replica's partial without its weight.
 
-    What is proportional to a loss with its own denominator keeps the density as a factor. So it is a mean
-    over examples, also where replicas have unequal densities.
+    Arrays that are proportional to a loss with its own denominator keep the density as a factor. So they are
+    means over examples even if replicas have unequal densities.
     """
     return {name: array / weight for name, array in arrays.items() if name != PRESENT}
 
 
 @contextmanager
 def _unscaled(model: Any) -> Iterator[None]:
-    """Within the block, optimizers do not scale losses, whose gradients could overflow for some rows only."""
+    """Within the block, optimizers do not scale losses, so gradients do not overflow for some rows only."""
     with ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(replaced(optimizer, "scale_loss", lambda loss: loss))

@@ -9,7 +9,7 @@
             Served          a job with parameter servers; within `fit`: WithinServed
 
 `Served` is `Mirrored`, except for `fit`. Outside of `fit`, all processes have the same state and share the
-work. Within it, each process is apart from the view, and is like a job of its own with one replica.
+work. Within it, each process is separate from the view, and acts as a job with one replica.
 
 Whether a job has parameter servers is fixed, so `ModelMethods` asks once, when it creates the trainers. Three
 other facts decide for each call: whether the model is adopted, how many replicas the view has now, and
@@ -78,7 +78,7 @@ class Trainer(Protocol):
 
 
 class KerasFunctions:
-    """Lets Keras make functions of adopted models by itself, for a call that is not the job's."""
+    """Lets Keras make the functions of adopted models, for a call that is not the job's."""
 
     def __init__(self) -> None:
         self._one_at_a_time = threading.Lock()

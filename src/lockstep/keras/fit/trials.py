@@ -1,22 +1,23 @@
 """Tries how a program treats its examples: it computes some rows as a whole, and in two parts.
 
-So a function of the program is never judged by its name. A value of the whole that follows from those of the
-parts is a sum or a mean over examples, which replicas compute exactly (`lockstep.keras.backends.growth`).
-Anything else compares examples: it is computed per replica, and named.
+So a function of the program is never judged by its name. If the value for all rows follows from the values
+for the parts, it is a sum or a mean over examples, which replicas compute exactly
+(`lockstep.keras.backends.growth`). Any other value compares examples: it is computed per replica, and named.
 
 In a trial, BatchNormalization uses its averages, which are constants, and random operations draw equal
-numbers for each row, because parts of a batch would draw other numbers than the whole. Nothing lasts.
+numbers for each row, because parts of a batch would draw different numbers from the whole. A trial leaves no
+changes.
 
 Up to 16 rows of the first batch are computed as a whole and in two parts, before the first step of a
 compiled model (`lockstep.keras.fit.tried_model`). A trial measures, each in a file of its own (`loss_trial`,
 `layer_trial`, `metric_trial`, `step_trial`),
 
-* each compiled loss that is not one of Keras's means, from the model's outputs, and again from changed ones,
-  because equal rows do not show whether a function compares them; one that assigns variables, such as a queue
-  of embeddings, counts as one that compares;
-* what each layer passes to `add_loss`, also its `activity_regularizer`. The same calls show which layers of
-  the program and operations of functional models compare examples, also Keras's layers that hold a function
-  of the program (`Lambda`, an activation) or work along the first axis;
+* each compiled loss that is not one of Keras's means, from the model's outputs, and again from changed
+  outputs, because equal rows do not show whether a function compares them. A loss that assigns variables,
+  such as a queue of embeddings, counts as one that compares;
+* the values that each layer passes to `add_loss`, and its `activity_regularizer`. The same calls show which
+  layers of the program and operations of functional models compare examples. This includes Keras's layers
+  that hold a function of the program (`Lambda`, an activation) or work along the first axis;
 * the metrics of the program and the figures of its own `compute_metrics`; whether the state of a metric is a
   sum (`lockstep.keras.fit.metric_states`);
 * the gradients, metrics, figures and states of its own `train_step`, `test_step` or `compute_loss`, in the
@@ -24,10 +25,9 @@ compiled model (`lockstep.keras.fit.tried_model`). A trial measures, each in a f
 
 Workers compare the growths with each reduce. A part that has no effect in a trial may compare examples. So
 labels that are all equal are varied, and rows are also tried with padding (`lockstep.keras.fit.tried_rows`).
-Numbers that the program may change later get other values (`lockstep.keras.fit.other_values`), a loss that is
-zero counts as not tried, and a program's own parts are tried again when a later call has sample weights for
-the first time, or when the program has changed a boolean or a similar value
-(`lockstep.keras.fit.introductions`).
+Numbers that the program may change later get other values (`lockstep.keras.fit.other_values`). A loss that is
+zero counts as not tried. A program's own parts are tried again when a later call has sample weights for the
+first time, or when the program has changed a boolean or a similar value (`lockstep.keras.fit.introductions`).
 
 A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which
@@ -102,9 +102,9 @@ class Trial:
         self.growths = replace(growths_of(model), whole=whole)
 
     def measure(self, kinds: Sequence[StepKind]) -> None:
-        """Measure the losses, layers, metrics, and some kinds of steps, of the program's own.
+        """Measure the program's own losses, layers and metrics, and some kinds of steps.
 
-        What compares examples is computed from the whole batch, if trying it shows that this is exact.
+        Parts that compare examples are computed from the whole batch, if a trial shows that this is exact.
 
         Raises:
             ModelError: the state of a metric is not a sum, and cannot be computed from the whole batch.
@@ -126,7 +126,7 @@ class Trial:
                 continue
             size = trial._step_trial.row_bytes * self._batch.examples
             if size > LARGEST_EXCHANGE and computes_in_half(self._model):
-                # The rows of a training are smaller than those of a trial.
+                # The rows of training are smaller than those of a trial.
                 sized = Trial(self._job, self._backend, self._model, self._batch, self._context, whole=whole)
                 sized._tried.precision = nullcontext
                 sized._measure(kinds)
@@ -147,7 +147,7 @@ class Trial:
         set_growths(self._model, self.growths)
 
     def name_predictions(self) -> None:
-        """Name what compares examples when the model predicts: layers, operations and its `predict_step`."""
+        """Name the parts that compare examples in predictions: layers, operations and the `predict_step`."""
         LayerTrial(self._tried).name_predictions()
 
     @property
@@ -167,7 +167,7 @@ class Trial:
     def _loss_can_wait(self) -> bool:
         """Whether a step that evaluates may compute a loss of the whole batch with the metrics.
 
-        Keras's own step uses the loss for nothing else. Each worker would draw numbers of its own.
+        Keras's own step does not use the loss for anything else. Each worker would draw numbers of its own.
         """
         overrides, whole = partial(has_own, self._model), self.growths.whole
         draws = any(name.startswith(DRAWS) for name in self.names)
@@ -176,7 +176,7 @@ class Trial:
         )
 
     def _wholes(self) -> list[frozenset[WholePart]]:
-        """Return what may also be computed from the whole batch, so that fewer parts are named."""
+        """Return the parts that may also be computed from the whole batch, so that fewer parts are named."""
         if not (self._tries and self._divides_training):
             return []
         loss, metrics = (

@@ -1,4 +1,4 @@
-"""How a model is tried: the same attempt for all rows and for each part, with other rows and other values."""
+"""How a model is tried: the same attempt for all rows and for each part, and with changed rows and values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -67,11 +67,11 @@ class TriedModel:
 
     @property
     def weights(self) -> list[float]:
-        """The parts of the rows to try that the parts of the batch have."""
+        """The fractions of the rows to try that the parts of the batch have."""
         return [part.weight for part in self.batch.parts]
 
     def results(self, names: Sequence[str], attempt: Callable[[], list[Any]]) -> list[Any]:
-        """Return the result of a trial; if it fails, name the parts of the program that it was to measure."""
+        """Return the result of a trial; if it fails, name the parts of the program that it should measure."""
         try:
             if self.tries:
                 # Reading may draw random numbers, which a trial would undo.
@@ -84,7 +84,8 @@ class TriedModel:
                 except Exception:
                     if not self._computed:
                         raise
-                    # A layer may have made constants in half precision, which others cannot be combined with.
+                    # A layer may have made constants in half precision, which cannot be combined with other
+                    # types.
                     precision, self.precision = self.precision, nullcontext
                     try:
                         results, read = self._once(attempt)
@@ -94,7 +95,7 @@ class TriedModel:
                 return [*results, *self._with_other_rows(attempt), *self._repeated(attempt, read)]
         except (DataError, PeerError):  # Workers may read the batch together.
             raise
-        except Exception:  # The program may call its parts in another way than the trial does.
+        except Exception:  # The program may call its parts differently from the trial.
             pass
         self.failed = True
         for name in names:
@@ -108,9 +109,9 @@ class TriedModel:
             return attempt(), list(read.values())
 
     def _with_other_rows(self, attempt: Callable[[], list[Any]]) -> list[Any]:
-        """Return the results of a trial with rows of which some have padding, and with other labels.
+        """Return the results of a trial with some padded rows, and with other labels.
 
-        Rows without them do not show a mean over the elements that a mask of the program's own keeps.
+        Rows without padding do not show a mean over the elements that the program's own mask keeps.
         """
         batch = self.batch
         results: list[Any] = []
@@ -152,18 +153,18 @@ class TriedModel:
         return results
 
     def stays_half(self) -> bool:
-        """Whether layers compute in half precision also in a trial."""
+        """Whether layers compute in half precision even in a trial."""
         with self.precision():
             return computes_in_half(self.model)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Within the block, rows do not depend on each other by random numbers, statistics or rounding."""
+        """Within the block, random numbers, statistics or rounding do not make rows depend on each other."""
         with random_numbers(0), neutral(self.model, self._name_draws), self.precision() as self._computed:
             yield
 
     def each(self, compute: Callable[[TriedRows], Result]) -> list[Result]:
-        """Return what is computed for all rows, and for each part, from equal random states."""
+        """Return the results for all rows, and for each part, from equal random states."""
         results = []
         for part in (self.batch.whole, *self.batch.parts):
             with random_numbers(0), unchanged(self.model), self.global_draws_named():
@@ -184,13 +185,13 @@ class TriedModel:
                 self._name_draws(library)
 
     def growth(self, values: Sequence[Array], weights: Sequence[float] = (), *, half: bool = False) -> Any:
-        """Return the growth of a value from that of all rows and those of the parts.
+        """Return the growth of a value, from its values for all rows and for the parts.
 
         It is `NOTHING` for zeros, and for a value that is not a number.
 
         Args:
-            values: of all rows, then of each part.
-            weights: of the parts.
+            values: the values for all rows, then for each part.
+            weights: the weights of the parts.
             half: whether the value is computed in half precision, whatever its own type is.
         """
         whole, *parts = values
@@ -234,7 +235,7 @@ class ArrayOwners:
     def unlike_means(self, growths_by_name: Mapping[str, Any]) -> dict[str, int]:
         """Return the growths other than `MEAN`, by the names of the arrays of a partial.
 
-        A sum of a metric that is zero in the trial, as its number of right answers may be, has the growth of
+        If a sum of a metric is zero in the trial, such as its number of correct answers, it has the growth of
         the metric's other sums.
         """
         growths = dict(growths_by_name)

@@ -1,7 +1,7 @@
 """The inputs and outputs of a model with which a trial tries functions that may compare rows.
 
-Equal rows, as those of a new model nearly are, would hide whether a function compares them. So it also gets
-changed rows, which differ more.
+Equal rows, such as the nearly equal ones of a new model, would hide whether a function compares them. So it
+also gets changed rows, which differ more.
 """
 
 import functools
@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 def outputs_to_try(model: Any, rows: TriedRows) -> Iterator[tuple[Nest, Nest]]:
     """Yield the outputs of the model and the sample weights, then changed values.
 
-    Equal rows, as those of a new model nearly are, would hide whether a function compares them.
+    Equal rows, such as the nearly equal ones of a new model, would hide whether a function compares them.
     """
     x, _, weight = rows.data
     with keras.StatelessScope():
@@ -36,7 +36,7 @@ def outputs_to_try(model: Any, rows: TriedRows) -> Iterator[tuple[Nest, Nest]]:
     generator = np.random.default_rng(0)
     changed = partial(_rescaled, generator=generator)
     yield keras.tree.map_structure(changed, outputs), keras.tree.map_structure(changed, weight)
-    # Parts of many elements can be nearly alike, as the pixels of two halves of a batch are.
+    # Parts of many elements can be nearly equal, such as the pixels of two halves of a batch.
     yield keras.tree.map_structure(_graded, outputs), weight
     right = [_partly_right(*pair) for pair in _pairs(outputs, rows.data[1])]
     if right and None not in right:
@@ -44,7 +44,7 @@ def outputs_to_try(model: Any, rows: TriedRows) -> Iterator[tuple[Nest, Nest]]:
 
 
 def inputs_to_try(rows: TriedRows) -> Iterator[Nest]:
-    """Yield the inputs of the rows, then changed ones, of which the rows differ more."""
+    """Yield the inputs of the rows, then changed inputs, whose rows differ more."""
     x = rows.data[0]
     yield x
     factors = np.linspace(0.1, 3.0, rows.count)
@@ -53,7 +53,7 @@ def inputs_to_try(rows: TriedRows) -> Iterator[Nest]:
 
 @contextmanager
 def near_outputs(model: Any) -> Iterator[None]:
-    """Within the block, the program's own `compute_loss` gets outputs that are near to each other."""
+    """Within the block, the program's own `compute_loss` gets outputs that are close to each other."""
     original = model.compute_loss
     # The program may give the outputs another name.
     name = (*inspect.signature(original).parameters, "", "", "")[2]
@@ -77,7 +77,7 @@ def near_outputs(model: Any) -> Iterator[None]:
 
 
 def _multiplied(leaf: Any, factors: Array) -> Any:
-    """Return a tensor of floating point with its rows, or its elements, multiplied by factors."""
+    """Return a floating-point tensor with its rows, or its elements, multiplied by factors."""
     dtype = None if leaf is None else keras.backend.standardize_dtype(leaf.dtype)
     if dtype is None or not keras.backend.is_float_dtype(dtype):
         return leaf
@@ -111,7 +111,7 @@ def _graded(leaf: Any) -> Any:
 
 
 def _pairs(outputs: Nest, labels: Nest) -> list[tuple[Any, Any]]:
-    """Return the outputs with their labels, or an empty list where they do not belong together one by one."""
+    """Return the outputs with their labels, or an empty list if they do not correspond one to one."""
     leaves, targets = keras.tree.flatten(outputs), keras.tree.flatten(labels)
     return list(zip(leaves, targets, strict=True)) if len(leaves) == len(targets) else []
 

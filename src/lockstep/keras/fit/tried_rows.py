@@ -41,7 +41,7 @@ class TriedRows:
         return x, y, weight
 
     def cut(self, nest: Nest) -> Nest:
-        """Return these rows of a nest of values that have a row for each example to try."""
+        """Return these rows of a nest of values that has a row for each example to try."""
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[self.rows], nest)
 
     @property
@@ -53,14 +53,14 @@ class TriedRows:
 class TriedBatch:
     """The rows of one batch to try.
 
-    Functions that compare examples often compare only those with other labels, or those of one class: if all
-    rows have the same label, some get another label. A batch of one row has this row twice.
+    Functions that compare examples often compare only those with different labels, or those of one class. So
+    if all rows have the same label, some get another label. A batch of one row has this row twice.
 
     Args:
         read: reads the batch. It is called once, when rows are first needed.
 
     Attributes:
-        was_read: whether rows were needed so far.
+        was_read: whether rows have been needed so far.
     """
 
     def __init__(self, read: Callable[[], Any]) -> None:
@@ -121,19 +121,19 @@ class TriedBatch:
         return type(rows)(parts) if type(rows) in (tuple, list) else type(rows)(*parts)
 
     def padded(self) -> "TriedBatch | None":
-        """Return the same rows, of which some have padding: elements that are 0. None if nothing changes.
+        """Return the same rows, some of them with padding: elements that are 0. None if nothing changes.
 
-        Neither of the `parts`, and neither of the `halves`, has as much padding as the other one.
+        The two `parts` have different amounts of padding, and so do the two `halves`.
         """
         padded = keras.tree.map_structure(_padded, self._rows)
         pairs = zip(keras.tree.flatten(self._rows), keras.tree.flatten(padded), strict=True)
         return None if all(before is after for before, after in pairs) else TriedBatch(lambda: padded)
 
     def with_extremes(self) -> "TriedBatch | None":
-        """Return the rows, of which some give way to examples with extreme labels. None if nothing changes.
+        """Return the rows, some replaced by examples with extreme labels. None if nothing changes.
 
-        The program may ignore such a label, such as -1 or 255, which none of the rows has. The examples are
-        whole, because elements of labels may have different ranges, or belong to the inputs.
+        The program may ignore an extreme label, such as -1 or 255, that none of the rows has. Whole examples
+        are replaced, because elements of labels may have different ranges, or belong to the inputs.
         """
         batch, rows = self._batch, self._rows
         leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
@@ -177,7 +177,7 @@ def _has_labels(batch: Nest) -> bool:
 
 
 def _may_be_padded(leaf: Any) -> bool:
-    """Whether a leaf is an array of numbers, but no probabilities of classes, such as one-hot labels."""
+    """Whether a leaf is an array of numbers, but not of class probabilities, such as one-hot labels."""
     if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "biuf" or not leaf.ndim:
         return False
     of_classes = leaf.ndim == 2 and leaf.shape[1] > 1 and np.all(leaf >= 0)
@@ -199,7 +199,8 @@ def _padded(leaf: Any) -> Any:
 def _extremes(labels: Any, tried: Any) -> list[int]:
     """Return the examples with the smallest and the largest label, if the tried ones do not have these.
 
-    The elements along the last axis may mean different things, so those of each also count if they are few.
+    The elements along the last axis may mean different things, so the extremes of each also count if they are
+    few.
     """
     of_all, of_tried = (
         np.ma.masked_invalid(array.reshape(len(array), -1, array.shape[-1] if array.ndim > 1 else 1))
@@ -216,7 +217,7 @@ def _extremes(labels: Any, tried: Any) -> list[int]:
 
 
 def _varied(leaf: Any) -> Any:
-    """Return labels of which nearly half are of another class, if all rows are equal.
+    """Return labels, nearly half of them of another class, if all rows are equal.
 
     That is the next class for labels with an element for each class. Otherwise, it is 0, or 1 in place of 0.
     """

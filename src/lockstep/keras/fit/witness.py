@@ -1,23 +1,22 @@
 """Compares a step that replicas compute with the same step of plain Keras, in one process on the whole batch.
 
-So nobody has to trust a list of exact parts. Both compute from the same state and batch, and with the same
-random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages.
-What the program computes in half precision, it computes in single precision if it can, since rounding would
-hide differences. What differs by more than rounding (`lockstep.keras.fit.deviations`) is a difference between
-the training and that of one process. It is expected if a note has named the part of the program; any other
-difference is reported.
+So users need not trust a list of exact parts. Both compute from the same state and batch, and with the same
+random numbers: each draw is a constant, dropout drops nothing, and BatchNormalization uses its averages. If
+the program can, it computes in single precision instead of half precision, because rounding would hide
+differences. A deviation by more than rounding (`lockstep.keras.fit.deviations`) is a difference from training
+in one process. It is expected if a note has named the part of the program; any other difference is reported.
 
-The reference is Keras's own function for the kind of step, which knows nothing of replicas. The other side is
-the step of the training: `GlobalStep`, with one worker that computes all replicas. One file computes the step
+The reference is Keras's own function for the kind of step, which does not know of replicas. The other side is
+the step of training: `GlobalStep`, with one worker that computes all replicas. One file computes the step
 (`lockstep.keras.fit.compared_step`), another compares its parts (`lockstep.keras.fit.step_comparison`).
 
 Both sides begin with the same values of all variables, which are restored after each computation, and with
 empty metrics. They then begin once more with metrics that have counted the batch, to compare the states of
 metrics: a step must not forget what they have counted. Plain Keras takes its step before the trials of the
-model, and the replicas take theirs afterwards. So what a trial leaves behind is a difference. So is what the
-`GlobalStep` of the comparison has wrongly learned in an earlier call, because it lasts as long as that of the
-training. A wrapper around `train_step` adds the gradients that the optimizers get to the logs, with which
-they leave a compiled function on every backend.
+model, and the replicas take theirs afterwards. So a side effect of a trial shows as a difference. So does a
+wrong fact that the `GlobalStep` of the comparison learned in an earlier call, because it lasts as long as
+that of training. A wrapper around `train_step` adds the gradients that the optimizers get to the logs, with
+which they leave a compiled function on every backend.
 
     part                                     reference
     logs, outputs                            those of plain Keras
@@ -29,12 +28,13 @@ they leave a compiled function on every backend.
 
 If something differs, the model is called once more with the whole batch and with each replica's rows. The
 first layer with equal inputs and different outputs is where the difference begins. A note that names a metric
-or figure explains a difference in it; one on an optimizer, in what it updates. The name of a state of a layer
-explains only this state. Kinds of layers that draw numbers or normalize explain nothing, because both
-computations have the same constants for them. Any other named part of the program explains all but updates
-from given gradients, which only a `train_step` may change. But it explains only values of replicas: where
-these combine means over examples, plain Keras also takes the step with the rows of each replica alone, and
-the loss, the gradients, the outputs, the metrics and the states of layers must follow from these steps.
+or figure explains a difference in it; a note on an optimizer explains one in the variables that it updates.
+The name of a state of a layer explains only this state. Kinds of layers that draw numbers or normalize
+explain nothing, because both computations have the same constants for them. Any other named part of the
+program explains all but updates from given gradients, which only a `train_step` may change. But it explains
+only values of replicas: where these combine means over examples, plain Keras also takes the step with the
+rows of each replica alone, and the loss, the gradients, the outputs, the metrics and the states of layers
+must follow from these steps.
 
 A check of several backends also compares plain Keras on one backend with plain Keras on another one, from
 the same weights and batch (`lockstep.keras.fit.backend_comparison`).
@@ -94,9 +94,9 @@ class Witness:
         self._functions: tuple[Any, dict[StepKind, FunctionWithGradients]] = (None, {})
 
     def _function(self, model: Any, kind: StepKind) -> FunctionWithGradients:
-        """Return Keras's function for a kind of step, which lasts as long as that of the training.
+        """Return Keras's function for a kind of step, which lasts as long as that of training.
 
-        A compiled one goes on with the values that Python had in its first step, as that of the training.
+        A compiled function keeps the Python values of its first step, as that of training does.
         """
         compared, functions = self._functions
         if compared is not model:
@@ -109,10 +109,10 @@ class Witness:
     def compared(
         self, call: str, model: Any, kind: StepKind, batch: Any, names: Callable[[], Sequence[str]]
     ) -> Iterator[None]:
-        """Compare a step, and publish the result; the model and the random states stay as they are.
+        """Compare a step, and publish the result; the model and the random states do not change.
 
         Plain Keras takes the step before the block, in which the program is tried, and replicas afterwards.
-        So what the block leaves behind is a difference, too.
+        So side effects of the block also show as differences.
 
         Args:
             call: the name of the script's call.

@@ -70,9 +70,9 @@ _PLAIN = frozenset({"__call__", "__getitem__", "__getitems__", "__len__", "__ite
 
 
 def held_generator(*roots: tuple[str, Any]) -> str | None:
-    """Return the path of a random generator that one of the objects holds, or None if none is found.
+    """Return the path of a random generator that one of the objects refers to, or None.
 
-    This searches attributes, containers, closures and what functions refer to, a limited number of objects.
+    This searches a limited number of objects: attributes, containers, closures and the globals of functions.
     It does not find the generators of the global random states, and reads no property.
 
     Args:
@@ -85,11 +85,11 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
 
 
 class ChangedNumbers:
-    """The numbers in attributes of some objects of the program that have changed since they were first seen.
+    """The numbers in the attributes of some objects that have changed since they were first seen.
 
-    Arrays, and lists and tuples of numbers, count up to a size. Text does not: it may be a path. If something
-    else has changed, too, numbers may describe it: whether a table was read, or which. Then only those count
-    that have the same values in another order.
+    Arrays, and lists and tuples of numbers, count up to a limit on their size. Text does not count, because
+    it may be a path. If other attributes have changed too, numbers may describe them, such as the number of a
+    table that was read. Then only numbers count whose values are the same in a different order.
 
     Args:
         objects: the objects, by path.
@@ -112,13 +112,13 @@ class ChangedNumbers:
 
     @property
     def identities(self) -> dict[str, int]:
-        """What identifies the objects in this process, by path."""
+        """Values that identify the objects in this process, by path."""
         return {path: id(attributes) for path, (attributes, _) in self._parts.items()}
 
     def getstate(self) -> dict[str, dict[str, Any]]:
         """Return the values of the attributes that count, by path and name.
 
-        Under `_LEFT_OUT` are the paths and names of the others that have changed.
+        The key `_LEFT_OUT` has the paths and names of the other attributes that have changed.
         """
         state, left_out = {}, dict[str, bool]()
         for (path, (attributes, _)), (names, others) in zip(
@@ -193,9 +193,9 @@ def held_variable(*roots: tuple[str, Any]) -> str | None:
 def held_iterator(*roots: tuple[str, Any]) -> str | None:
     """Return the path of an iterator, such as a generator, that one of the objects holds, or None.
 
-    Whoever reads an item takes the next element from it. Files, which can be read at any offset, do not
-    count, nor do counters within other objects, nor globals of installed packages. A proxy has all methods,
-    and the class of what it stands for.
+    Reading an item takes the iterator's next element. Files, which can be read at any offset, do not count,
+    nor do counters within other objects, nor globals of installed packages. A proxy has all methods, and the
+    class of its target.
     """
     for path, held in _objects(roots, only_program=True):
         counts = isinstance(held, count) and path.count(".") > 1
@@ -229,7 +229,7 @@ def changed_path(*roots: tuple[str, Any]) -> str | None:
 
 
 class _First(NamedTuple):
-    """The attributes of an object when it was first seen.
+    """The attributes of an object as they were when it was first seen.
 
     Attributes:
         numbers: copies of those that are numbers.
@@ -276,7 +276,7 @@ def _size(attributes: Mapping[str, Any]) -> int:
 
 
 def _marks(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, for each attribute that is not a number, what shows that it has changed."""
+    """Return a mark for each attribute that is not a number; a changed attribute has another mark."""
     return {name: _mark(value) for name, value in dict(attributes).items() if not _is_numeric(value)}
 
 
@@ -292,14 +292,14 @@ def _mark(value: Any) -> Any:
 
 
 def _equal(value: Any, first: Any) -> bool:
-    """Whether an attribute has the value that it had first, of the same type."""
+    """Whether an attribute has its first value, of the same type."""
     if isinstance(value, np.ndarray) and isinstance(first, np.ndarray) and value.dtype != first.dtype:
         return False
     return type(value) is type(first) and same_state(value, first)
 
 
 def _is_order(value: Any, first: Any) -> bool:
-    """Whether an attribute has the numbers that it had first, in another order."""
+    """Whether an attribute has its first numbers in a different order."""
     if type(value) is np.ndarray and type(first) is np.ndarray:
         same_form = (value.shape, value.dtype) == (first.shape, first.dtype)
         return same_form and np.array_equal(np.sort(value, None), np.sort(first, None))
@@ -315,7 +315,7 @@ def _is_numeric(value: Any) -> bool:
 
 
 def _assign(attributes: dict[str, Any], name: str, value: Any) -> None:
-    """Set an attribute to a number, or to numbers: within the same array or list if it can."""
+    """Set an attribute to a number or to numbers, in the same array or list if possible."""
     before: Any = attributes.get(name)
     is_array = type(before) is np.ndarray and isinstance(value, np.ndarray) and before.flags.writeable
     if is_array and (before.shape, before.dtype) == (value.shape, value.dtype):
@@ -334,7 +334,7 @@ def _objects(roots: tuple[tuple[str, Any], ...], *, only_program: bool = False) 
         path, held = waiting.popleft()
         if isinstance(held, _LEAVES) or id(held) in seen:
             continue
-        seen[id(held)] = held  # Keeps the object, so that no other gets its id.
+        seen[id(held)] = held  # Holds the object, so that no other object gets its id.
         yield path, held
         waiting.extend(_members(path, held, only_program))
 
@@ -377,7 +377,7 @@ def _of_function(path: str, function: FunctionType, only_program: bool) -> Itera
         try:
             yield f"{name} of {function.__qualname__}", cell.cell_contents
         except ValueError:
-            continue  # It is not assigned yet.
+            continue  # The closure's variable is not assigned yet.
     yield f"{path}.__defaults__", function.__defaults__
     yield f"{path}.__kwdefaults__", function.__kwdefaults__
     if only_program and not is_own(function.__code__.co_filename):
@@ -409,7 +409,7 @@ def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
     for base in kind.__mro__:
         if not _library(_module(base)):
             for name, value in vars(base).items():
-                value = getattr(value, "__func__", value)  # Of a static or a class method.
+                value = getattr(value, "__func__", value)  # The function of a static or a class method.
                 value = value.fget if isinstance(value, property) else value
                 if not name.startswith("__") or name in _PLAIN:
                     yield f"{base.__qualname__}.{name}", value
@@ -428,7 +428,7 @@ def _attributes(path: str, held: Any) -> Iterator[tuple[str, Any]]:
             if name.startswith("__"):
                 continue
             try:
-                # Not what the class's own `__getattr__` returns, or raises.
+                # This does not call the class's own `__getattr__`, which may return or raise anything.
                 yield f"{path}.{name}", object.__getattribute__(held, name)
             except AttributeError:
                 continue

@@ -1,4 +1,4 @@
-"""Embedding tables of which workers read only the rows that a batch looks up.
+"""Embedding tables from which workers read only the rows that a batch looks up.
 
 A worker computes a step with the looked-up rows in place of the table, in the order of the lookups. So the
 compiled step neither has the table nor searches in it, and its gradients are those of the rows. The ids are
@@ -48,7 +48,7 @@ _STYLE = re.compile("\x1b\\[[0-9;]*m")
 
 
 class EmbeddingTables:
-    """The tables of a model whose rows are read as needed, and which rows of them a batch looks up.
+    """The tables of a model whose rows workers read as needed, and the rows that a batch looks up.
 
     Args:
         layers: the layer that looks up rows of each table, by the table's position among the trainable
@@ -166,14 +166,14 @@ class LookedUpRows:
         return changed
 
     def fitted(self, state: Any) -> Any:
-        """Return a state that Keras threads through its steps, with room for the rows of the batch."""
+        """Return a state that Keras threads through its steps, resized for the rows of the batch."""
         if state is None:
             return None
         rows = {position: room.value for position, room in zip(self._tables.layers, self._rows, strict=True)}
         return [rows.get(i, value) for i, value in enumerate(state[0])], *state[1:]
 
     def placed(self, weights: Sequence[Array]) -> list[Array]:
-        """Return weights that have distinct rows of the tables, with the rows of all lookups instead."""
+        """Return weights in which the rows of all lookups replace the distinct rows of the tables."""
         placed = list(weights)
         for room, position, (_, inverse) in zip(self._rows, self._tables.layers, self._distinct, strict=True):
             rows = placed[position]
@@ -182,7 +182,7 @@ class LookedUpRows:
         return placed
 
     def collected(self, gradients: Mapping[int, Array]) -> dict[int, Array]:
-        """Return gradients with the sums over all lookups of each distinct row."""
+        """Return gradients with a sum over all lookups of each distinct row."""
         collected = dict(gradients)
         for position, (rows, inverse) in zip(self._tables.layers, self._distinct, strict=True):
             gradient = collected.get(position)
@@ -191,12 +191,12 @@ class LookedUpRows:
         return collected
 
     def _replace(self, number: int, variable: Any) -> None:
-        """Put another variable in place of the one that a layer has for its rows."""
+        """Replace the variable in which a layer has its rows."""
         _put_variable(self._layers[number], self._rows[number], variable)
         self._rows[number] = variable
 
     def _put_back(self, number: int, variable: Any) -> None:
-        """Put a table in place of the variable that its layer has for rows."""
+        """Replace the variable in which a layer has its rows with the layer's table."""
         _put_variable(self._layers[number], self._rows[number], variable)
 
     def _call_model(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +231,7 @@ class LookedUpRows:
 
 
 def _put_variable(layer: Any, old: Any, new: Any) -> None:
-    """Put a variable of a layer in place of another one."""
+    """Replace a variable of a layer."""
     variables = own_trainable_variables(layer)
     variables[next(i for i, variable in enumerate(variables) if variable is old)] = new
 
@@ -252,9 +252,9 @@ def _room(layer: Any, size: int) -> Any:
 def find_tables(
     model: Any, x: Callable[[], Any], to_numpy: Callable[[Any], Array]
 ) -> tuple[EmbeddingTables, dict[str, str]]:
-    """Return the tables of a model, and why workers read the whole tables of its other `Embedding` layers.
+    """Return the tables of a model, and why workers read other `Embedding` layers' tables as a whole.
 
-    The reasons are by the paths of the layers.
+    The keys of the reasons are the layers' paths.
 
     Args:
         model: the model, built.
@@ -285,7 +285,7 @@ def find_tables(
             cause = f"its ids cannot be computed before the step ({type(error).__name__}: {_line_of(error)})"
             hindrances = {layer.path: cause for layer in layers}
         reasons |= {path: hindrance for path, hindrance in hindrances.items() if hindrance}
-        # No table is of several layers.
+        # No table belongs to several layers.
         read = {
             positions[id(embedding_table(layer))]: layer
             for layer in layers
@@ -360,7 +360,7 @@ class _Trace:
     _functions: dict[str, Any] = field(default_factory=dict)
 
     def hindrance(self, layers: Sequence[Any]) -> str:
-        """Prepare to compute the ids of layers; return why they might be wrong, or empty if they cannot be.
+        """Prepare to compute the ids of layers; return why they might be wrong, or an empty string.
 
         Callers are in the block of `graph_kept` in which the model was called.
         """

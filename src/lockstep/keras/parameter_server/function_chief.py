@@ -53,7 +53,7 @@ class ChiefCalls(FunctionCalls):
             self._chief.dispatcher.forget(step)
 
     def _end(self) -> None:
-        """End the calls, of whose functions none is in work."""
+        """End the calls, when none of their functions is running."""
         self._reads.end()
         if self._chief is None:
             return
@@ -172,7 +172,7 @@ class ChiefCalls(FunctionCalls):
         chief.dispatcher.remove_variables(map(str, positions))
         for position in positions:
             self._others.pop(position, None)
-        # The slots of all optimizers that the trial has shown. This one may not be the last of them.
+        # These are the slots of all optimizers that the trial has shown. This one may not be the last.
         chief.served_state.slots = [slot for slots in slots_of_all(self._runner.updates) for slot in slots]
         chief.served_state.weights += map(self._array, update.variables)
         chief.served_state.values += map(self._array, update.optimizer.variables)
@@ -280,7 +280,7 @@ class ChiefCalls(FunctionCalls):
 
     @property
     def _begun(self) -> Chief:
-        """The chief, whose calls have begun."""
+        """The chief, after its calls have begun."""
         assert self._chief is not None
         return self._chief
 

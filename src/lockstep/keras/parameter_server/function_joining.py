@@ -13,7 +13,7 @@ from lockstep.worker.job import Job
 
 
 class FunctionJoining:
-    """The way in which workers join in the functions of one call: the chief's log, and a joiner's use of it.
+    """How workers join during the functions of one call: the chief's log, and how a joiner uses it.
 
     Args:
         job: the job of the process.
@@ -21,8 +21,8 @@ class FunctionJoining:
         calls: the calls of the process, of which the functions were numbered last.
 
     Attributes:
-        log: the calls of the functions. On the chief, those that it makes; in a worker that joins, those that
-            the chief has made; None in other processes.
+        log: the calls of the functions: on the chief, its own; in a worker that joins, those of the chief;
+            None in other processes.
         replays: whether this worker joins, and has not arrived at the present call of the chief.
     """
 
@@ -41,7 +41,7 @@ class FunctionJoining:
 
     @property
     def in_script(self) -> bool:
-        """Whether the program is in no call of `fit`, `evaluate` or the like."""
+        """Whether the program is not in a call such as `fit` or `evaluate`."""
         return len(self._calls.stack) == 1
 
     @property
@@ -62,7 +62,7 @@ class FunctionJoining:
             )
 
     def close(self, reason: str) -> None:
-        """On the chief: let no more workers join, and keep nothing for them."""
+        """On the chief: admit no more workers, and drop the log."""
         self._job.joiners.close(reason)
         self._logs.clear()
         self.log = None

@@ -38,7 +38,7 @@ class ResultCombiner:
         self._replicas = replicas
 
     def reduce(self, op: Op, source: Values, leaf: int, axis: Axis) -> Array:
-        """Return the sum or the mean over the replicas of one leaf, and over some of its axes.
+        """Return the sum or the mean of one leaf over the replicas, and over some of its axes.
 
         Without an axis, the mean divides by the number of replicas; with one, by the number of values.
 
@@ -198,7 +198,7 @@ def reduced_plain(op: Op, value: Any, axis: Axis, replicas: int) -> Any:
 
     Raises:
         ValueError: it is a sum without an axis, as in `tf.distribute`: the caller may mean the value, or the
-            sum of R equal ones.
+            sum of R equal values.
     """
     if axis is not None:
         reduced = reduced_along(op, value, axis)

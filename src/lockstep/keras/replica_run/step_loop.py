@@ -86,7 +86,8 @@ class StepLoops:
                 with self._job.driving():
                     if self._resumable.behind:
                         if self._job.joins or call.skipped < count or loop.incomplete:
-                            # The members that a joined worker catches up with take no part in this step.
+                            # The members whose state a joined worker takes over do not take part in this
+                            # step.
                             with self._job.detached() if self._resumable.catches_up else nullcontext():
                                 yield min(call.skipped, count - 1)
                         if self._job.joins and self._resumable.join():
@@ -136,7 +137,7 @@ class StepLoops:
                 with self._job.driving(), self._job.detached():
                     yield 0
         finally:
-            # Also if the script leaves the loop in its first step.
+            # This also runs if the script leaves the loop in its first step.
             self._resumable.replay()
             loop.skip_to(past["positions"])
 
@@ -146,7 +147,7 @@ class StepLoops:
         verifications.begin(number, first=call.steps == 0)
         has_joined = verifications.doubt is not None
         before = self._states.begin(loop, None, where, loop.owners, compares=not has_joined)
-        # A worker that joins takes a step of its own before, in which iterators advance.
+        # A worker that joins first takes a step by itself, in which iterators advance.
         if before is not None and call.steps and not has_joined and len(self._job.view.workers) > 1:
             try:
                 kept = self._snapshots.kept(loop, before.arrays)
@@ -251,7 +252,7 @@ class LoopState:
 
     @property
     def positions(self) -> dict[str, list[int]]:
-        """The positions of the iterators, by the names of the parts."""
+        """The positions of the iterators, by the names of their parts."""
         parts = self._parts.items()
         return {name: list(part.position) for name, part in parts if isinstance(part, Positioned)}
 
@@ -259,7 +260,7 @@ class LoopState:
         """Skip elements until the iterators are at `positions`.
 
         Raises:
-            CheckpointError: a part is not an iterator, or its pass is another one, or it is further already.
+            CheckpointError: a part is not an iterator, is in a different pass, or is already further.
         """
         for name, position in positions.items():
             part = self._parts.get(name)
@@ -274,7 +275,7 @@ class LoopState:
         return nullcontext()
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the present values of the parts, tensors of the backend or arrays; or `state`, if given."""
+        """Return the parts' present values, as tensors or arrays; or `state`, if it is not None."""
         if state is not None:
             return dict(state)
         values: dict[str, Any] = {}
@@ -290,7 +291,7 @@ class LoopState:
         return values
 
     def lasting_variables(self) -> Mapping[str, Any]:
-        """Return the present values of the parts, of which none is known not to matter."""
+        """Return the present values of the parts. All parts may matter."""
         return self.named_state(None)
 
     def lasting_values(self, state: Any, variables: Mapping[str, Any]) -> Sequence[Any]:
@@ -306,7 +307,7 @@ class LoopState:
         """Set the parts to the values that `named_state` has returned, perhaps in another process.
 
         Raises:
-            CheckpointError: the parts are others; then none is changed.
+            CheckpointError: the parts differ. Then none is changed.
         """
         present = self.named_state(None)
         fixed = {name for name, part in self._parts.items() if isinstance(part, dict | list)}
@@ -355,7 +356,7 @@ def _variables(part: Any) -> Mapping[str, Any]:
 
 
 class _TensorFlowVariable:
-    """A variable of TensorFlow with the attributes of one of Keras that are used here."""
+    """A variable of TensorFlow with those attributes of a Keras variable that are used here."""
 
     def __init__(self, variable: Any) -> None:
         self._variable = variable

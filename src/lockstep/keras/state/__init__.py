@@ -1,1 +1,1 @@
-"""The state of a training: its parts, saving it, and resuming from it; files are in `lockstep.checkpoint`."""
+"""The state of training: its parts, and how it is saved and resumed. `lockstep.checkpoint` has the files."""

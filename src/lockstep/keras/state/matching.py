@@ -181,7 +181,7 @@ def _paired(model: Any, saved: SavedModel, variables: Mapping[str, Any], new: Ma
 def _converted(array: Array, variable: Any, is_seed: bool) -> Array:
     """Return integers in the variable's dtype, which depends on the backend, if it can hold them.
 
-    Only the lower bits of the state of a random generator are used.
+    A random generator uses only the lower bits of its state.
     """
     dtype = named(keras.backend.standardize_dtype(variable.value.dtype))
     if dtype is None or array.dtype.kind not in "iu" or dtype.kind not in "iu":
