@@ -1,1 +1,1 @@
-"""The agent of a host starts, watches and ends the workers of the host. It decides nothing about the job."""
+"""The agent of a host starts, watches and ends the host's workers. It makes no decisions about the job."""

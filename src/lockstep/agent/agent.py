@@ -1,6 +1,6 @@
 """The agent of a host starts, watches and ends its workers, as the coordinator of the job instructs.
 
-It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator.
+It makes no decisions about the job. Only the messages of `protocol.host` connect it to the coordinator.
 
 An engine may start another coordinator elsewhere while this host is cut off. The host must stop before that,
 or it could continue the old view with its own workers. `JobSpec.hold` is the number of seconds after which it
@@ -11,7 +11,7 @@ the view ends, or `--timeout` has passed.
 * The time counts from when the agent sent the `KeepAlive`, by the clock of its host, which the answer
   repeats. The arrival of a message proves less: it may have waited behind a broken connection, or for an
   agent that was stopped.
-* The agent writes into the control segment the time until which calls may end. Each member reads it before
+* The agent writes the time until which calls may end into the control segment. Each member reads it before
   its last arrival in a call (`Barrier.await_permission`). So a call ends for all members of a host or for
   none, even if the time runs out between their arrivals. Members pause while their agent is stopped. The end
   of a view wakes them.
@@ -131,10 +131,10 @@ class Agent:
         name: the name of this host; empty if the job has one host.
         network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
-        late: whether this host joins a job that runs already.
+        late: whether this host joins a running job.
         say: shows a note of the coordinator to the users of this host.
         clock: for deadlines.
-        status: the exit status of the job, once `ended`.
+        status: the exit status of the job, if `ended`.
         ended: whether all processes of the job on this host have ended, and nothing follows.
     """
 
@@ -199,12 +199,12 @@ class Agent:
         self.coordinator.close()
 
     def pauses(self, now: float) -> bool:
-        """Return whether calls wait for the coordinator, which has answered before, but not lately."""
+        """Return whether calls wait for the coordinator, which has answered before, but not recently."""
         return 0.0 < self._permitted < now
 
     @property
     def lacks_workers(self) -> bool:
-        """Whether this host knows that a worker of the view is lost, for which the others wait."""
+        """Whether this host knows that a worker of the view is lost while the others wait for it."""
         return 0 < self._broken_view == self._view.number or any(
             worker.exited and worker.said != 0 and worker.worker in self._view.workers
             for worker in self._workers.values()
@@ -255,14 +255,14 @@ class Agent:
                     self.say("the connection to the coordinator is closed, so the job ends on this host")
                     self._end(EndHost(0.0, status=LEFT_OUT))
                     return
-        # Last, because it may block. The members already have their messages.
+        # This comes last because it may block. The members already have their messages.
         self._start_pending()
 
     def _take_answer(self, sent: float) -> None:
         """Note that the coordinator has received the `KeepAlive` that this host sent at `sent`.
 
-        The hold counts from then, not from the arrival of the answer, which may have been on its way for a
-        long time while another coordinator began.
+        The hold counts from then, not from the arrival of the answer, which may have been delayed for long
+        while another coordinator began.
         """
         if self.spec.hold is not None:
             self._permitted = max(self._permitted, sent + self.spec.hold)
@@ -308,7 +308,7 @@ class Agent:
         self._tell(EventReport(WorkerStarted(start.worker, worker.handle.pid)))
 
     def _look_at_gpus(self) -> dict[str, str]:
-        """Report GPUs that cannot be used any more; return why, by name."""
+        """Report GPUs that have become unusable; return why, by name."""
         faults = self.starter.faults()
         for gpu in faults.keys() - self._lost_gpus:
             self._tell(EventReport(GpuLost(self.name, gpu, faults[gpu])))
@@ -334,7 +334,7 @@ class Agent:
             return
         if exchange is not None:
             exchange.permit(self._permitted)
-            # Before the members enter: they may finish the training before the next instruction arrives.
+            # This precedes the members' entry: they may finish training before the next instruction arrives.
             exchange.post_notice(view.notice)
         before, old = self._view.workers, self._exchange
         self._view, self._exchange, self._control = view, exchange, control
@@ -371,7 +371,7 @@ class Agent:
         self._connected = [waiting for waiting in self._connected if waiting[0] != worker.worker]
 
     def _pass_connection(self, greeting: Greeting, connection: socket.socket) -> str | None:
-        """Give a connection to the worker of its lane, once that is in the view."""
+        """Give a connection to the worker of its lane, when that worker is in the view."""
         if greeting.receiver != self.host:
             return "its greeting is a copy of one for another host"
         sender = next((host for host in self._view.hosts if host.host == greeting.host), None)
@@ -447,7 +447,7 @@ class Agent:
                     worker.log_only(message.event.traceback)
 
     def _take_state(self, report: StateGiven) -> None:
-        """Keep a state, and report where it is."""
+        """Hold a state, and report where it is."""
         state, failure, source = report.state, report.failure, None
         if state is not None and state.is_missing:
             failure = "the agent has too many open files to take the state"
@@ -499,10 +499,10 @@ class Agent:
         self._tell(ExitReport(WorkerExited(worker.worker, status, cause), kills, stack))
 
     def _recent_memory_kills(self) -> int:
-        """Return how many processes the kernel has killed for lack of memory in the last seconds."""
+        """Return the number of processes that the kernel recently killed for lack of memory."""
         now = memory_kills()
         kills = now - self._memory_kills[0]
-        # One of them is the worker whose end was seen; the ends of others may follow.
+        # One of them is the worker whose end was noticed; the ends of others may follow.
         self._memory_kills = now - max(kills - 1, 0), now
         return kills
 
@@ -527,7 +527,7 @@ class Agent:
             self._stacks.append(dump)
 
     def _watch_stacks(self) -> float | None:
-        """Report the stacks that are complete; return the seconds until others may be."""
+        """Report complete stacks; return the seconds until others may be complete."""
         now, waiting = self.clock.now(), []
         for dump in self._stacks:
             if (taken := dump.look(now)) is None:
@@ -538,12 +538,12 @@ class Agent:
         return _LOOK_EVERY if waiting else None
 
     def _measure(self) -> float | None:
-        """Report the load if that is due; return the seconds until the next time."""
+        """Report the load if due; return the seconds until the next report."""
         if self.ended:
             return None
         living = {worker.worker: worker.handle.pid for worker in self._workers.values() if not worker.exited}
         if (load := self.meter.measure(living)) is not None:
-            # The kernel may have killed a worker whose end is not seen yet.
+            # The kernel may have killed a worker whose end is not yet noticed.
             self._memory_kills = self._memory_kills[1], memory_kills()
             self._tell(LoadReport(load))
         return self.meter.left()
@@ -564,7 +564,7 @@ class Agent:
                 stream.drain()
         workers = [self._workers[worker] for worker in end.evidence if worker in self._workers]
         evidence = tuple(worker.evidence() for worker in workers)
-        # Evidence that does not fit into a message is left out.
+        # Evidence that does not fit into a message is omitted.
         if not self._tell(HostEnded(left, evidence)):
             self._tell(HostEnded(left))
         self.status, self.ended = end.status, True

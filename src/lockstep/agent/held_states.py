@@ -63,7 +63,7 @@ class _NotNeeded(Exception):
 
 @dataclass
 class _Fetch:
-    """A state that is being fetched, and its receivers: whether each needs it in later views, too."""
+    """A state that is being fetched, and its receivers with whether each also needs it in later views."""
 
     source: StateSource
     receivers: list[tuple[Deliver, bool]]
@@ -124,11 +124,11 @@ class HeldStates:
         self._held = {}
         self._fetches = {key: fetch for key, fetch in self._fetches.items() if fetch.outlives_view()}
         if any(released):
-            # In a thread, like `release`.
+            # This uses a thread, like `release`.
             threading.Thread(target=released.clear, name="release", daemon=True).start()
 
     def fetch(self, source: StateSource, deliver: Deliver, *, lasts: bool = False) -> None:
-        """Get a state, from the host that has it unless it is held here.
+        """Get a state: from this host if it is held here, otherwise from the host that has it.
 
         Args:
             source: the state.

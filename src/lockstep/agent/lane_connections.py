@@ -22,8 +22,8 @@ class LaneConnections:
     A listener admits only connections of this job, one for each lane of a view, so their number is bounded.
 
     Attributes:
-        give_state: takes the connections that ask for a state.
-        pass_questions: takes the connections for the questions of a worker.
+        give_state: receives the connections that ask for a state.
+        pass_questions: receives the connections for the questions of a worker.
     """
 
     give_state: Deliver = _refuse

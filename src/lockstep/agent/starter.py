@@ -53,7 +53,7 @@ class Starter(Protocol):
             worker: its id.
             others: the other workers that run.
             joins: whether it joins a running job.
-            yielding: further workers that run, whose slots it may take.
+            yielding: other running workers whose slots it may take.
 
         Raises:
             NoGpuLeft: none of the GPUs that the worker could get can be used.
@@ -62,16 +62,16 @@ class Starter(Protocol):
 
 
 class NoGpuLeft(OSError):
-    """No worker can be started on this host any more, because a GPU cannot be used and no other is free."""
+    """No further worker can start on this host: a GPU cannot be used, and no other GPU is free."""
 
 
 class Arrivals(Protocol):
     """The processes that a user starts by hand. `fileno` is readable when there is something to `serve`."""
 
     def begin(self, job: str, came: Callable[[], object], *, late: bool) -> None:
-        """Have each process wait from now on until `job` uses it; call `came` for each that arrives.
+        """From now on, let each process wait until `job` uses it; call `came` for each that arrives.
 
-        If the host is `late`, because the job already runs, the processes that wait arrive now.
+        If the host is `late`, because the job already runs, the waiting processes arrive now.
         """
 
     def serve(self) -> None:

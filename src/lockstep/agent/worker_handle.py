@@ -33,7 +33,7 @@ class OutputPipe:
     ended: bool = False
 
     def read(self) -> bool:
-        """Forward one piece; return whether more may be available now."""
+        """Forward one piece of output; return whether more may be available now."""
         try:
             data = os.read(self.descriptor, _PIECE)
         except BlockingIOError:
@@ -44,7 +44,7 @@ class OutputPipe:
         return bool(data)
 
     def drain(self) -> None:
-        """Forward the available output, up to a limit: a process of the worker may write endlessly."""
+        """Forward the available output up to a limit, because a process of the worker may write endlessly."""
         pieces = 0
         while pieces < _MOST_PIECES and not self.ended and self.read():
             pieces += 1
@@ -64,7 +64,7 @@ class WorkerHandle:
         ready: whether it has reached its script.
         exited: whether its process has ended.
         killed: whether the agent has killed it.
-        said: the exit status that it has announced; `UNKNOWN_STATUS` if none.
+        said: the exit status that it has announced; `UNKNOWN_STATUS` if it has not.
         gpus: the names of its GPUs; empty if the job does not choose them.
         entrance: the address at which it answers workers of other hosts; empty if it takes no connections.
     """
@@ -102,7 +102,7 @@ class WorkerHandle:
             self.handle.send_signal(STACK_SIGNAL)
 
     def begin_stack(self, now: float) -> "StackDump | str":
-        """Ask the worker for its stack; return where it appears, or why it cannot be asked."""
+        """Ask the worker for its stack; return where it will appear, or why the worker cannot be asked."""
         if self.exited:
             return "it has ended"
         if not self.ready:
@@ -112,7 +112,7 @@ class WorkerHandle:
         return dump
 
     def stack_since(self, start: int, frames: int) -> tuple[str, ...]:
-        """Return the innermost frames of the stack that the worker has written since, if it has."""
+        """Return the innermost frames of the stack that the worker has written since then, if any."""
         try:
             dump = self.stack.read_bytes()[start:]
         except OSError:
@@ -125,7 +125,7 @@ class WorkerHandle:
         return WorkerEvidence(self.worker, self.log is not None, log, self._requested_stack())
 
     def described_stack(self) -> str:
-        """Return lines for the log about the stack that was requested as evidence, if one was."""
+        """Return lines for the log about the stack that was requested as evidence, if any."""
         if self._stack_start is None:
             return ""
         frames = self._requested_stack()
@@ -159,7 +159,7 @@ class StackDump:
     Attributes:
         worker: the worker that writes it.
         start: the size of the file before.
-        began: when the stack was requested.
+        began: the time of the request.
     """
 
     worker: WorkerHandle

@@ -1,4 +1,4 @@
-"""The outlets for the output of workers: logs and a terminal, or messages to the coordinator."""
+"""Where the output of workers goes: logs and a terminal, or messages to the coordinator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ class LocalOutput:
         return Log.open(self.paths.log(worker), self.console.say), *self.console.outlets(worker)
 
     def waits(self, worker: int) -> bool:
-        """Whether a slow terminal shows the output. Then the worker waits, as it would without Lockstep."""
+        """Whether a slow terminal shows the output. Then the worker waits, as without Lockstep."""
         return self.console.full and not self.console.drops and self.console.shows(worker)
 
 

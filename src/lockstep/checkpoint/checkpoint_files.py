@@ -40,10 +40,10 @@ class Contents:
     Attributes:
         step: training steps since the start of the job; orders checkpoints.
         manifest: JSON data, which may include non-finite floats.
-        arrays: by name, in any shape; the dtypes are bool, integers of 8 to 64 bits, float16, float32,
-            float64 and bfloat16.
-        checks: facts about the arrays as they were before they were copied, by name; empty if a change of a
-            copy need not be found.
+        arrays: the arrays by name, in any shape; the dtypes are bool, integers of 8 to 64 bits, float16,
+            float32, float64 and bfloat16.
+        checks: facts about the arrays before they were copied, by name; empty if changes of copies need not
+            be detected.
     """
 
     step: int
@@ -57,7 +57,7 @@ class Outline(msgspec.Struct, frozen=True):
 
     Attributes:
         step: the step of the contents.
-        time: when it was written, in seconds since 1970.
+        time: the time at which it was written, in seconds since 1970.
         manifest: the manifest of the contents.
         arrays: (dtype, shape, checksum) by name.
         bytes: the size of the file with the arrays.
@@ -91,7 +91,7 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
         OSError, SafetensorError: the checkpoint cannot be written.
         TypeError, ValueError: the manifest contains values that JSON cannot represent.
     """
-    # Copies only non-contiguous arrays.
+    # This copies only non-contiguous arrays.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     facts = {name: _facts(array) for name, array in arrays.items()}
     for name, check in contents.checks.items():
@@ -107,7 +107,7 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
         "arrays": facts,
         "manifest": dict(contents.manifest),
     }
-    json.dumps(body["manifest"])  # Raises an error before the arrays are written.
+    json.dumps(body["manifest"])  # This raises an error before the arrays are written.
     state = folder / STATE
     save_file(arrays, state)
     # The library creates files that only the owner can read.
@@ -128,7 +128,7 @@ def load(path: Path) -> Contents:
     outline = read_outline(path)
     state = path / STATE
     try:
-        # Not mapped: if the disk fails, this must raise an error, not kill the process.
+        # The file is not mapped: if the disk fails, this must raise an error, not kill the process.
         arrays = load_file(state, backend="pread")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None

@@ -95,7 +95,7 @@ class CheckpointWatch:
         return self._failed[step] >= _TRIES
 
     def status_line(self, state: FolderState) -> str:
-        """Return a line that says for what the evaluator waits, or an empty string if none is due."""
+        """Return a line on what the evaluator waits for, or an empty string if none is due."""
         every = _EVERY_WHILE_TRAINING if state.trains else _EVERY
         if self._reported is not None and state.now - self._reported < every:
             return ""

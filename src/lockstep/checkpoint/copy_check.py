@@ -1,7 +1,8 @@
-"""Facts about an array, by which a changed bit of its copy is found and corrected before it is written.
+"""Facts about an array with which a changed bit of its copy is found and corrected before it is written.
 
-The bytes are the words of a matrix. The XOR of its rows and that of its columns tell where one word has
-changed, and by which bits: this corrects each change of a single word. The checksum shows whether it did.
+The bytes are the words of a matrix. The XOR of its rows and that of its columns show where one word has
+changed, and in which bits. This corrects any change of a single word. The checksum shows whether the
+correction succeeded.
 
 The state itself may have changed since it was copied, and no other process has a copy of it. So without this,
 the last checkpoint of a job would be lost.
@@ -23,7 +24,7 @@ _BLOCK = 1 << 17
 
 
 class CopyCheck(NamedTuple):
-    """Facts about an array as it was before it was copied.
+    """Facts about an array before it was copied.
 
     Attributes:
         checksum: see `checksum_of`.
@@ -41,7 +42,7 @@ class CopyCheck(NamedTuple):
         return cls(*_facts(_bytes(array)))
 
     def correct(self, copy: Array) -> bool:
-        """Correct a copy that has changed in one word, in place; return whether it is right then."""
+        """Correct, in place, a copy in which one word has changed; return whether it is right then."""
         data = _bytes(copy)
         rows, columns = (now ^ before for now, before in zip(_facts(data)[1:], self[1:], strict=True))
         (row, *others), (column, *other_columns) = ([*np.flatnonzero(sums), -1] for sums in (rows, columns))
@@ -65,7 +66,7 @@ def _bytes(array: Array) -> npt.NDArray[np.uint8]:
 
 
 def _facts(data: npt.NDArray[np.uint8]) -> tuple[str, Words, Words]:
-    """Return the facts about bytes, as of `CopyCheck`; the last row is filled up with zeros."""
+    """Return the facts of `CopyCheck` about bytes; the last row is padded with zeros."""
     width = min(_COLUMNS, 1 << (data.size // 8).bit_length() // 2)
     height, rest = divmod(data.size, 8 * width)
     matrix, last = data[: data.size - rest].view(np.uint64).reshape(height, width), np.zeros(width, np.uint64)

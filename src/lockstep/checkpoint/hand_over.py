@@ -24,10 +24,10 @@ _ABANDONED = 3600.0
 
 
 def newest_held(folder: Path, report: Callable[[str], None]) -> tuple[Path, HeldCheckpoint] | None:
-    """Return the newest complete checkpoint in a folder and its description for other hosts, if there is one.
+    """Return the newest complete checkpoint in a folder and its description for other hosts, if any.
 
     Args:
-        folder: may not exist.
+        folder: the folder, which may not exist.
         report: called with a message for each newer checkpoint that is damaged.
 
     Raises:
@@ -71,10 +71,10 @@ def parts_of_checkpoint(path: Path, size: int) -> Iterator[tuple[int, bytes]]:
 class ArrivingCheckpoint:
     """A checkpoint that arrives in parts from another host.
 
-    It is written under a name of its own, which differs on all hosts, and renamed once it is complete.
+    It is written under a temporary name, which differs on all hosts, and renamed when it is complete.
 
     Args:
-        folder: for checkpoints; may not exist.
+        folder: the folder of checkpoints, which may not exist.
         held: its description by the other host.
         keep: the number of checkpoints to keep.
 

@@ -44,7 +44,7 @@ def choose_newest(names: Sequence[str], held: Sequence[HeldCheckpoint | None]) -
 
     Args:
         names: the names of the hosts, for messages.
-        held: the newest complete checkpoint of each host; None for none.
+        held: the newest complete checkpoint of each host, or None.
 
     Raises:
         ConfigError: two hosts have checkpoints of the same step of different jobs.

@@ -1,4 +1,4 @@
-"""Work on a thread of its own, one item at a time; an item that waits is replaced by a newer one."""
+"""Work on a separate thread, one item at a time; a newer item replaces one that waits."""
 
 import threading
 from collections.abc import Callable

@@ -2,7 +2,7 @@
 
 A prefix of the store has one object `head.json`, and two objects for each checkpoint:
 
-    head.json                             which checkpoints there are, and which process may change that
+    head.json the list of checkpoints, and the process that may change it
     step-000000001200-0123abcd/state.safetensors, manifest.json
 
 The head alone says which checkpoints exist. The files of a checkpoint are uploaded first, under a name that
@@ -10,8 +10,8 @@ no other upload uses. Then the head is replaced by one that lists them, with the
 checkpoints leave the head before their objects are deleted. So a checkpoint in the store is complete or
 absent, wherever an upload ends, and no listing is needed to find one.
 
-Each write of the head is conditional: the store refuses it if the head is not the one that the writer has
-seen last. A *lease* says from which head a job began; the job's first writer may replace only that one. Each
+Each write of the head is conditional: the store refuses it if the head is not the one that the writer last
+read. A *lease* names the head from which a job began; the job's first writer may replace only that head. Each
 chief replaces the head once before its first upload. From then on, an earlier chief or job can change
 nothing: its next write is refused. With a lock that expires, a holder that has slept too long could write
 once more. A job that another one has replaced ends (`SupersededError`), because only one may continue.
@@ -65,8 +65,8 @@ class StoredCheckpoint(msgspec.Struct, frozen=True):
 
     Attributes:
         folder: the beginning of its objects' names.
-        held: its step, and what it records of its job.
-        time: when it was uploaded, in seconds since 1970.
+        held: its step, and the facts that it records about its job.
+        time: the time at which it was uploaded, in seconds since 1970.
         files: its files by name.
         verified: the step up to which it is verified; -1 without verification.
     """
@@ -100,8 +100,8 @@ class Head(msgspec.Struct, frozen=True):
         format: the version of these fields.
         job: the job that has written it.
         holder: the process that has written it.
-        commits: how often it has been written, so that no two heads are equal.
-        checkpoints: those in the store, the oldest first.
+        commits: the number of times that it has been written, so that no two heads are equal.
+        checkpoints: the checkpoints in the store, the oldest first.
         finished: the step of the checkpoint with which the job finished; None if it has not finished.
     """
 
@@ -113,7 +113,7 @@ class Head(msgspec.Struct, frozen=True):
     finished: int | None = None
 
     def with_checkpoint(self, added: StoredCheckpoint, keep: int) -> "Head":
-        """Return this head with a checkpoint, and without older ones, except the newest verified one."""
+        """Return this head with a checkpoint, and without older ones except the newest verified one."""
         every = [each for each in self.checkpoints if each.step != added.step] + [added]
         every.sort(key=lambda each: each.step)
         steps, verified = [each.step for each in every], added.verified
@@ -135,7 +135,7 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class _Mark(msgspec.Struct, frozen=True):
-    """Which job has written the checkpoints of a local folder.
+    """The mark of the job that has written the checkpoints of a local folder.
 
     Attributes:
         job: the job.
@@ -148,7 +148,7 @@ class _Mark(msgspec.Struct, frozen=True):
     committed: bool = False
 
     def continues(self, head: Head | None, tag: str | None) -> bool:
-        """Whether no other job has written to the store since."""
+        """Whether no other job has written to the store since then."""
         if head is None:
             return self.base is None and not self.committed
         return head.job == self.job or (not self.committed and tag == self.base)
@@ -158,7 +158,7 @@ def read_head(store: ObjectStore) -> tuple[Head | None, str | None]:
     """Return the head of a prefix and its tag, or None twice if there is none.
 
     Raises:
-        CheckpointError: it cannot be read, or is damaged; `UnknownFormatError` if it is of another version.
+        CheckpointError: it cannot be read, or is damaged; `UnknownFormatError` if another version wrote it.
     """
     content = store.read(_HEAD)
     if content is None:
@@ -182,7 +182,7 @@ class _Version(msgspec.Struct):
 
 
 class _Damaged(Exception):
-    """A checkpoint in the store is not what its head says."""
+    """A checkpoint in the store differs from its head's description."""
 
 
 # ------------------------------------------------------------------------------------------- at the start
@@ -302,12 +302,12 @@ def fault_of(store: ObjectStore, stored: StoredCheckpoint) -> str | None:
 
 
 def take_lease(folder: Path, lease: StoreLease, resume: Path | None) -> None:
-    """Make a local folder that of a job which begins, or of one that runs here already.
+    """Assign a local folder to a job that begins, or to one that already runs here.
 
     Args:
         folder: the folder; a job over hosts calls this on each.
         lease: the lease of the job.
-        resume: the checkpoint from which it begins. Others of an earlier job are removed.
+        resume: the checkpoint from which it begins. Other checkpoints of an earlier job are removed.
 
     Raises:
         CheckpointError: the folder cannot be written to.
@@ -346,7 +346,7 @@ def _write_mark(folder: Path, mark: _Mark) -> None:
 
 @dataclass(frozen=True)
 class _Upload:
-    """What to bring to the store: nothing but the claim, a checkpoint, or the end of the job."""
+    """What to bring to the store: only the claim, a checkpoint, or the end of the job."""
 
     step: int | None = None
     seconds: float = 0.0
@@ -371,7 +371,7 @@ class Mirror:
         not_removed: see above.
 
     Attributes:
-        taken_over: why this job may write to the store no more; empty if it may.
+        taken_over: why this job may no longer write to the store; empty if it may.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class Mirror:
                 return
 
     def _bring(self, upload: _Upload) -> str:
-        """Do what was requested; return the URL of a checkpoint that was uploaded."""
+        """Do the requested work; return the URL of a checkpoint that was uploaded."""
         if self.taken_over:
             raise SupersededError(self.taken_over)
         store, url = self._claimed(), ""
@@ -475,7 +475,7 @@ class Mirror:
             try:
                 url = self._put(store, self._local.path(upload.step))
             except FileNotFoundError:
-                # A newer one has replaced it, and is uploaded next.
+                # A newer checkpoint has replaced it, and is uploaded next.
                 return ""
         if upload.finished and self._head.finished != upload.step:
             self._commit(store, lambda head: msgspec.structs.replace(head, finished=upload.step))
@@ -516,13 +516,13 @@ class Mirror:
                 if self._fenced:
                     self._discard(store, stored)
                 else:
-                    # The store may have the head, and only the answer was lost.
+                    # The store may have the head: perhaps only the answer was lost.
                     self._unlisted.append(stored)
                 raise
         return f"{store.url}/{stored.folder}"
 
     def _claimed(self) -> ObjectStore:
-        """Return the store, whose head this process has written."""
+        """Return the store, after writing its head if this process has not done so."""
         if self._store is None:
             self._store = self._connect(self._lease)
         if self._head is None:
@@ -552,7 +552,7 @@ class Mirror:
             try:
                 tag = store.replace(_HEAD, msgspec.json.encode(after), self._tag)
             except Conflict:
-                # The answer to an earlier try of this process may have been lost.
+                # The answer to an earlier attempt of this process may have been lost.
                 head, tag_there = read_head(store)
                 if head is None or head.holder != self._holder:
                     raise self._lost(head) from None
@@ -584,7 +584,7 @@ class Mirror:
                 self._not_removed(f"{store.url}/{stored.folder}", str(error))
 
     def _check_writer(self, store: ObjectStore) -> None:
-        """Without conditional writes, notice another writer at least where it does not write just now."""
+        """Without conditional writes, at least detect another writer that is not writing at this moment."""
         head, _ = read_head(store)
         if self._head is not None and (head is None or head.holder != self._holder):
             raise self._lost(head)
@@ -607,7 +607,7 @@ class Mirror:
                 _write_mark(self._local.folder, mark)
 
     def _remove_leftovers(self, store: ObjectStore) -> None:
-        """Delete what earlier chiefs have left, also cut uploads: they can change the head no more."""
+        """Delete what earlier chiefs have left, including aborted uploads, which cannot change the head."""
         assert self._head is not None
         kept = {stored.folder for stored in self._head.checkpoints}
         left: dict[str, list[str]] = {}

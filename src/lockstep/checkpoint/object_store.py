@@ -1,7 +1,7 @@
 """Objects in a store such as Amazon S3, Google Cloud Storage or Azure Blob Storage, by the library obstore.
 
-The library is imported when a store is opened. It reads credentials from the environment; nothing here sees
-them. It repeats a request that fails, with growing pauses, and bounds the time for that.
+The library is imported when a store is opened. It reads credentials from the environment; this module never
+has them. It repeats a request that fails, with growing pauses, and bounds the time for that.
 """
 
 import contextlib
@@ -56,9 +56,9 @@ class StoreLease(msgspec.Struct, frozen=True):
 
     Attributes:
         url: the prefix.
-        job: identifies the job there; all its workers have the same.
+        job: an id of the job there, the same for all its workers.
         base: the tag of the head from which the job began; None if there was none.
-        one_writer: whether the user vouches for it that no other job writes there.
+        one_writer: whether the user guarantees that no other job writes there.
     """
 
     url: str
@@ -80,7 +80,7 @@ def parse_url(url: str) -> str:
     """Return the URL of a prefix in a store, without slashes at its end.
 
     Raises:
-        ConfigError: it names no store, or contains something that may be a secret.
+        ConfigError: it does not name a store, or contains a part that may be a secret.
     """
     scheme, _, rest = url.partition("://")
     if scheme not in _SCHEMES:
@@ -99,7 +99,7 @@ def parse_url(url: str) -> str:
 
 
 def name_for(url: str) -> str:
-    """Return a name for a folder of this machine with the content of a prefix: its last part, and a hash."""
+    """Return a name for a local folder with the content of a prefix: the prefix's last part, and a hash."""
     last = re.sub("[^A-Za-z0-9._-]", "-", url.rpartition("/")[2])[:40]
     return f"{last}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"
 
@@ -110,7 +110,7 @@ def folder_for(url: str) -> Path:
 
 
 def folder_of(location: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of the folder on this machine for a folder, or a URL, that the user gave."""
+    """Return the absolute local path for a folder, or a URL, that the user gave."""
     return folder_for(os.fspath(location)) if is_url(location) else Path(location).absolute()
 
 
@@ -173,7 +173,7 @@ class ObjectStore:
             raise self._failed("opened", error) from None
 
     def read(self, name: str) -> tuple[bytes, str] | None:
-        """Return the content of a small object, and its tag, which changes with it, or None if absent."""
+        """Return the content of a small object, and its tag, which changes with it; None if absent."""
         try:
             result = self._obstore.get(self._store, name)
             return bytes(result.bytes()), _tag(result.meta)
@@ -265,7 +265,7 @@ class ObjectStore:
         """Check that the store takes objects, and refuses a write whose condition does not hold.
 
         Raises:
-            ConfigError: it ignores conditions, or does not support them.
+            ConfigError: the store ignores conditions, or does not support them.
         """
         name = f"probe-{secrets.token_hex(8)}"
         try:

@@ -25,9 +25,9 @@ def newest(
     """Return the newest complete checkpoint in `folder` and the facts about its job, if there is one.
 
     Args:
-        folder: may not exist yet.
+        folder: the folder, which may not exist yet.
         report: called with a message for each newer checkpoint that is damaged.
-        location: the store of which the folder is a copy, for messages; None for none.
+        location: the store that the folder copies, for messages; None if there is none.
 
     Returns:
         Its path, the facts, and a note for the user if the job is finished; or None if there is none.
@@ -72,7 +72,7 @@ def refuse_another_job(path: Path, facts: Facts, options: Mapping[str, Any]) -> 
 
 
 def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
-    """Raise ConfigError if the job would resume on another backend than before."""
+    """Raise ConfigError if the job would resume on a different backend."""
     past = facts.get("backend", backend)
     if past != backend:
         raise ConfigError(
@@ -131,7 +131,7 @@ def note_on_end(location: Path | str, step: int) -> str:
 def note_on_versions(path: Path, facts: Facts) -> str:
     """Return a note on libraries with other versions than the checkpoint's, or an empty string.
 
-    Imports no library. A library that no installed distribution provides is skipped.
+    This does not import libraries. A library that no installed distribution provides is skipped.
     """
     # The name of a distribution may differ from that of its module: tensorflow-cpu provides tensorflow.
     distributions = metadata.packages_distributions()

@@ -1,7 +1,7 @@
-"""What of a run folder an object store lacks, and what may be uploaded now. Pure.
+"""The files of a run folder that an object store lacks, and those that may be uploaded now. Pure.
 
-Logs grow at their end, but a store replaces whole objects. So a large file is uploaded less often: all of
-them together take at most `RATE` on average, and a log of 100 MB is at most 100 s behind.
+Logs grow at their end, but a store replaces whole objects. So a large file is uploaded less often: all
+uploads together take at most `RATE` on average, and a log of 100 MB is at most 100 s behind.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ class RunIndex(msgspec.Struct, frozen=True):
 
     Attributes:
         format: the version of these fields.
-        holder: the token of the run that uploads. One that finds another token there uploads no more.
-        files: their names. A file may be missing that was to be uploaded next.
+        holder: the token of the run that uploads. A run that finds another token there stops uploading.
+        files: their names. The next file to upload may be missing.
     """
 
     format: int = _FORMAT
@@ -42,14 +42,14 @@ class RunIndex(msgspec.Struct, frozen=True):
 
 
 class FileState(NamedTuple):
-    """The size of a file, and when it was last changed, in nanoseconds."""
+    """The size of a file, and the time of its last change, in nanoseconds."""
 
     size: int
     modified: int
 
 
 class UploadedFile(NamedTuple):
-    """The state of a file when it was uploaded, and when that was, in seconds."""
+    """The state of a file when it was uploaded, and the time of the upload, in seconds."""
 
     state: FileState
     at: float
@@ -99,6 +99,6 @@ def read_index(data: bytes, url: str) -> RunIndex:
 
 
 def _is_below(name: str) -> bool:
-    """Whether a name is that of a file below the folder. Anyone with access to the store may have set it."""
+    """Whether a file's name is below the folder. Anyone with access to the store may have set it."""
     path = PurePosixPath(name)
     return is_kept(name) and not path.is_absolute() and ".." not in path.parts and str(path) == name

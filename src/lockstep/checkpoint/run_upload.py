@@ -1,16 +1,16 @@
-"""A run folder in an object store: a process beside the job uploads what of it has grown.
+"""A run folder in an object store: a process beside the job uploads the parts that have grown.
 
-The job writes its folder on this machine as without a store. The process reads it, and neither it nor the
-store can stop or delay the job. It outlives the command, whose end it notices by a pipe, and then uploads the
-rest within a limit.
+The job writes its local folder as it does without a store. The process reads the folder, and neither it nor
+the store can stop or delay the job. It outlives the command. It notices the command's end through a pipe, and
+then uploads the rest within a limit.
 
 An index (`RunIndex`) lists the objects, and has the token of the run that uploads. Each command puts a new
-token there before its job begins. A process that finds another token uploads no more, so that an earlier run
-which still exists on some machine changes nothing: it is fenced like a writer of checkpoints (`mirror.py`).
-The folder records the token, too (`store_mark`), so that the next command knows whether the store or the
-folder has the newest files.
+token there before its job begins. A process that finds another token stops uploading, so an earlier run that
+still exists on some machine does not change anything: it is fenced like a writer of checkpoints
+(`mirror.py`). The folder also records the token (`store_mark`), so that the next command knows whether the
+store or the folder has the newest files.
 
-The module is not forked after the store was used: the library has threads of its own.
+The process is not forked after it has used the store, because the library has threads of its own.
 """
 
 import contextlib
@@ -89,7 +89,8 @@ def _unsteady(store: ObjectStore) -> CheckpointError:
 def prepare(url: str, folder: Path) -> None:
     """Take a place in a store for a run folder, and fetch the files of an earlier run there, if any.
 
-    Files of the folder that are not of that run, or have gone on without the store, move to another folder.
+    Files of the folder that do not belong to that run, or have grown without the store, move to another
+    folder.
 
     Args:
         url: the prefix.
@@ -106,7 +107,7 @@ def prepare(url: str, folder: Path) -> None:
         index, tag = _read(store)
         is_newest = index is None or not index.files or index.holder in marks
         if is_newest and files_of(folder):
-            # The folder stays the newest one, whether or not this process survives the request.
+            # The folder remains the newest one, whether or not this process survives the request.
             _mark(folder, holder, *((index.holder,) if index is not None else marks))
         try:
             _write(store, RunIndex(holder=holder, files=() if index is None else index.files), tag)
@@ -131,7 +132,7 @@ def _replace_files(store: ObjectStore, index: RunIndex, folder: Path) -> None:
         aside = _free_name(folder)
         _move_files(folder, aside)
         if all(_begins_with(fetched / name, aside / name) for name in names):
-            # The earlier run has continued that of this folder.
+            # The earlier run continued the run of this folder.
             shutil.rmtree(aside, ignore_errors=True)
         else:
             note(f"{folder} had files of another run, which are in {aside} now")
@@ -143,7 +144,7 @@ def _replace_files(store: ObjectStore, index: RunIndex, folder: Path) -> None:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the names of all that a run has left, also of links and files that are never uploaded."""
+    """Return the names of all files of a run, including links and files that are never uploaded."""
     paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
     names = [path.relative_to(folder).as_posix() for path in paths]
     return [name for name in names if is_kept(name) or not name.isprintable()]
@@ -179,12 +180,12 @@ def fetch_run(url: str, folder: Path, wanted: Callable[[str], bool]) -> None:
 
     Args:
         url: the prefix.
-        folder: where to.
-        wanted: whether to copy the file of a name.
+        folder: the folder to which to copy them.
+        wanted: returns whether to copy the file with a name.
 
     Raises:
         CheckpointError: the store cannot be read.
-        ConfigError: it has no run there, or the folder cannot be written.
+        ConfigError: the store has no run there, or the folder cannot be written.
         UnfitError: obstore is not installed.
     """
     store = _open(url, SHORT_RETRY_SECONDS)
@@ -193,7 +194,7 @@ def fetch_run(url: str, folder: Path, wanted: Callable[[str], bool]) -> None:
         raise ConfigError(f"there is no run in {url}")
     _fetch(store, index, folder, wanted)
     if not RunPaths(folder).events.exists():
-        # The run has just begun, or was killed then.
+        # The run has just begun, or was killed when it began.
         raise ConfigError(f"there is no run in {url}")
 
 
@@ -243,7 +244,7 @@ class _TakenOver(Exception):
 
 
 class RunUpload:
-    """Uploads what has grown in a run folder.
+    """Uploads the growth of a run folder.
 
     Args:
         folder: the folder.
@@ -281,7 +282,7 @@ class RunUpload:
         self._reason = ""
 
     def run(self, ended: threading.Event) -> None:
-        """Upload what has grown until the job has ended, and then the rest, until nothing is left."""
+        """Upload the folder's growth until the job has ended, and then the rest, until nothing is left."""
         while not self._taken_over:
             self.advance()
             if ended.wait(EVERY):
@@ -291,10 +292,10 @@ class RunUpload:
         self._withdraw()
 
     def advance(self, *, last: bool = False) -> bool:
-        """Upload what may be uploaded now, or everything if `last`; return whether that succeeded."""
+        """Upload the files that may be uploaded now, or all if `last`; return whether that succeeded."""
         files = files_of(self._folder)
         if not RunPaths(self._folder).events.exists() or self._taken_over:
-            # A command that is refused before its job begins leaves nothing in the store.
+            # A command that is refused before its job begins does not leave anything in the store.
             return True
         names = changed(files, self._uploaded) if last else due(files, self._uploaded, self._now())
         if not (names or self._listed - files.keys()):
@@ -309,13 +310,13 @@ class RunUpload:
         return False
 
     def left(self) -> tuple[int, int]:
-        """Return the number of files that the store lacks, also in part, and their bytes."""
+        """Return the number of files that the store lacks entirely or in part, and their bytes."""
         files = files_of(self._folder)
         names = changed(files, self._uploaded) if RunPaths(self._folder).events.exists() else []
         return len(names), sum(files[name].size for name in names)
 
     def verdict(self) -> str:
-        """Return how the upload has ended, if it has had problems; empty otherwise."""
+        """Return how the upload ended if it had problems; empty otherwise."""
         number, _ = self.left()
         why = "another run uploads there" if self._taken_over else self._reason
         if number or self._taken_over:
@@ -334,12 +335,12 @@ class RunUpload:
         store = self._store
         self._hold(store, files)
         failures = 0
-        # A file that the store refuses keeps no other one back.
+        # A file that the store refuses does not delay other files.
         for name in sorted(names, key=self._refused.__contains__):
             try:
                 os.close(open_regular(self._folder / name))
             except FileNotFoundError:
-                # The next round knows.
+                # The next round notices.
                 continue
             except OSError as error:
                 self._fail(f"{name} cannot be read: {error.strerror}")
@@ -355,7 +356,7 @@ class RunUpload:
                 continue
             self._refused.discard(name)
             self._uploaded[name] = UploadedFile(files[name], self._now())
-        # Also files of an earlier run that the job has removed at its start.
+        # This includes files of an earlier run that the job has removed at its start.
         gone = self._listed - files.keys()
         store.delete(gone)
         for name in gone:
@@ -422,20 +423,20 @@ def files_of(folder: Path) -> dict[str, FileState]:
 
 
 class _CutOff(Exception):
-    """The user does not wait for the rest."""
+    """The user does not want to wait for the rest."""
 
 
 @contextlib.contextmanager
 def uploaded_beside(folder: Path, url: str) -> Iterator[None]:
-    """Upload a run folder to a store in a process beside this one, and at the end of the block the rest.
+    """Upload a run folder to a store in a separate process, and upload the rest at the end of the block.
 
-    Nothing here can stop the block, or delay it before its end. SIGINT and SIGTERM end the wait there.
+    The upload cannot stop the block, or delay it before its end. SIGINT and SIGTERM end the wait at the end.
 
     Args:
         folder: the folder of the run.
         url: the prefix of the store; see `prepare`.
     """
-    # `prepare` has written the token. A standby has none: its prefix is new.
+    # `prepare` has written the token. A standby has none, because its prefix is new.
     holder = next(iter(_marks(folder)), secrets.token_hex(8))
     try:
         # In a new session, Ctrl-C reaches only the command.
@@ -484,7 +485,7 @@ def _cut_off_by_signals() -> Iterator[None]:
 def main(url: str, folder: Path, holder: str) -> int:
     """Upload a run folder until stdin is closed, and then the rest; return 0, whatever the store does."""
     for ignored in STOP_SIGNALS:
-        # Those of a service manager are for the command.
+        # Signals of a service manager are for the command.
         signal.signal(ignored, signal.SIG_IGN)
     os.nice(_NICE)
     upload, ended = RunUpload(folder, url, holder), threading.Event()

@@ -1,4 +1,4 @@
-"""The schedule of checkpoints: it decides when one is due, and which state is still to be written.
+"""The schedule of checkpoints: it decides when one is due, and which state still has to be written.
 
 The chief copies the state at the end of a step, and a thread writes the copy while training continues. This
 needs no agreement, because the state is equal on all workers.
@@ -72,11 +72,11 @@ def parse_every(text: str, prefix: str = "--checkpoint-every ") -> Every:
     """Parse an interval: a number of steps, or a time with its unit.
 
     Args:
-        text: as the user wrote it.
-        prefix: precedes the text in error messages.
+        text: the interval as the user wrote it.
+        prefix: a text that precedes it in error messages.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text is neither.
     """
     if re.fullmatch(r"[1-9][0-9]{0,14}", text):
         return Every(steps=int(text))
@@ -97,7 +97,7 @@ class CheckpointScheduler:
         clock: measures the interval.
         finished: records on the disk that the job finished with a checkpoint of this step.
         failed: called with the reason if the last checkpoint takes too long.
-        mirror: brings the checkpoints to an object store; None if they stay on the disk.
+        mirror: uploads the checkpoints to an object store; None if they stay on the disk.
 
     Attributes:
         leaving: whether a signal has told the process to end. The next step is its last.
@@ -142,7 +142,8 @@ class CheckpointScheduler:
         """Write the state that `take` returns if a checkpoint is due.
 
         Args:
-            taken: the number of training steps so far; may have grown by more than one since the last call.
+            taken: the number of training steps so far, which may have grown by more than one since the last
+                call.
             take: returns the state, which is copied before this returns; called at most once, on this thread.
 
         Raises:
@@ -221,7 +222,7 @@ class CheckpointScheduler:
     def roll_back(self, step: int, *, is_chief: bool) -> int:
         """Remove the checkpoints of later steps than `step`; return that of the newest one left, or -1.
 
-        Save none from now on. The chief also removes those in an object store.
+        No checkpoints are saved from now on. The chief also removes those in an object store.
         """
         self.drop()
         if not self._wait_for_disk(_PATIENCE_SECONDS, "training, which was wrong,"):
@@ -232,7 +233,7 @@ class CheckpointScheduler:
         return self._mirror.remove_after(step) if self._mirror is not None and is_chief else left
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> bool:
-        """Wait until all requested checkpoints are where they belong; return False on timeout."""
+        """Wait until all requested checkpoints are at their destinations; return False on timeout."""
         until = self._clock.now() + seconds
         written = self._writer.close(seconds)
         if self._mirror is None or not written:
@@ -279,7 +280,7 @@ class CheckpointScheduler:
 
 
 def _wait_for(close: Callable[[float], bool], seconds: float, who: str, clock: Clock) -> bool:
-    """Wait until `close` succeeds, with regular notes on who waits for what; return False on timeout."""
+    """Wait until `close` succeeds, and regularly note who waits for what; return False on timeout."""
     begun, pause = clock.now(), _QUIET_SECONDS
     while not close(max(0.0, min(pause, begun + seconds - clock.now()))):
         waited, pause = clock.now() - begun, NOTE_EVERY
@@ -301,9 +302,10 @@ def open_scheduler(
         store: the store of the checkpoints.
         every: the interval.
         publish: called on another thread with an event for each checkpoint that is written or fails, and for
-            each older one that is removed to free space or cannot be removed. One that belongs into an object
-            store is written once it is there.
-        lease: of an object store to which the checkpoints are uploaded; None if they stay on the disk.
+            each older one that is removed to free space or cannot be removed. A checkpoint for an object
+            store counts as written when it is there.
+        lease: the lease of the object store to which the checkpoints are uploaded; None if they stay on the
+            disk.
     """
 
     say = RepeatedNotes()
@@ -315,7 +317,7 @@ def open_scheduler(
         publish(CheckpointFailed(reason))
         say(f"a checkpoint failed: {reason}; the job continues without it")
 
-    # By the names that they had as checkpoints, under which other processes know them, too.
+    # These are the names that they had as checkpoints, under which other processes also know them.
     left: set[str] = set()
     tried: set[str] = set()
 
@@ -395,7 +397,7 @@ def end_at_a_step(
     main thread.
 
     Args:
-        scheduler: the signal sets its `leaving`.
+        scheduler: the scheduler whose `leaving` the signal sets.
         is_chief: whether this process currently writes checkpoints.
         patience: the seconds after which the process ends without a checkpoint, as it does after a second
             signal. None: the sender of the signal enforces a limit.
@@ -448,7 +450,7 @@ class Copies:
     def _take(self, kinds: Mapping[str, Any]) -> None:
         for name, (shape, dtype) in kinds.items():
             memory = np.empty(shape, dtype)
-            # Maps each page while other threads run.
+            # This maps each page while other threads run.
             memory.reshape(-1).view(np.uint8).fill(0)
             self._memory[name] = memory
 

@@ -48,10 +48,11 @@ class Entry:
     Attributes:
         path: its folder.
         step: training steps before it.
-        time: when it was written, in seconds since 1970.
+        time: the time at which it was written, in seconds since 1970.
         bytes: total size of its files.
         fault: why it is damaged or incomplete, with the file; None if it is complete.
-        verified: the step since which every replica was verified at least once; None without verification.
+        verified: the step since which every replica has been verified at least once; None without
+            verification.
     """
 
     path: Path
@@ -70,7 +71,7 @@ class Store:
     writer removes the folder of a killed writer.
 
     Args:
-        folder: may not exist yet.
+        folder: the folder, which may not exist yet.
         keep: the number of checkpoints to keep.
         lock: the folder's lock, acquired before the first write; None if another object holds it.
     """
@@ -99,12 +100,12 @@ class Store:
         """Write a checkpoint; it replaces one of the same step.
 
         Afterwards, checkpoints that are older than the newest `keep` complete ones are removed, but never the
-        one just written, nor the newest verified one. If the disk is full, checkpoints are removed before,
-        one by one and the oldest first, but never the newest complete one. The others stay complete even if
-        the process is killed at any time.
+        one just written, nor the newest verified one. If the disk is full, checkpoints are removed first, one
+        by one from the oldest, but never the newest complete one. The others stay complete even if the
+        process is killed at any time.
 
         Args:
-            contents: to write.
+            contents: the contents to write.
             removed: called with the folder of each complete checkpoint that is removed to free space although
                 it is among the newest `keep`, and False; and with each folder that an earlier removal has
                 left, once it is removed, and True.
@@ -224,7 +225,7 @@ class Store:
                         self._remove(path)
                 sync(self._folder)
         except FileNotFoundError:
-            # Nothing was written yet.
+            # Nothing has been written yet.
             return
         except OSError as error:
             raise CheckpointError(
@@ -252,7 +253,7 @@ class Store:
     def finished(self) -> int | None:
         """Return the step of the checkpoint with which the job finished, or None if it has not finished.
 
-        If there is a checkpoint of a later step, the job has been resumed since.
+        If there is a checkpoint of a later step, the job has been resumed since then.
         """
         try:
             return msgspec.json.decode(read_regular(self._folder / _FINISHED), type=_FinishedMark).step
@@ -344,7 +345,7 @@ class Store:
     def _prune(
         self, written: Path, manifest: Mapping[str, Any], not_removed: _NotRemoved = lambda path, why: None
     ) -> None:
-        """Remove the checkpoints that are not kept now that one was written, which has the `manifest`."""
+        """Remove the checkpoints that are no longer kept after one with this `manifest` was written."""
         complete = [_step(path) for path in self._paths() if _looks_complete(path)]
         verified = manifest.get("verified", -1)
         for path in self._paths():
@@ -358,18 +359,18 @@ class Store:
 
 
 def is_among_kept(step: int, complete: Sequence[int], written: int, *, keep: int, verified: int) -> bool:
-    """Whether a checkpoint is kept once another one was written, in a folder or in an object store.
+    """Whether a checkpoint is kept after another one was written, in a folder or in an object store.
 
-    Those that are older than the newest `keep` complete ones and than the one just written are not. Newer
-    damaged ones stay: they may become readable again, or are replaced.
+    Checkpoints that are older than the newest `keep` complete ones, and than the one just written, are not
+    kept. Newer damaged ones stay, because they may become readable again, or are replaced.
 
     Args:
         step: the step of the checkpoint.
         complete: the steps of the complete ones, in ascending order.
-        written: the step of the one just written.
+        written: the step of the checkpoint just written.
         keep: the number of checkpoints to keep.
-        verified: the step up to which the one just written is verified; -1 without verification. The job may
-            have to roll back to the newest one that is not later.
+        verified: the step up to which the checkpoint just written is verified; -1 without verification. The
+            job may have to roll back to the newest checkpoint that is not later.
     """
     if step >= min([written, *complete[-max(keep, 1) :]]):
         return True
@@ -377,7 +378,7 @@ def is_among_kept(step: int, complete: Sequence[int], written: int, *, keep: int
 
 
 def _remove_folder(path: Path) -> None:
-    """Remove all files of a folder that can be removed; raise why one can't be."""
+    """Remove the files of a folder that can be removed; if one cannot, raise the reason."""
     shutil.rmtree(path, ignore_errors=True)
     if path.exists():
         shutil.rmtree(path)

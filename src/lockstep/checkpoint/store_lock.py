@@ -66,7 +66,8 @@ def announce(folder: Path) -> None:
     try:
         make_folder(folder)
         descriptor = share_lock(folder / _NAME)
-        # After the lock: to an observer, a job that has begun and has no training process has ended.
+        # This comes after the lock: to an observer, a job that has begun and has no training process has
+        # ended.
         if not os.fstat(descriptor).st_size:
             os.truncate(descriptor, 1)
         os.utime(descriptor)

@@ -23,7 +23,7 @@ class Writer:
     Attributes:
         requested: the step of the checkpoint that was requested last; None before the first.
         written: the step of the checkpoint that was written last; None before the first.
-        seconds: how long it took to write that checkpoint.
+        seconds: the time that it took to write that checkpoint.
     """
 
     def __init__(

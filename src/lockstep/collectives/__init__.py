@@ -1,1 +1,1 @@
-"""The exchange of a view: sums along one fixed tree, and its implementations. Nothing about training."""
+"""The exchange of a view: sums along one fixed tree, and its implementations. It does not know training."""

@@ -1,6 +1,6 @@
 """A collective call: its description, checks of its arguments, comparison, and the wait for other members.
 
-No I/O; the clock is injected.
+This module does no I/O, and its clock is injected.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +124,7 @@ def _groups(keys: Sequence[Key], workers: Sequence[int]) -> list[tuple[Key, list
 
 
 def _others(groups: Sequence[tuple[object, list[int]]]) -> tuple[int, ...]:
-    """Return the workers that are not in the first member's group."""
+    """Return the workers outside the first member's group."""
     return tuple(sorted(worker for _, ids in groups[1:] for worker in ids))
 
 
@@ -133,7 +133,7 @@ REASON_LIMIT = 1 << 12
 
 
 def abort_reason(worker: int, call: CollectiveCall, error: BaseException) -> str:
-    """Return the reason for which `worker` ends the view: it leaves `call` with `error`."""
+    """Return the reason with which `worker` ends the view: it leaves `call` with `error`."""
     if isinstance(error, LockstepError):
         return f"worker {worker} gave up: {error}"
     return f"worker {worker} left {call} with {type(error).__name__}: {error}"
@@ -198,5 +198,5 @@ class CallWait:
         if self._observe is not None and waited >= (self._reports + 1) * policy.report_every:
             self._reports = int(waited // policy.report_every)
             self._observe(PeerWait(str(self._call), missing, waited))
-        # The timeout may have been lowered since.
+        # The timeout may have been lowered meanwhile.
         return max(0.0, min(MAX_BLOCK_SECONDS, policy.timeout - waited, policy.report_every))

@@ -37,7 +37,7 @@ WaitObserver = Callable[[PeerWait], None]
 
 @dataclass
 class WaitPolicy:
-    """How long a member waits for its peers; its creator may change it.
+    """How long a member waits for its peers; the creator of the policy may change it.
 
     Attributes:
         timeout: seconds after which the wait ends in `PeerStuckError`.

@@ -247,7 +247,7 @@ class HostPlan:
 
     @cached_property
     def lanes(self) -> int:
-        """The number of lanes: as many as the host with the fewest workers has workers."""
+        """The number of lanes: the number of workers of the host with the fewest workers."""
         return min(map(len, self.hosts))
 
     def rank(self, local: int) -> int:

@@ -45,12 +45,12 @@ _SHORT_PATIENCE = 0.2
 class AgentClient:
     """Sends the reports of this worker to its agent, from any thread, and receives its messages.
 
-    Supervision depends on most reports, so they wait for an agent whose queue is full. Dropped instead are
-    measurements, digests, and a report that a later one replaces. Reports do not raise, except for a request
-    to join and the state for joiners: without these, another process would wait for ever.
+    Supervision depends on most reports, so they wait for an agent whose queue is full. Measurements, digests,
+    and reports that later ones replace are dropped instead. Reports do not raise, except for a request to
+    join and the state for joiners: without these, another process would wait forever.
 
     Args:
-        channel: to the agent.
+        channel: the channel to the agent.
         worker: the id of this worker.
     """
 
@@ -106,15 +106,15 @@ class AgentClient:
         return self._channel.send(FailureReport(event, status, blames, prints, recurs), _PATIENCE)
 
     def finished(self, status: int = 0) -> None:
-        """Report that the script ended, or exited with a status of its own."""
+        """Report that the script has ended, or has exited with its own status."""
         self._channel.send(EventReport(ScriptEnded(self._worker, status)), _PATIENCE)
 
     def awaits_last_line(self) -> None:
-        """Report that this worker has done its last work, and waits for the last line of the job."""
+        """Report that this worker has completed its last work, and waits for the last line of the job."""
         self._channel.send(LastLineAwaited(self._worker), _PATIENCE)
 
     def wait_for_release(self, seconds: float) -> bool:
-        """Wait until the job has finished or no longer needs this worker; return whether that was in time."""
+        """Wait until the job has finished or no longer needs this worker; return False after a timeout."""
         until = time.monotonic() + seconds
         while (message := self.receive(max(0.0, until - time.monotonic()))) is not None:
             if isinstance(message, AbortExchange | Leave):
@@ -160,7 +160,7 @@ class AgentClient:
         return newest
 
     def receive(self, seconds: float | None) -> AgentMessage | None:
-        """Wait for a message of the agent, and keep connections that arrive before; for the main thread.
+        """Wait for a message from the agent, and keep connections that arrive before it; for the main thread.
 
         Returns:
             The message; the end of the job if the agent has ended; None without a message in `seconds`.
@@ -189,9 +189,9 @@ class AgentClient:
         return [connected for connected in kept if connected.view == view]
 
     def receive_any(self, seconds: float | None, *wakes: int) -> AgentMessage | None:
-        """Wait for a message of the agent, which may be a connection; see `receive`.
+        """Wait for a message from the agent, which may be a connection; see `receive`.
 
-        It also returns None once one of the descriptors `wakes` is readable.
+        It also returns None if one of the descriptors `wakes` is readable.
         """
         return self._kept.popleft() if self._kept else self._take(seconds, *wakes)
 
@@ -200,7 +200,7 @@ class AgentClient:
         # Reports of other threads may fill the queue again.
         while not self._channel.send(message, max(0.0, until - time.monotonic())):
             if self._has_ended(0.0):
-                # The next message says so.
+                # The next message shows it.
                 return
             if time.monotonic() >= until:
                 raise PeerLostError(
@@ -209,7 +209,7 @@ class AgentClient:
                 )
 
     def _has_ended(self, seconds: float | None) -> bool:
-        """Return whether the agent ends in this time; None for no limit."""
+        """Return whether the agent ends within this time; None for no limit."""
         poll = select.poll()
         poll.register(self._channel.fileno(), 0)
         return bool(poll.poll(None if seconds is None else 1000 * seconds))

@@ -22,9 +22,9 @@ class AgentPeers:
         view: the view of the worker by itself.
 
     Attributes:
-        view: the view that the worker has entered last.
+        view: the view that the worker entered last.
         segment: the control segment of that view; None before the first one.
-        entrance: connects to other hosts; None in a job on one host.
+        entrance: the way to other hosts; None in a job on one host.
     """
 
     def __init__(self, client: AgentClient, view: View) -> None:
@@ -55,7 +55,7 @@ class AgentPeers:
         return newest.number, Notice(self._peeked(newest).posted)
 
     def answers_at(self, entrance: bytes) -> None:
-        """Tell the agent; see `Peers`."""
+        """Tell the agent the address; see `Peers`."""
         self._client.answers_at(entrance)
 
     def dial(self, worker: int) -> Callable[[], socket.socket] | None:

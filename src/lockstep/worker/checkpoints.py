@@ -15,7 +15,7 @@ class WorkerCheckpoints:
 
     Args:
         scheduler: saves checkpoints while this worker is the chief; None if none are saved.
-        resumed: the checkpoint from which training resumes; None for none.
+        resumed: the checkpoint from which training resumes; None if it begins.
         accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
     """
 
@@ -32,7 +32,7 @@ class WorkerCheckpoints:
 
     @property
     def scheduler(self) -> CheckpointScheduler | None:
-        """What saves checkpoints while this worker is the chief, or None if none are saved."""
+        """The scheduler that saves checkpoints while this worker is the chief, or None if none are saved."""
         return self._scheduler
 
     @property

@@ -67,7 +67,8 @@ class Turns:
     The kernel releases the lock of a process that ends, so the next worker retries an incomplete download.
 
     Args:
-        folders: for locks; the first usable one is used. Other jobs of this user with the same folder wait.
+        folders: candidates for the folder of locks, of which the first usable one is used. Other jobs of this
+            user with the same folder wait.
         record: the file in which the workers of the job record their downloads.
         job: identifies the job.
         worker: this worker's id.

@@ -1,6 +1,6 @@
 """Reports of files that a script opens for writing; the coordinator detects conflicts between workers.
 
-In a job that only checks a script, the script may not change anything outside of its process.
+In a job that only checks a script, the script must not change anything outside of its process.
 
 Only files opened by Python are reported, not those opened by libraries in C (HDF5, TensorFlow's own files).
 """
@@ -45,9 +45,9 @@ appends, and the library that opens it for that line; empty if none does."""
 
 
 def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
-    """Report, from now on, files that this process opens for writing: each once, and once more if it appends.
+    """Report, from now on, each file that this process opens for writing, and again if it appends.
 
-    There are at most a thousand reports. Forked processes report nothing. The hook cannot be removed again.
+    There are at most a thousand reports. Forked processes do not report. The hook cannot be removed.
     """
     process, seen = os.getpid(), set[tuple[str, bool]]()
 
@@ -76,15 +76,15 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
 
 
 def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) -> None:
-    """Prevent the program, from now on, from changing anything outside of this process.
+    """From now on, prevent the program from changing anything outside of this process.
 
     It may not write, delete or rename files that are its results, start other programs, or connect to a
-    service. Temporary files and those of libraries are not results. The hook cannot be removed again.
+    service. Temporary files and those of libraries are not results. The hook cannot be removed.
 
     Args:
-        places: tells the files of libraries.
-        refuse: called with a description of the refused call, such as `train.py:41 writes out.csv`. The
-            program's call raises the error that it raises.
+        places: recognizes the files of libraries.
+        refuse: called with a description of the refused call, such as `train.py:41 writes out.csv`. An error
+            that it raises is raised by the program's call.
     """
     process = os.getpid()
     temporary, work = f"{Path(tempfile.gettempdir())}{os.sep}", f"{Path.cwd()}{os.sep}"
@@ -136,9 +136,9 @@ def refuse_effects(places: "LibraryFolders", refuse: Callable[[str], object]) ->
 
 
 def is_refused_write(error: BaseException) -> bool:
-    """Whether an error of a script that is only checked may be due to a write that Landlock has refused.
+    """Whether an error of a script that is only checked may come from a write that Landlock refused.
 
-    It refuses neither to read nor to create a database in a folder that does not exist.
+    Landlock does not refuse to read, or to create a database in a folder that does not exist.
     """
     text = str(error).lower()
     if not can_restrict() or not any(refused in text for refused in _REFUSED):
@@ -199,8 +199,8 @@ class LibraryFolders:
 def line_of_program(frame: FrameType | None) -> str | None:
     """Return the innermost line of the program on the stack of a frame.
 
-    It is None if Lockstep's code is in between, which writes on one worker only, or an import, during which
-    libraries write caches.
+    It is None if there is code of Lockstep in between, which writes on only one worker, or an import, during
+    which libraries write caches.
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -213,7 +213,7 @@ def line_of_program(frame: FrameType | None) -> str | None:
 
 
 def library_of(frame: FrameType | None) -> str:
-    """Return the library whose code is innermost on a stack, or an empty string if the program's own is."""
+    """Return the library whose code is innermost on a stack, or an empty string if the program's is."""
     while frame is not None and not is_program(frame.f_code.co_filename):
         if name := library_name(frame.f_code.co_filename):
             return name

@@ -18,7 +18,7 @@ Around = Callable[[ModuleType], AbstractContextManager[None]]
 
 
 def when_imported(actions: Mapping[str, Action]) -> None:
-    """Call each action with the module of its name: now, or once the module has been executed.
+    """Call each action with the module of its name: now, or when the module has been executed.
 
     A module can have several actions, from several calls; their order is undefined.
     """

@@ -9,7 +9,7 @@ from lockstep.worker.import_hooks import FRAMEWORKS, whenever_executed
 
 
 def report_imports(publish: Callable[[ImportStarted], None], names: Iterable[str] = FRAMEWORKS) -> None:
-    """Publish when the import of a module of these names begins, and which import goes on after it.
+    """Publish when the import of a module of these names begins, and which import continues after it.
 
     Args:
         publish: takes the events: the innermost module whose import is in progress, or an empty name.

@@ -4,8 +4,8 @@ It replaces JAX's own cache. It writes entries atomically, however a process end
 compiled for another processor or number of threads, which JAX does not distinguish. If several processes need
 the same program at once, one compiles it and the others wait.
 
-The cache is in the user's cache folder, unless others may write there. An entry yields the same bits as
-compiling again.
+The cache is in the user's cache folder, unless others may write there. A program from the cache computes the
+same bits as one that is compiled again.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ _TURNS = "turns"
 
 
 def keep_compiled(base: Path, threads: int) -> None:
-    """Enable the cache once JAX is imported, unless the user has configured or disabled JAX's cache.
+    """Enable the cache when JAX is imported, unless the user has configured or disabled JAX's cache.
 
     Args:
         base: the parent folder of the cache.
@@ -72,7 +72,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         note(f"JAX compiles without its cache: {error}")
         return
     except OSError:
-        # Without the cache, everything works, but slower.
+        # Without the cache, everything works, but more slowly.
         return
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -142,7 +142,7 @@ class CompilationCache:
 
     def put(self, key: str, value: bytes) -> None:
         """Save an entry; ignore errors of the file system."""
-        # Hosts may share the folder, and have processes of equal ids.
+        # Hosts may share the folder, and have processes with equal ids.
         new = f"{key}.{secrets.token_hex(8)}.new"
         try:
             self._trim()

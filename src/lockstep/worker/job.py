@@ -1,4 +1,4 @@
-"""One worker in its job: its knowledge of the job, and the commands that move it from view to view.
+"""One worker in its job: what it knows of the job, and the commands that move it from view to view.
 
 A `Job` has four parts, each with one owner. Its `Membership` gets the next view from the coordinator. Its
 `JobContext` is immutable. Its `EnteredView` is the current view and this worker's end of the exchange; only
@@ -7,9 +7,9 @@ the commands of `Job` change it (`exchange`, `between_steps`, `join`, `detached`
 have no effects.
 
 A joined worker may compute different results: its script skips calls that the others have computed, and may
-reach a different position, for example in a generator that two calls share. In the same call, all members see
+reach a different position, for example in a generator that two calls share. In that call, all members detect
 which members differ from the chief. If all of these have joined later, they report it to the agent and exit,
-and the others repeat the call in the next view. If some of the first workers differ, nobody knows which are
+and the others repeat the call in the next view. If some of the first workers differ, it is unknown which are
 right, and the job ends.
 """
 
@@ -58,7 +58,7 @@ _ADVICE_ON_JOINING = (
 
 @dataclass(frozen=True)
 class JobContext:
-    """The constant knowledge of a worker about its job.
+    """The constant facts that a worker knows about its job.
 
     Attributes:
         worker: this process's worker id.
@@ -92,7 +92,7 @@ class JobContext:
 
 
 class Job:
-    """One worker in its job: its knowledge of the job, and the view that it has entered.
+    """One worker in its job: what it knows of the job, and the view that it has entered.
 
     Only the commands of this class change the view: `exchange` and `between_steps` enter the next view,
     `join` enters a joining worker's first one, and `detached` leaves the view for a block.
@@ -106,19 +106,19 @@ class Job:
         joins: whether this worker is not yet in a view of the job.
 
     Attributes:
-        task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
+        task: the type of this process's task in `TF_CONFIG`: "worker", even for a chief, or "evaluator",
             which does not belong to the workers' job.
         process: the worker id whose task this process has: its own, or that of the lost worker that it
             replaces.
         replacement: the worker id under which this process runs scheduled functions, if it replaces a lost
-            worker, or in a replay repeats such a process; otherwise -1.
+            worker, or repeats such a process in a replay; otherwise -1.
         replacements: the worker ids of the processes that have replaced others; only on the chief.
         peers: the other processes, while this one does not wait for them.
         joiners: how workers join meanwhile; only on the chief.
-        left: whether this is a child of the worker, which must not take part in its exchange.
+        left: whether this is a child of the worker, which must not take part in the worker's exchange.
         policy: how this worker waits for others.
         exact_batch: whether replicas also exchange large rows; as `JobSettings` or a strategy says.
-        local_steps: the local steps of replicas in `fit`, likewise; None if each step is of all replicas.
+        local_steps: the local steps of replicas in `fit`, likewise; None if replicas take each step together.
         timer: measures the steps of the main thread.
         exchanges: number of calls of the exchange that are complete.
     """
@@ -193,7 +193,7 @@ class Job:
 
     @property
     def replicas_in_sync(self) -> int:
-        """R, as the script sees it."""
+        """R, as the script gets it."""
         return self._tried_replicas or self.view.replicas
 
     @contextmanager
@@ -212,7 +212,7 @@ class Job:
 
     @property
     def waited(self) -> float:
-        """Seconds that this worker has waited for others so far, in all views and for the next ones."""
+        """Seconds for which this worker has waited for others so far, in all views and between them."""
         return self._waited_before + self.communicator.waited
 
     @property
@@ -258,15 +258,15 @@ class Job:
         self._publish_once(DistributionBegan())
 
     def at_end(self, act: Callable[[], object]) -> None:
-        """Call `act` when the script has ended, if this worker is the chief then."""
+        """Call `act` when the script has ended, if this worker is the chief at that time."""
         self._at_end.append(act)
 
     def at_exit(self, act: Callable[[], object]) -> None:
-        """Call `act` when the script has ended on this worker, also if it has raised."""
+        """Call `act` when the script has ended on this worker, even if it has raised."""
         self._at_exit.append(act)
 
     def at_completion(self, act: Callable[[], object]) -> None:
-        """Call `act` when the script has ended without an error, to complete what it has begun."""
+        """Call `act` when the script has ended without an error, to complete work that it has begun."""
         self._at_completion.append(act)
 
     def complete(self) -> None:
@@ -280,7 +280,7 @@ class Job:
             act()
 
     def end_check(self, reason: str) -> NoReturn:
-        """End a script of which the job checks only the first steps of each call."""
+        """End a script if the job checks only the first steps of each call."""
         self.events.publish(CheckEnded(reason))
         raise SystemExit(0)
 
@@ -319,8 +319,8 @@ class Job:
         All workers of a view make the same calls, and a call completes for all of them or for none. So all
         workers of the next view repeat the same call.
 
-        If only workers that have joined differ from the chief, they end, and the others repeat the call
-        without them: a joined worker has skipped computations of the others, so its state may be wrong.
+        If only joined workers differ from the chief, they end, and the others repeat the call without them: a
+        joined worker has skipped computations of the others, so its state may be wrong.
 
         Args:
             act: makes the call in the view that it receives; it may be called several times. If it makes
@@ -357,7 +357,8 @@ class Job:
                 # Otherwise the call ended in an earlier view, and the view without these workers has begun.
             except PeerLostError as lost:
                 if begun is None:
-                    # A silent worker is lost only after a while: waiting for it is not training.
+                    # A silent worker is lost only after a while, and waiting for it does not count as
+                    # training.
                     begun = time.monotonic() - (self.waited - waited)
                 self._enter_next(lost, catching_up)
             else:
@@ -387,7 +388,7 @@ class Job:
             self.change_workers(take)
 
     def change_workers(self, take: Callable[[bool], Contents]) -> None:
-        """Give the state for workers that join, and enter the next view; see `between_steps`."""
+        """Give the state to workers that join, and enter the next view; see `between_steps`."""
         begun = time.monotonic()
         lost, expected = PeerLostError("the workers change"), True
         try:
@@ -460,7 +461,7 @@ class Job:
         return contents
 
     def join_apart(self) -> Contents:
-        """Become a member without a view, which all enter with the next exchange.
+        """Become a member without a view; all enter a view with the next exchange.
 
         The others are in a block of `apart`, or run functions.
 
@@ -479,7 +480,7 @@ class Job:
         return contents
 
     def _enter_after(self, number: int) -> None:
-        """With the next exchange, enter a view that follows the one of this number."""
+        """With the next exchange, enter a view after the view with this number."""
         self._next_after = number
 
     def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
@@ -562,7 +563,7 @@ def alone() -> Job:
 
 
 def become_alone() -> None:
-    """Give this process, a child that a script has forked, a job of its own, because it is not a worker."""
+    """Give this process, a child that a script has forked, its own job, because it is not a worker."""
     current().left = True
     settings, view = current().settings, place(1, (0,))
     fresh = JobSettings(seed=settings.seed, threads=settings.threads)

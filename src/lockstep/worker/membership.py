@@ -148,7 +148,7 @@ class AgentMembership:
         return self._enter_announced(answer)
 
     def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
-        """Report to the agent why this worker ends, and end the process; the others continue without it."""
+        """Report to the agent why this worker ends, and end the process; the others continue."""
         summary = summarize_own(differs)
         if advice:
             differs.add_note(advice)
@@ -217,7 +217,7 @@ class AgentMembership:
         return contents, tuple(worker for host in message.hosts for worker in host)
 
     def _map_allocated(self) -> None:
-        """Map the memory that the others have allocated, while they do not wait for this worker yet."""
+        """Map the memory that the others have allocated, while they do not yet wait for this worker."""
         self._pool.map_allocated()
         if self.state_pool is not None:
             self.state_pool.map_allocated()

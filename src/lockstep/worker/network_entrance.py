@@ -33,11 +33,11 @@ _LOOK_EVERY = 0.2
 
 
 class _Abandoned(Exception):
-    """The view has ended before the connections were complete."""
+    """The view ended before the connections were complete."""
 
 
 class NetworkEntrance:
-    """Enters the exchanges of a job over hosts, one after another, and keeps the objects that outlive them.
+    """Enters the exchanges of a job over hosts, one after another, and keeps objects that outlive them.
 
     Args:
         identity: the identity of this worker.
@@ -68,9 +68,9 @@ class NetworkEntrance:
             self._last.number = 0
         self._current: NetworkCommunicator | None = None
         self._endpoint: NetworkEndpoint | None = None
-        # Never closed: a thread that connects for an earlier view may still write to it.
+        # This is never closed, because a thread that connects for an earlier view may still write to it.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # The others may still receive the last bytes of a call that is complete here.
+        # The others may still be receiving the last bytes of a call that is complete here.
         atexit.register(self._leave, os.getpid())
 
     def enter(
@@ -147,10 +147,10 @@ class NetworkEntrance:
         return lambda: dial(address, greeting, self._credentials, self._policy.timeout)
 
     def accept(self, connection: socket.socket) -> socket.socket:
-        """Complete a connection of a worker of another host that has used `dial`.
+        """Complete a connection from a worker of another host that has used `dial`.
 
         Raises:
-            NetworkError: it is not of this job, or does not respond in time.
+            NetworkError: the worker is not in this job, or does not respond in time.
         """
         return accept(connection, self._credentials, self._policy.timeout)
 
@@ -174,7 +174,8 @@ class LaneConnector:
         receive: waits for a message of the agent, for a number of seconds at most, or until a descriptor is
             readable.
         wake: an eventfd that is never closed.
-        observe: called during a long wait, with its object in words, the workers, and the seconds.
+        observe: called during a long wait, with a description of what it waits for, the workers, and the
+            seconds.
         patience: seconds until this gives up.
     """
 

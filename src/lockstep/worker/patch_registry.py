@@ -64,7 +64,7 @@ class PatchRegistry:
         return by in self._modules
 
     def replace(self, by: str, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by the result of `make` for its current value.
+        """Replace an attribute with the result of `make` for its current value.
 
         Raises:
             UnfitError: there is no such attribute.
@@ -81,14 +81,15 @@ class PatchRegistry:
     def wrap(
         self, by: str, owner: Any, name: str, call: Callable[..., Any], *, of_program: bool = False
     ) -> None:
-        """Replace a function by one that calls `call` with the original and the arguments.
+        """Replace a function with one that calls `call` with the original and the arguments.
 
         Args:
             by: the module that replaces it.
             owner: the class or module that has it.
             name: its name.
-            call: is called instead of it.
-            of_program: whether the program may have defined it: AutoGraph converts it as without `call`.
+            call: the function that is called instead.
+            of_program: whether the program may have defined it. Then AutoGraph converts it as it would
+                without `call`.
 
         Raises:
             UnfitError: there is no such function.
@@ -97,7 +98,7 @@ class PatchRegistry:
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(original)
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                # AutoGraph converts it with `replacement`, and so the program's function.
+                # AutoGraph converts it with `replacement`, and so also converts the program's function.
                 def convertible(*args: Any, **kwargs: Any) -> Any:
                     return original(*args, **kwargs)
 
@@ -121,7 +122,7 @@ class PatchRegistry:
             _set(owner, name, value)
 
     def give_back(self, by: str) -> None:
-        """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first."""
+        """Undo the replacements by the module `by`, or by modules in the package `by`, in reverse order."""
         inside = f"{by}."
         with self._lock:
             undone: list[Patch] = []
@@ -160,7 +161,7 @@ def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
         finally:
             setattr(owner, method, original)
         return
-    # Not through the owner's `__setattr__`, which tracks its values.
+    # This does not use the owner's `__setattr__`, which tracks its values.
     attributes = vars(owner)
     before = {method: attributes[method]} if method in attributes else {}
     attributes[method] = replacement
@@ -179,7 +180,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
         setattr(owner, name, value)
     else:
-        # Bypasses the `__setattr__` of some modules.
+        # This bypasses the `__setattr__` of some modules.
         _namespace(owner)[name] = value
 
 

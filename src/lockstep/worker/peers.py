@@ -1,4 +1,4 @@
-"""How a worker gets from view to view, and the other processes, for a process that does not wait for them.
+"""How a worker gets from view to view, and the other processes as seen by one that does not wait for them.
 
 Such a process is apart from its view, or between two calls in which all processes meet. It reads the
 announcements of the coordinator, and connects to others by itself. On the chief, `Joiners` reads them too,
@@ -22,13 +22,13 @@ _POSITION_EVERY = 1.0
 
 
 class Peers(Protocol):
-    """The other processes, as far as a process learns of them without an exchange; for the main thread."""
+    """The other processes, as a process learns of them without an exchange; for the main thread."""
 
     def announced(self) -> tuple[int, tuple[int, ...]]:
         """Return the number and the workers of the newest announced view."""
 
     def lost_workers(self, workers: Collection[int]) -> frozenset[int]:
-        """Return the workers among these that are not in the newest announced view."""
+        """Return those of these workers that are not in the newest announced view."""
 
     def posted(self) -> tuple[int, Notice]:
         """Return the number of the newest announced view, and its notice."""
@@ -63,14 +63,14 @@ class Membership(Protocol):
 
         Args:
             lost: why the view ended.
-            expected: whether it ends because this worker has handed over the state, which takes its time.
+            expected: whether it ends because this worker has handed over the state, which takes time.
 
         Raises:
             PeerLostError: no view follows; `lost` itself, or an error with another reason.
         """
 
     def end_differing(self, differs: DisagreementError, advice: str = "") -> NoReturn:
-        """End this process at once, because it computes different results from the others.
+        """End this process at once, because its results differ from those of the others.
 
         Args:
             differs: the difference.
@@ -192,7 +192,7 @@ class Joiners:
     Args:
         peers: returns the requests of the coordinator.
         membership: gives the state.
-        enter_next: called with the number of a view; the next exchange is in a later one.
+        enter_next: called with the number of a view; the next exchange is in a later view.
     """
 
     def __init__(self, peers: Peers, membership: Membership, enter_next: Callable[[int], None]) -> None:
@@ -232,7 +232,7 @@ class Joiners:
         return None
 
     def close(self, why: str) -> None:
-        """Let `admit` admit no worker from now on."""
+        """From now on, admit no worker."""
         self._closed = why
 
     def admit_none(self, why: str) -> None:

@@ -31,10 +31,10 @@ TENSORFLOW_CONTEXT = "tensorflow.python.eager.context"
 
 
 def tensorflow_random_state() -> tuple[Any, Any]:
-    """Return the sources of the seeds of TensorFlow's eager operations, once TensorFlow is imported.
+    """Return the sources of the seeds of TensorFlow's eager operations, if TensorFlow is imported.
 
-    These are the seed that `tf.random.set_seed` has set, None without one, and the `random.Random` that it
-    has seeded, None before.
+    These are the seed that `tf.random.set_seed` has set, and the `random.Random` that it has seeded; each is
+    None before that.
     """
     context = sys.modules[TENSORFLOW_CONTEXT].context()
     return context._seed, vars(context).get("_rng")

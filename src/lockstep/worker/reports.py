@@ -8,7 +8,7 @@ class Reporter(Protocol):
 
     Attributes:
         metrics: the last metrics that it has reported; empty before.
-        report: its number among those of all reporters, from 1; 0 before.
+        report: the number of that report among those of all reporters, from 1; 0 before.
     """
 
     metrics: dict[str, float]
@@ -24,11 +24,11 @@ def add(reporter: Reporter) -> None:
 
 
 def count() -> int:
-    """Return how many reports the reporters have made, including those of earlier workers."""
+    """Return the number of reports that the reporters have made, including those of earlier workers."""
     return max((reporter.report for reporter in _reporters), default=0)
 
 
 def latest() -> dict[str, float]:
-    """Return the metrics that were reported last, or an empty dict without any."""
+    """Return the metrics that were reported last, or an empty dict if there are none."""
     last = max(_reporters, key=lambda reporter: reporter.report, default=None)
     return last.metrics if last is not None else {}

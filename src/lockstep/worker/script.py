@@ -89,7 +89,7 @@ class Script:
 
     @property
     def folder(self) -> Path:
-        """The folder in which it searches for modules first."""
+        """The folder in which the program searches for modules first."""
         return Path.cwd() if self.module else Path(os.path.realpath(self.target)).parent
 
     def source(self) -> Path | None:
@@ -152,7 +152,7 @@ def refuse_undecodable(*names: str | Path | None) -> None:
 
 
 def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
-    """Find what `python -m name` would run, without importing the parent packages.
+    """Find the file that `python -m name` would run, without importing the parent packages.
 
     Raises:
         ConfigError: there is no such module, or it is a package without `__main__`.
@@ -174,7 +174,7 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the script's first frame on, or None if all frames are Lockstep's own."""
+    """Return `trace` from the script's first frame on, or None if all frames are Lockstep's."""
     lockstep_files = (
         str(Path(__file__)),
         f"{_PACKAGE}launcher/worker_main.py",
@@ -186,7 +186,7 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def program_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` with the program's own frames only, or None if it has none."""
+    """Return `trace` with only the program's own frames, or None if it has none."""
     return _linked([each for each in _steps(trace) if is_program(each.tb_frame.f_code.co_filename)])
 
 
@@ -194,7 +194,7 @@ def hide_internals(error: BaseException) -> None:
     """Remove Lockstep's frames from the tracebacks of an error and of the errors that led to it.
 
     Keras's frames are removed too, unless the program has disabled Keras's own filter. An error that
-    Lockstep's own code has raised keeps all its frames: it may be a bug.
+    Lockstep's own code has raised keeps all its frames, because it may be a bug.
     """
     config = getattr(sys.modules.get("keras"), "config", None)
     hides_keras = config is not None and config.is_traceback_filtering_enabled()
@@ -218,7 +218,7 @@ def hide_internals(error: BaseException) -> None:
 
 
 def _internal(frames: Sequence[TracebackType], hides_keras: bool) -> Iterator[bool]:
-    """Yield whether each frame is Lockstep's or Keras's, or a helper of Python that these have called."""
+    """Yield whether each frame belongs to Lockstep or Keras, or to a Python helper that these have called."""
     internal = False
     for frame in frames:
         file = frame.tb_frame.f_code.co_filename
@@ -242,9 +242,9 @@ def _linked(frames: Sequence[TracebackType]) -> TracebackType | None:
 
 
 def is_of_machine(error: BaseException) -> bool:
-    """Whether the machine may have caused an error of the script, which another worker may not meet.
+    """Whether the machine may have caused an error of the script, which another worker may not have.
 
-    Errors that backends define are of this kind, because devices cause them.
+    Errors that backends define count, because devices cause them.
     """
     if isinstance(error, LockstepError):
         return not isinstance(error, InputError | DisagreementError | SupersededError)
@@ -339,7 +339,7 @@ def keep_original(error: LockstepError) -> None:
 
 
 def original_of(error: BaseException) -> BaseException:
-    """Return the error of Lockstep that a library has converted into its own, otherwise `error` itself."""
+    """Return the error of Lockstep that a library has converted into its own, or else `error` itself."""
     for original in _originals:
         if not isinstance(error, LockstepError) and str(original) in str(error):
             return original

@@ -1,6 +1,6 @@
 """The seed that the script passes to `keras.utils.set_random_seed`, even after `keras.utils.clear_session`.
 
-Keras then forgets the number, but the random states that it has seeded go on.
+Keras then forgets the number, but keeps the random states that it has seeded.
 """
 
 from collections.abc import Callable
@@ -16,18 +16,18 @@ _noted: list[int] = []
 
 
 def note_script_seed() -> None:
-    """Note the seed of the script that begins, in this process or a forked one."""
+    """Note the seed of the script that is about to run, in this process or a forked one."""
     forget_script_seed()
     when_imported({KERAS_GLOBAL_STATE: _observe})
 
 
 def forget_script_seed() -> None:
-    """Forget the seed, as in a process whose script has set none."""
+    """Forget the seed, as in a process whose script has not set one."""
     _noted.clear()
 
 
 def noted_script_seed() -> int | None:
-    """Return the last seed that the script has set, or None without one."""
+    """Return the last seed that the script has set, or None if it has not set one."""
     return _noted[-1] if _noted else None
 
 

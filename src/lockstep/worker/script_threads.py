@@ -1,4 +1,4 @@
-"""The threads that a script leaves after its last line. They belong to it, because Python waits for them."""
+"""The threads that a script leaves after its last line. They belong to the script: Python waits for them."""
 
 import functools
 import threading
@@ -13,7 +13,7 @@ _MOMENT = 10.0
 
 
 class ScriptThreads:
-    """Notes errors of Lockstep that end a thread. The script does not see them, and would seem to succeed."""
+    """Notes errors of Lockstep that end a thread. The script misses them, and would seem to succeed."""
 
     def __init__(self) -> None:
         self._error: LockstepError | None = None
@@ -23,7 +23,7 @@ class ScriptThreads:
         """Wait for the threads of the script that Python would wait for.
 
         Raises:
-            LockstepError: one of all threads has ended with it.
+            LockstepError: a thread has ended with this error.
         """
         for thread in threading.enumerate():
             if thread.daemon or thread is threading.current_thread() or not _is_of_program(thread):

@@ -1,4 +1,4 @@
-"""The transport of states between workers of one host that divide updates: what they share is not sent."""
+"""The transport of states between workers of one host that divide updates. It does not send shared arrays."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,8 +24,8 @@ class SharedStates:
     that fetches it takes part in an update, they do not change. It must copy or share them before that.
 
     Args:
-        states: moves the rest.
-        pool: the shared memory; `fetch` maps what is allocated.
+        states: the transport of the rest.
+        pool: the shared memory; `fetch` maps the allocated part.
     """
 
     def __init__(self, states: StateTransport, pool: SharedPool) -> None:
@@ -37,7 +37,7 @@ class SharedStates:
         self._states.prepare(self._rest(contents))
 
     def publish(self, contents: Contents, *, prepared: bool = True) -> Attachment:
-        """Publish the rest, and where the other arrays are; see `StateTransport`."""
+        """Publish the rest, and the places of the other arrays; see `StateTransport`."""
         return self._states.publish(self._rest(contents), prepared=prepared)
 
     def fetch(self, published: Attachment) -> Contents:

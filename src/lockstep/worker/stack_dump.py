@@ -12,7 +12,7 @@ STACK_SIGNAL = signal.SIGRTMAX - 1
 """Requests the stack of a worker; nothing else uses this signal."""
 
 _HEADINGS = ("Thread 0x", "Current thread 0x")
-# The frames that start a script, which are not the user's.
+# These frames start a script, and are not the user's.
 _STARTING = re.compile(
     r'File "(.*/lockstep/(launcher/(fork_server|worker)_main|worker/script)\.py|<frozen runpy>)"'
 )

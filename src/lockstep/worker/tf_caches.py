@@ -22,7 +22,7 @@ _COMPLETE = ".index"
 
 
 class CacheOwner(NamedTuple):
-    """The worker of this process, as far as it matters for caches.
+    """The facts about the worker of this process that matter for caches.
 
     Attributes:
         worker: its id.
@@ -59,7 +59,7 @@ class _Caches:
         of = "" if self.replica is None else f".replica-{self.replica}"
         path = f"{filename}{of}.worker-{self.owner.worker}"
         if path not in self._created:
-            # The file is of an earlier run.
+            # An earlier run has left the file.
             _remove(path)
             self._created.add(path)
         return path
@@ -75,7 +75,7 @@ _caches = _Caches()
 
 
 def divide_caches(owner: CacheOwner) -> Callable[[], None]:
-    """Let this process have its own files once it imports TensorFlow; return a function that removes them."""
+    """Give this process its own files when it imports TensorFlow; return a function that removes them."""
     _caches.owner = owner
     when_imported({"tensorflow": _patch})
     return _caches.remove

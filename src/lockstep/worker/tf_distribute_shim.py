@@ -75,12 +75,12 @@ _STRATEGIES = tuple(name for name in REPLACED | REFUSED if name.endswith("Strate
 
 
 def is_library(code_globals: Mapping[str, Any]) -> bool:
-    """Whether code, given by its global variables, is of a library that reads what Lockstep replaces."""
+    """Whether code, given its global variables, belongs to a library that reads what Lockstep replaces."""
     return str(code_globals.get("__name__")).partition(".")[0] in ("keras", "lockstep", "tensorflow")
 
 
 def replace_names() -> None:
-    """Replace names in `tf.distribute` by Lockstep's, now or once the script has imported TensorFlow.
+    """Replace names in `tf.distribute` with Lockstep's, now or when the script has imported TensorFlow.
 
     The modules of TensorFlow and Keras still find TensorFlow's own names there, with one replica: Keras
     divides its loss by the number of replicas it finds, and Lockstep does that itself. `tf.compat` stays
@@ -90,7 +90,7 @@ def replace_names() -> None:
 
 
 def refuse_strategies(replicas: int) -> None:
-    """Reject TensorFlow's own strategies when a script creates one, now or once it has imported TensorFlow.
+    """Reject TensorFlow's own strategies when a script creates one, now or after it imports TensorFlow.
 
     With one, each worker would train a separate model, or wait for others at addresses where nothing listens.
     The default strategy and access to the names still work.
@@ -135,7 +135,7 @@ def _replace_in(tensorflow: ModuleType) -> None:
 
 
 class DistributeModule(ModuleType):
-    """`tf.distribute`, or a module in it, with Lockstep's names for the script and the libraries it calls.
+    """`tf.distribute`, or a module in it, with Lockstep's names for the script and libraries it calls.
 
     The result of a lookup depends on the module whose code makes it: Keras looks up functions when it calls
     them, in the same place and by the same names as scripts, and nothing else distinguishes the two.

@@ -1,9 +1,9 @@
-"""Searches of KerasTuner: every worker has the tuner and writes its folder, which no worker reads meanwhile.
+"""Searches of KerasTuner: every worker has the tuner and writes its folder, which none reads meanwhile.
 
 A new tuner reads the folder of an earlier search, or removes it. Each worker then makes the same trials,
-whose models are trained together, and writes the same files. So one worker of a host at a time makes its
-tuner, all have made it before the first trial is written, and the last trial is written before a script goes
-on.
+whose models are trained together, and writes the same files. So the workers of a host make their tuners one
+at a time, all have made theirs before the first trial is written, and the last trial is written before a
+script continues.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ _making: list[bool] = []
 
 
 def share_searches() -> None:
-    """Let the workers of this job search together, once the script imports KerasTuner."""
+    """Let the workers of this job search together, when the script imports KerasTuner."""
     when_imported({LIBRARY: _patch})
 
 
@@ -53,7 +53,7 @@ def _call_within(
 
 @contextmanager
 def _turn_of_this_host() -> Iterator[None]:
-    """Let one worker of this host at a time execute the block."""
+    """Let the workers of this host execute the block one at a time."""
     folder = job.current().context.folder
     if folder is None or _making:
         yield

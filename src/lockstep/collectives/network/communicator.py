@@ -23,12 +23,13 @@ These differ by one at most: the end of call k + 1 takes a part of every host, w
 end of call k. So a host that is one call behind receives the result from a host that has it, when its members
 repeat the call in the new view. A newcomer begins after the call.
 
-So the last total has to stay in memory until no host can lack it. The workers of one host that publish sums
-for the next total write to another region of memory (`memory.py`), and everything else that overwrites a
-total needs parts of all hosts. An all-to-all has no result that another host could give, so its hosts end it
-with a barrier: a host that has begun the barrier has all parts of its members. Values that depend on the
-moment of a call, such as gathered blobs, belong to the result. Code that makes several calls in one
-`Job.exchange` therefore keeps the results of complete calls, and does not repeat those calls.
+So the last total has to stay in memory until all hosts are certain to have it. The workers of one host that
+publish sums for the next total write to another region of memory (`memory.py`), and everything else that
+overwrites a total needs parts of all hosts. An all-to-all does not have a result that another host could
+send, so its hosts end it with a barrier: a host that has begun the barrier has all parts for its members.
+Values that depend on the moment of a call, such as gathered blobs, belong to the result. Code that makes
+several calls in one `Job.exchange` therefore keeps the results of complete calls, and does not repeat those
+calls.
 
 Every view has its own connections, so bytes of an earlier view cannot arrive in it.
 """
@@ -131,8 +132,8 @@ class _Packed:
         total: read-only.
         memory: the memory of the total.
         sends: the buffers that the first worker sends the other hosts.
-        sums: the sums that it writes there.
-        places: where it receives the sums of each other host.
+        sums: the sums that it writes to these buffers.
+        places: the memory in which it receives the sums of each other host.
     """
 
     reduce: PackedReduce
@@ -319,7 +320,8 @@ class NetworkCommunicator:
         if self._is_only_member:
             memory = allocate(packed_size(layout, seen))
         else:
-            # Wherever a half begins, it is the same for all layouts: others may still read the other half.
+            # The place where a half begins is the same for all layouts, because others may still read the
+            # other half.
             region = self._buffers.shared(Region.PACKED)
             memory = region[half * (region.size // 2) :]
         total = allocate(size)
@@ -351,7 +353,8 @@ class NetworkCommunicator:
         placement = cached(self._placements, layout, lambda: LanePlacement.of(layout, self._hosts))
         half, sizes = 0, (0, 0, 0, 0)
         if not self._is_only_member:
-            # Workers that publish write before all hosts have begun this call, and so have the last total.
+            # Workers that publish write before all hosts have begun this call, which shows that they have the
+            # last total.
             half = self._number % 2
             sizes = ((layout.size, 0)[half], (0, layout.size)[half], placement.size, 0)
         standing, unfit = self._make_room(call, sizes)
@@ -473,7 +476,7 @@ class NetworkCommunicator:
     # Parts.
 
     def _all_to_all(self, call: CollectiveCall, parts: Sequence[Sequence[Bytes]]) -> Sequence[Bytes]:
-        """Exchange the sizes of all parts, then the parts, and then that all hosts have them.
+        """Exchange the sizes of all parts, then the parts, and then the fact that all hosts have them.
 
         So if the call is complete on any host, the members of all hosts have their parts. Later, no host
         could give them to another one.
@@ -809,7 +812,7 @@ class NetworkCommunicator:
         """Make room for `sizes` in the memory that the workers of this host share.
 
         Returns:
-            The standing of this host, and why the memory of this worker does not suffice.
+            The standing of this host, and why this worker's memory is not sufficient.
         """
         if not any(sizes) or (self._has_room and self._buffers.extents.fits(sizes)):
             return Standing.READY, ""

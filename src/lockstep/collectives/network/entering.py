@@ -22,7 +22,7 @@ from lockstep.errors import InternalError
 
 
 class Entered(msgspec.Struct, frozen=True):
-    """The knowledge of the first worker of a host after it has met the other hosts of a view.
+    """What the first worker of a host knows after it has met the other hosts of a view.
 
     Attributes:
         number: the number of the last call that members of any host have completed.

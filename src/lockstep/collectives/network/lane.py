@@ -42,9 +42,9 @@ class Lane:
     `index` is the number of the lane, and of its worker among those of each host.
 
     Attributes:
-        announced: the number of the newest call of which this worker has told the other hosts.
-        waited: seconds that this worker has waited for other hosts to make a call, or in which it has waited
-            for data and nothing has arrived.
+        announced: the number of the newest call that this worker has announced to the other hosts.
+        waited: seconds for which this worker has waited for other hosts to make a call, or for data while
+            nothing arrived.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Lane:
             outgoing.send_each((chunk,))
 
     def headers(self, call: CollectiveCall, sent: Header) -> dict[int, Header]:
-        """Receive the headers of the other hosts that answer `sent`; those that equal it are this object.
+        """Receive the headers with which other hosts answer `sent`; headers that equal it are this object.
 
         Raises:
             PeerLostError, PeerStuckError: as `Communicator` states.
@@ -108,7 +108,7 @@ class Lane:
                     headers[host] = self._header(host, call, sent, wait)
                     remaining.remove(host)
         finally:
-            # All of it, and not only the silence that the wait has counted.
+            # This is the whole wait, not only the silence that the wait has counted.
             self.waited = before + time.perf_counter() - begun
         return headers
 
@@ -147,7 +147,7 @@ class Lane:
         raise PeerLostError(reason)
 
     def malformed(self, host: int, call: CollectiveCall, error: Exception) -> PeerLostError:
-        """Return the error for malformed data of another host."""
+        """Return the error for malformed data from another host."""
         return PeerLostError(f"{self._peer(host)} sent data in {call} that are not of this exchange: {error}")
 
     def check_length(self, host: int, call: CollectiveCall, length: int, expected: int) -> None:
@@ -203,7 +203,7 @@ class Lane:
                                 raise self._lost(host, call, outgoing.error)
                             wait.blocked()
         finally:
-            # The data of this worker may have left all the time.
+            # The data of this worker may have left during the whole time.
             self.waited = before
 
     def wait(self, call: CollectiveCall, remaining: Sequence[int]) -> "HostWait":
@@ -211,7 +211,7 @@ class Lane:
         return HostWait(self, call, remaining)
 
     def farewell(self, reason: str) -> None:
-        """Tell the other hosts that the view has ended, as far as connections allow."""
+        """Tell the other hosts, if connections allow it, that the view has ended."""
         text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
         self._end(Header(Frame.ABORT, length=len(text)), text)
 
@@ -234,7 +234,7 @@ class Lane:
                 outgoing.end()
 
     def raise_if_broken(self, call: CollectiveCall) -> None:
-        """Check that the view lives, and that nothing could not be sent.
+        """Check that the view still exists, and that all sending has succeeded.
 
         Raises:
             PeerLostError: the view has ended, or sending has failed.
@@ -273,14 +273,14 @@ class HostWait:
         self._show(())
 
     def advanced(self) -> None:
-        """Note that bytes have arrived: the time without any begins anew."""
+        """Note that bytes have arrived, which restarts the time limit."""
         self._end_silence()
         reason = self._lane._segment.reason()
         if reason is not None:
             raise PeerLostError(reason)
 
     def blocked(self) -> None:
-        """Report that nothing has arrived, if that is due.
+        """Report, if due, that nothing has arrived.
 
         Raises:
             PeerLostError: the view has ended, or a connection is lost.
@@ -302,6 +302,6 @@ class HostWait:
             self._lane.waited += time.perf_counter() - self._silent_since
 
     def _show(self, missing: Sequence[int]) -> None:
-        """Tell the other workers of this host for which hosts this one waits."""
+        """Tell the other workers of this host which hosts this worker waits for."""
         if self._shown:
             self._lane._segment.post_missing(self._lane._index, sum(1 << host for host in missing))

@@ -1,7 +1,8 @@
 """The reduce of a large total over hosts: the sums that each worker computes, sends and receives.
 
-Pure arithmetic on given memory. The bytes of a total are divided into lanes, as many as the host with the
-fewest workers has workers, and each lane into one slice for each host. In its lane, a worker
+This module only computes in memory that callers pass. The bytes of a total are divided into lanes, one for
+each worker of the host with the fewest workers. Each lane is divided into one slice for each host. In its
+lane, a worker
 
 * sends every other host the sums over this host's replicas, for the slice of that host,
 * sums the slice of its own host, in chunks, as the sums of the other hosts arrive,
@@ -43,7 +44,7 @@ class LanePlacement:
 
     Attributes:
         slices: for each lane and each host, the bytes of the total that the host sums.
-        inside: for each lane, the span whose place is in the total; None if no other worker publishes any.
+        inside: for each lane, the span whose place is in the total; None if no other worker publishes one.
         outside: for each lane and each other published span, the offset of its place.
         size: bytes of all places in `outside`.
     """
@@ -139,7 +140,7 @@ class _OwnChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class LaneReduce:
-    """One worker's part in a reduce, for partials over certain spans, in certain memory.
+    """One worker's part in a reduce, for its partials' spans and for certain memory.
 
     Attributes:
         published: sums of its own partials that other workers of its host need.
@@ -165,12 +166,12 @@ class LaneReduce:
         local_spans: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of one worker of this host, which passes partials over `local_spans`.
+        """Plan the part of one worker of this host, whose partials cover `local_spans`.
 
         Args:
             layout: the layout of every partial.
             hosts: the plan of the view.
-            placement: where the lanes are.
+            placement: the placement of the lanes.
             local: the index of the worker.
             local_spans: the spans of its partials.
             memory: the memory of the total, and of the places outside it.
@@ -279,7 +280,7 @@ class _Planner:
         return tuple(chunks)
 
     def _chunk_size(self, host: int) -> int:
-        """Return the bytes of the total that a host sums at a time."""
+        """Return the number of bytes of the total that a host sums at a time."""
         received = sum(len(spans) for other, spans in enumerate(self.hosts.published) if other != host)
         return max(CHUNK // max(received, 1), SMALLEST_CHUNK) // ALIGNMENT * ALIGNMENT
 

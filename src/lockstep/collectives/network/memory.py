@@ -18,7 +18,7 @@ from lockstep.collectives.shared.pool import SharedPool
 
 
 class Region(enum.IntEnum):
-    """A use of memory."""
+    """The purpose of a region of memory."""
 
     EVEN_TOTAL = 0
     """The total of a call with an even number, and published sums in its place."""
@@ -30,7 +30,7 @@ class Region(enum.IntEnum):
 
 
 class Extent(NamedTuple):
-    """Where a region lies in the shared memory."""
+    """The place of a region in the shared memory."""
 
     start: int
     size: int
@@ -41,7 +41,7 @@ Sizes: TypeAlias = tuple[int, int, int, int]
 
 
 class Extents(NamedTuple):
-    """Where all regions lie in the shared memory; they never overlap."""
+    """The places of all regions in the shared memory. They never overlap."""
 
     even_total: Extent = Extent(0, 0)
     odd_total: Extent = Extent(0, 0)
@@ -97,7 +97,7 @@ class NetworkBuffers:
 
     Attributes:
         pool: the shared memory.
-        extents: where the regions lie in it.
+        extents: the places of the regions in it.
     """
 
     def __init__(self, pool: SharedPool) -> None:
@@ -107,7 +107,7 @@ class NetworkBuffers:
         self.extents = Extents()
 
     def private(self, region: Region, size: int) -> Bytes:
-        """Return `size` bytes of this process's own memory, the same for each call if they suffice."""
+        """Return `size` bytes of this process's own memory, the same in each call if they suffice."""
         memory = self._private.get(region)
         if memory is None or memory.size < size:
             memory = self._private[region] = allocate(size)
@@ -119,5 +119,5 @@ class NetworkBuffers:
         return self._shared[start : start + size]
 
     def use(self, extents: Extents, memory: Bytes) -> None:
-        """Use `memory` from now on; call this when all workers of the host have mapped it."""
+        """Use `memory` from now on; call this after all workers of the host have mapped it."""
         self.extents, self._shared = extents, memory

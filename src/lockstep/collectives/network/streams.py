@@ -35,7 +35,7 @@ _JOIN_LIMIT = 1 << 18
 
 
 class Wait(Protocol):
-    """The calls of a receiver while it waits."""
+    """The methods that a receiver calls while it waits."""
 
     def advanced(self) -> None:
         """Note that some bytes have arrived."""
@@ -92,7 +92,7 @@ class Incoming:
         return self._stream.recv_into(view)
 
     def _sleep_for(self, batch: int) -> None:
-        """Let the kernel wake this thread once it has so many bytes."""
+        """Let the kernel wake this thread when it has so many bytes."""
         if batch != self._batch:
             self._stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, batch)
             self._batch = batch

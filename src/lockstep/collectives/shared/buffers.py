@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """The sum of both."""
+        """The sum of both sizes."""
         return self.total + self.outside
 
 
@@ -73,7 +73,7 @@ class Buffers:
         return Sizes(*(whole_pages(max(new, old)) for new, old in zip(sizes, self._sizes, strict=True)))
 
     def use(self, sizes: Sizes, memory: Bytes) -> None:
-        """Use `memory` from now on; call this when all members have mapped it and none uses the pool."""
+        """Use `memory` from now on; call this after all members have mapped it, while none uses the pool."""
         self._sliced.clear()
         self._packed.clear()
         self._sizes, self._memory, self._half = sizes, memory, 0

@@ -155,12 +155,12 @@ class ControlSegment:
         futex.wait(self._address + _ABORT, 0, seconds)
 
     def post_missing(self, rank: int, hosts: int) -> None:
-        """Announce for which other hosts a member waits: bit `h` represents host `h`."""
+        """Announce the other hosts for which a member waits: bit `h` represents host `h`."""
         start = _ARRIVALS + rank * _LINE + _MISSING
         self.control[start : start + _MISSING_SIZE] = hosts.to_bytes(_MISSING_SIZE, "little")
 
     def missing(self, rank: int) -> int:
-        """Return for which other hosts a member waits, or 0 if it does not."""
+        """Return the other hosts for which a member waits, or 0 if it does not wait."""
         start = _ARRIVALS + rank * _LINE + _MISSING
         return int.from_bytes(self.control[start : start + _MISSING_SIZE], "little")
 
@@ -212,8 +212,8 @@ class ControlSegment:
 
         Args:
             arrival: its number.
-            have_all_arrived: returns whether all members have arrived; it reads the arrivals anew.
-            seconds: how long to wait for another process that settles something.
+            have_all_arrived: returns whether all members have arrived; it reads the arrivals again.
+            seconds: the longest wait for another process that is settling an arrival.
 
         Raises:
             TimeoutError: it has not finished by then.

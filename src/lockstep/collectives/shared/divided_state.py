@@ -1,8 +1,8 @@
 """The state of an update that the workers of a host divide: blocks in shared memory that can be restored.
 
-Pure arithmetic on given memory. An elementwise update is cut into blocks of a fixed number of elements, and
-the blocks into one range for each replica: the shards. The workers of a host update equal shares of them.
-The memory has, in this order:
+This module only computes in memory that callers pass. An elementwise update is cut into blocks of a fixed
+number of elements, and the blocks into one range for each replica: the shards. The workers of a host update
+equal shares of them. The memory has, in this order:
 
     counters   for each shard, in its own cache line: how many of its blocks were updated so far, in all
                updates together; and what this number will be after the update of the block that is kept
@@ -10,14 +10,14 @@ The memory has, in this order:
     groups     for each group of blocks: its slots (the state before and after an update), its new weights;
                with two versions of the weights, each update writes the older one
 
-A block is updated in four steps: its old slots are kept, that is noted, its new weights and slots are
-written, and it is counted. A worker can die at any point. Whoever gets the shard next reads two numbers:
-blocks that are counted need nothing, and if the one that follows is kept, its old slots are restored first.
-Then it is updated again, from the same bytes. The old weights do not change before all blocks are counted:
+A block is updated in four steps: its old slots are kept, a note says so, its new weights and slots are
+written, and it is counted. A worker can die at any point. The next worker of the shard reads two numbers. It
+skips the blocks that are counted. If the following block is kept, it first restores its old slots. Then it
+updates this block again, from the same bytes. The old weights do not change before all blocks are counted:
 each worker has its own, or they are the other version.
 
-Two workers never update one shard: all members of a view arrive in a call before any of them writes, and a
-worker that is left out is dead by then.
+Two workers never update one shard: all members of a view arrive in a call before any of them writes, and an
+excluded worker is dead by then.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,13 +80,13 @@ class SlotValue(NamedTuple):
 
 @dataclass(frozen=True)
 class DividedLayout:
-    """The division of an update, which depends on the model and on the number of replicas alone.
+    """The division of an update, which depends only on the model and on the number of replicas.
 
     Attributes:
         groups: all blocks.
         elements: the number of elements of each block, whose bytes are whole cache lines.
         replicas: the number of shards.
-        versions: how many versions of the weights there are: 1, or 2 if an update keeps the old weights.
+        versions: the number of versions of the weights: 1, or 2 if an update keeps the old weights.
     """
 
     groups: tuple[BlockGroup, ...]
@@ -127,7 +127,7 @@ class DividedLayout:
 
     @cached_property
     def text(self) -> str:
-        """Describes the layout, equally on workers that divide in the same way."""
+        """A description of the layout, equal on workers that divide in the same way."""
         groups = ", ".join(f"{g.blocks} blocks of {g.dtype.name} with {g.slots} slots" for g in self.groups)
         return f"{groups}, {self.elements} elements each"
 
@@ -162,7 +162,7 @@ class DividedState:
             start += len(arrays) * size
 
     def weights_after(self, updates: int) -> list[Array]:
-        """Return, for each group, its weights after so many updates, the last one or the one in progress."""
+        """Return each group's weights after a number of updates, which is the last or the present one."""
         return self._versions[updates % self.layout.versions]
 
     @property
@@ -201,7 +201,7 @@ class DividedState:
 
 
 def _parts_like(arrays: Sequence[Array], memory: Bytes) -> list[Array]:
-    """Return parts of the memory, one after the other, that have room for the arrays."""
+    """Return consecutive parts of the memory that have room for the arrays."""
     parts, start = [], 0
     for array in arrays:
         parts.append(memory[start : start + array.nbytes].view(array.dtype))
@@ -210,7 +210,7 @@ def _parts_like(arrays: Sequence[Array], memory: Bytes) -> list[Array]:
 
 
 def copy_all(targets: Sequence[Array], sources: Sequence[Array]) -> None:
-    """Copy arrays; what an update in place has returned is there already."""
+    """Copy arrays; results of an update in place are already there."""
     for target, source in zip(targets, sources, strict=True):
         if target is not source:
             np.copyto(target, source)

@@ -67,7 +67,7 @@ class StretchPacker:
 
 @dataclass(frozen=True)
 class PackedReduce:
-    """One member's part in a reduce, for partials over certain spans, in certain memory.
+    """One member's part in a reduce, for its partials' spans and for certain memory.
 
     Attributes:
         packers: a packer for each stretch.
@@ -91,7 +91,7 @@ class PackedReduce:
         local_spans: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of the member at `rank`, which passes partials over `local_spans`.
+        """Plan the part of the member at `rank`, whose partials cover `local_spans`.
 
         Args:
             layout: the layout of every partial.

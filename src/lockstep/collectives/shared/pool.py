@@ -35,9 +35,9 @@ It writes nothing itself, so another thread may write there meanwhile.
 
 
 class PrivateMapping:
-    """A mapping that shows what others write, except in pages to which this process has written.
+    """A mapping that shows other processes' writes, except in pages to which this process has written.
 
-    Other processes do not see what it has written there.
+    Other processes do not see its writes.
 
     Attributes:
         bytes: the memory.
@@ -74,8 +74,8 @@ class _ShownPart(NamedTuple):
     """A part of the memory that an array shows.
 
     Attributes:
-        owner: refers to the mapping as long as anything shows it.
-        mapping: a private one.
+        owner: an object that refers to the mapping as long as anything shows it.
+        mapping: a private mapping.
         start: the first byte.
         stop: the end.
     """
@@ -106,7 +106,7 @@ class SharedPool:
     Use `create` in the process that starts the workers, and `attach` in each worker.
 
     Attributes:
-        changes: how often `keep_shown` was called.
+        changes: the number of calls of `keep_shown`.
     """
 
     def __init__(self, fd: int, available: Available = available_memory) -> None:
@@ -200,8 +200,8 @@ class SharedPool:
     def show(self, array: Any) -> Any:
         """Return another array with the memory of one in the last mapping; None if impossible.
 
-        Whatever is written to one of the two later, the other one does not change, if `keep_shown` is called
-        before the memory changes.
+        Later writes to one of the two do not change the other one, if `keep_shown` is called before the
+        memory changes.
 
         Raises:
             SharedMemoryError: this process cannot map the memory again.
@@ -213,7 +213,7 @@ class SharedPool:
             return None
         stop = start + array.nbytes
         if start in self._starts or stop > len(self._showing):
-            # This process may have written to what it has shown.
+            # This process may have written to memory that it has shown.
             self._showing = self._mapped(len(self._mapping), mmap.MAP_PRIVATE)
             self._starts.clear()
         mapping: Any = self._showing.obj
@@ -228,7 +228,7 @@ class SharedPool:
         return owner.view(array.dtype).reshape(array.shape)
 
     def keep_shown(self) -> None:
-        """Copy what arrays show that are still in use, because the memory changes from now on.
+        """Copy memory that arrays in use show, because it changes from now on.
 
         Raises:
             SharedMemoryError: there is too little memory.
@@ -266,7 +266,7 @@ _with_shown: weakref.WeakSet[SharedPool] = weakref.WeakSet()
 
 
 def _keep_all_shown() -> None:
-    """Copy what arrays show; in a process that is forked, they would otherwise change with the memory."""
+    """Copy memory that arrays show; otherwise they would change with it in a forked process."""
     for pool in list(_with_shown):
         pool.keep_shown()
 

@@ -153,7 +153,7 @@ class JaxBackend:
         return intercepted
 
     def updater(self, update: Update) -> Callable[[Sequence[npt.NDArray[Any] | None]], None]:
-        """Return a function that makes an update, compiled as a whole; the variables keep no old values."""
+        """Return a function that makes an update, compiled as a whole; the variables keep no old value."""
         optimizer, variables = update.optimizer, update.variables
 
         def applied(slots: Any, gradients: Any, weights: Any) -> Any:
@@ -198,7 +198,7 @@ class JaxBackend:
 
 
 def _in_jax(leaf: Any) -> Any:
-    """Return numbers as an array of JAX, where for example int64 is int32; anything else as it is."""
+    """Return numbers as an array of JAX, in which for example int64 becomes int32; others unchanged."""
     return jnp.asarray(leaf) if getattr(leaf, "dtype", np.dtype(object)).kind in "biuf" else leaf
 
 
@@ -398,7 +398,7 @@ class JaxProgram(JaxState):
         return logs, state
 
     def _clipped(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> Any:
-        """Return the gradients clipped by norms, as for blocks; None if the update clips or need not clip."""
+        """Return the gradients clipped by norms, as for blocks; None if no clipping is needed here."""
         if self._kind != "train" or self._undivided(totals):
             return None
         (total,) = totals
@@ -447,7 +447,7 @@ class JaxProgram(JaxState):
         )
 
     def _with_shared(self, state: Any, values: Callable[[Sequence[Any]], list[Any]]) -> Any:
-        """Return a state in which `values` replaces those that can be in the memory of divided updates."""
+        """Return a state in which `values` replaces the values that divided updates may hold in memory."""
         if self._kind != "train":
             return state
         weights, layers, slots, *rest = state

@@ -146,7 +146,7 @@ class OptimizerBlocks:
 
 
 def updating_part(optimizer: Any) -> Any:
-    """Return the optimizer that updates weights: the one within a `LossScaleOptimizer`, or the optimizer."""
+    """Return the optimizer that updates weights: the one in a `LossScaleOptimizer`, or the optimizer."""
     return optimizer.inner_optimizer if scales_loss(optimizer) else optimizer
 
 

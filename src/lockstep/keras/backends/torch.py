@@ -9,18 +9,19 @@ Three things follow from that:
 * The layers' state: copying all of it in each step would cost as much memory as the state has. So the first
   step copies everything, and later steps copy only the random seeds and the tensors that a step has changed
   before. Keras's `assign` is observed, so that a tensor is copied before its first assignment. A write in
-  place is seen too late for a copy: the version counter of the tensor shows it after the step, which is then
-  refused if no earlier step made such a write. A write to `tensor.data` does not change the counter. The
-  first step compares values, so a tensor that it writes in this way counts as changed from then on. A tensor
-  that only a later step writes in this way is neither restored nor reported.
-* Gradients: PyTorch adds to `tensor.grad`. A replica starts without gradients, because those of the replica
-  before are not its own. A `train_step` that leaves gradients may mean to add to them in the next step, which
-  replicas cannot do. The gradients therefore stay until the next step, and a backward pass that adds to them
-  is an error. A step that sets them to zero first is fine.
-* Rounds: a step of several rounds repeats everything up to the point where the round before ended. If that is
-  the loss of Keras's own step, the forward pass can be kept instead (`ForwardPass`): outputs with their
-  graph, and every value that the pass has changed. PyTorch refuses the backward pass of a graph whose tensors
-  were written to since. Then the round is computed from its beginning, in this step and in all later ones.
+  place is detected too late for a copy: the tensor's version counter shows it after the step. The step is
+  then refused, unless an earlier step made such a write. A write to `tensor.data` does not change the
+  counter. The first step compares values, so a tensor that it writes in this way counts as changed from then
+  on. A tensor that only a later step writes in this way is neither restored nor reported.
+* Gradients: PyTorch adds to `tensor.grad`. A replica starts without gradients, because it must not add to
+  those of the previous replica. A `train_step` that leaves gradients may intend to add to them in the next
+  step, which replicas cannot do. The gradients therefore stay until the next step, and a backward pass that
+  adds to them is an error. A step that sets them to zero first is fine.
+* Rounds: a step of several rounds repeats everything up to the point where the previous round ended. If that
+  point is the loss of Keras's own step, the forward pass can be kept instead (`ForwardPass`): outputs with
+  their graph, and every value that the pass has changed. PyTorch refuses the backward pass of a graph whose
+  tensors have been written to since. Then the round is computed from its beginning, in this step and in all
+  later steps.
 """
 
 import operator
@@ -116,7 +117,7 @@ class TorchBackend:
     """The `lockstep.keras.backends.contract.Backend` of PyTorch."""
 
     def __init__(self) -> None:
-        # A single replica is Keras's own step, and must also compute equal bits each time.
+        # A single replica takes Keras's own step, which must also compute equal bits each time.
         self._prepared = job.is_worker()
         if self._prepared:
             enable_determinism(job.current().settings.threads)
@@ -181,7 +182,7 @@ class TorchBackend:
         return apply
 
     def compilations(self) -> int:
-        """Return 0: PyTorch compiles no functions."""
+        """Return 0, because PyTorch does not compile functions."""
         return 0
 
     def settle(self) -> None:
@@ -200,7 +201,7 @@ class TorchBackend:
     ) -> Any:
         """Call a function of NumPy; see `Backend`."""
         if isinstance(array, torch.Tensor) and array.is_meta:
-            # Keras asks for shapes only.
+            # Keras asks only for shapes.
             return keras.ops.zeros((*array.shape, *row), keras.backend.standardize_dtype(dtype))
         return keras.ops.convert_to_tensor(function(self.to_numpy(array)))
 
@@ -280,7 +281,7 @@ class _Copier:
 def _is_nonzero(tensor: torch.Tensor) -> bool:
     if tensor.layout != torch.strided:
         return True
-    # In most cases a few elements are enough to tell.
+    # In most cases, a few elements are enough.
     return bool(tensor.reshape(-1)[:16].any()) or bool(tensor.any())
 
 
@@ -319,7 +320,7 @@ def _refused_additions(model: Any) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """The forward pass of a replica in a round that ended at its loss. The next round may go on from it.
+    """The forward pass of a replica in a round that ended at its loss. The next round may continue it.
 
     Attributes:
         replica: the replica's id.
@@ -425,7 +426,7 @@ class TorchProgram(TorchState):
         # The kept pass is forgotten first, so that a worker never holds the passes of two replicas.
         kept, self._pass = self._pass, None
         if len(earlier) == 1 and kept is not None and kept.replica == share.replica:
-            # PyTorch raises RuntimeError if the graph needs layer state that was written to since.
+            # PyTorch raises RuntimeError if the graph needs layer state that has been written to since.
             with suppress(RuntimeError):
                 return self._computed(share, earlier, kept)
             self._can_go_on = False
@@ -645,8 +646,8 @@ class TorchProgram(TorchState):
         kept: ForwardPass | None,
     ) -> dict[str, Any]:
         number, weight, logs = len(earlier), share.weight, None
-        # Keras's own step makes no backward pass before its loss. A round that gathers has a graph, too: the
-        # model may compute gradients itself, and without one PyTorch may compute other bits.
+        # Keras's own step makes no backward pass before its loss. A round that gathers also has a graph: the
+        # model may compute gradients itself, and without a graph PyTorch may compute different bits.
         keeps = self._keeps_passes and self._can_go_on and not earlier
         keeps = keeps and not has_own(self._model, "train_step") and "loss" in growths_of(self._model).whole
         updates, totals = self._form.updates(number), updating(earlier)
@@ -694,7 +695,7 @@ class TorchProgram(TorchState):
 
     @contextmanager
     def _going_on_from(self, kept: ForwardPass, before: VariablesBefore) -> Iterator[None]:
-        """Within the block, Keras's own step uses the forward pass `kept`, and goes on at the loss."""
+        """Within the block, Keras's own step uses the forward pass `kept`, and continues at the loss."""
         model = self._model
         compute_loss = model.compute_loss
 
@@ -804,7 +805,7 @@ class TorchProgram(TorchState):
                 refuse_own_update(self._model.trainable_variables[i].path)
 
     def _changed(self, before: VariablesBefore) -> set[int]:
-        """Return the positions of the layers' state that has changed, as far as version counters show it."""
+        """Return the positions of the changed layers' state, if version counters show the change."""
         return {i for i, version in enumerate(versions(self._tensors)) if version != before.state_versions[i]}
 
     def _changes(self, before: VariablesBefore, share: Share) -> dict[str, Any]:
@@ -852,7 +853,7 @@ class TorchProgram(TorchState):
 
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Within the block, global random states are derived from `seed`; afterwards, they are as before."""
+    """Within the block, global random states are derived from `seed`; afterwards, they are restored."""
     with randomness.random_numbers(seed), seeded(seed):
         yield
 
@@ -887,7 +888,7 @@ def only_reads_gradients(optimizer: Any) -> bool:
 
 @contextmanager
 def _scaled_weights() -> Iterator[list[bool]]:
-    """Within the block, note for each loss of Keras whether it divides the batch's weights by its density.
+    """Within the block, note whether each loss of Keras divides the batch's weights by its density.
 
     A loss with a mask changes them in place, before metrics get them.
     """

@@ -1,14 +1,14 @@
 """The divided update on PyTorch: slots are updated in place, in the shared memory.
 
 The optimizer itself updates the parts of its variables in a block, which replace their values meanwhile. So
-its options count as they are now, and a scalar stays one.
+its current options count, and a scalar stays a scalar.
 
 Between updates, the optimizer's variables show the shared memory through a private mapping. They have its
-values without a copy. What is written to them outside of a divided update stays in the process, and the page
-table shows it: then all workers fill the shared memory again. Version counters would not be enough: fused
-kernels, and writes to `tensor.data` or to the memory of `tensor.numpy()`, do not change them. What is written
-through another tensor or array that had the memory of a slot before the first step of a `fit` is lost: it has
-the old memory. A fork would copy the mapping, not the memory, so the variables get copies before it.
+values without a copy. A write to them outside of a divided update stays in the process, and the page table
+shows it: then all workers fill the shared memory again. Version counters would not be enough: fused kernels,
+and writes to `tensor.data` or to the memory of `tensor.numpy()`, do not change them. A write through another
+tensor or array that had the memory of a slot before the first step of a `fit` is lost, because it goes to the
+old memory. A fork would copy the mapping, not the memory, so the variables get copies before a fork.
 """
 
 import os
@@ -67,7 +67,7 @@ class _Shown:
     Attributes:
         variable: the optimizer's variable.
         tensor: the variable's value.
-        address: of the slot, in the private mapping.
+        address: the address of the slot in the private mapping.
     """
 
     variable: Any
@@ -76,7 +76,7 @@ class _Shown:
 
     @property
     def lasts(self) -> bool:
-        """Whether it still does."""
+        """Whether the variable still shows the slot."""
         return stored_value(self.variable) is self.tensor and self.tensor.data_ptr() == self.address
 
     def release(self) -> None:
@@ -116,7 +116,7 @@ class TorchBlocks:
 
     @staticmethod
     def decisive(update: Update) -> list[Any]:
-        """Return what `of` depends on and the program may change, to be compared by identity."""
+        """Return the values on which `of` depends and that the program may change, to compare by identity."""
         optimizer, variables = update.optimizer, trained_by(update.optimizer)
         updating = updating_part(optimizer)
         return [
@@ -137,16 +137,16 @@ class TorchBlocks:
 
     @property
     def needs_all_gradients(self) -> bool:
-        """Whether the update changes what belongs to a weight without a gradient."""
+        """Whether the update changes variables of a weight without a gradient."""
         return bool(self.updating.use_ema or self.updating.gradient_accumulation_steps)
 
     def finite(self, gradients: Mapping[int, torch.Tensor]) -> Any:
-        """Return whether all gradients are finite, or None if this does not count."""
+        """Return whether all gradients are finite, or None if this does not matter."""
         optimizer = self.update.optimizer
         return optimizer.check_finite(list(gradients.values())) if scales_loss(optimizer) else None
 
     def clipped(self, gradients: Mapping[int, torch.Tensor]) -> Mapping[int, torch.Tensor]:
-        """Return gradients of whole variables, clipped if this is done by norms, which need all elements."""
+        """Return gradients of whole variables, clipped if clipping is by norms, which need all elements."""
         if not clips_by_norm(self.updating):
             return gradients
         optimizer, of_all = self.update.optimizer, list(gradients.values())
@@ -183,7 +183,7 @@ class TorchBlocks:
             shown.append(_Shown(variables[position], tensor, tensor.data_ptr()))
         self._state, self._mapping, self._shown = state, mapping, shown
         _showing.add(self)
-        # The memory of the slots, which the allocator would retain.
+        # This is the memory of the slots, which the allocator would retain.
         return_freed_memory()
 
     def release(self) -> None:
@@ -215,8 +215,8 @@ class TorchBlockUpdate:
     """One update of a step, by blocks; a `lockstep.keras.backends.contract.BlockUpdate`.
 
     Args:
-        blocks: of the update.
-        gradients: of all replicas, by the positions of the variables; none for those without a gradient.
+        blocks: the blocks of the update.
+        gradients: the gradients of all replicas, by the positions of the variables that have one.
         rest: applies the rest of the total; returns the logs.
     """
 
@@ -244,19 +244,19 @@ class TorchBlockUpdate:
 
     @property
     def release(self) -> Callable[[], None]:
-        """Lets the optimizer's variables have their values in memory of this process."""
+        """Let the optimizer's variables have their values in memory of this process."""
         return self._blocks.release
 
     @property
     def versions(self) -> int:
-        """One: PyTorch updates weights in place, so they are not in shared memory."""
+        """One, because PyTorch updates weights in place, so they are not in shared memory."""
         return 1
 
     def prepare(self) -> None:
         """Do nothing: nothing is compiled."""
 
     def has(self, state: DividedState) -> bool:
-        """Whether the values of the slots are in this memory."""
+        """Whether this memory has the values of the slots."""
         return self._blocks.are_shown(state)
 
     def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
@@ -323,11 +323,11 @@ class TorchBlockUpdate:
         absent = set[int]()
         first = next(iter(self._gradients))
         if trained[first].dtype != group.dtype.name:
-            # Keras computes numbers, such as the rate, with the dtype of the first.
+            # Keras computes numbers, such as the learning rate, with the dtype of the first variable.
             absent.add(first)
             present.insert(0, (trained[first], self._gradients[first][:0]))
         if self._blocks.needs_all_gradients:
-            # The optimizer changes what belongs to other weights, too.
+            # The optimizer also changes variables of other weights.
             absent |= set(range(len(trained))) - {part.variable for part in parts}
         for i in absent:
             empty = torch.zeros(0, dtype=stored_value(trained[i]).dtype)
@@ -343,7 +343,7 @@ class TorchBlockUpdate:
             stack.enter_context(torch.no_grad())
             stack.enter_context(with_parts([*values, *others]))
             if updating.weight_decay is not None and not self._blocks.decays(update.variables):
-                # Keras raises an error where nothing decays.
+                # Keras raises an error if no variable decays.
                 stack.enter_context(replaced(updating, "weight_decay", None))
             if self._finite is not None:
                 stack.enter_context(knowing_finite(update.optimizer, self._finite))

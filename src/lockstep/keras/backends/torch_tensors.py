@@ -87,11 +87,12 @@ def enable_determinism(threads: int) -> None:
 
     From then on, operations on GPUs that cannot do so raise a `RuntimeError` of PyTorch that names them.
     """
-    # Otherwise threads add to one element, as in the gradient of indexing, in any order. With warnings
-    # instead of errors, the gradient of attention on GPUs would remain nondeterministic.
+    # Otherwise threads add to one element in any order, as in the gradient of indexing. With warnings instead
+    # of errors, the gradient of attention on GPUs would remain nondeterministic.
     strict = torch.cuda.is_available() and cublas_is_deterministic()
     torch.use_deterministic_algorithms(True, warn_only=not strict)
-    # By default, this option also fills new memory. That costs a pass over it, and only shows reads of it.
+    # By default, this option also fills new memory. That costs a pass over the memory, and helps only to find
+    # reads of it.
     torch.utils.deterministic.fill_uninitialized_memory = False
     # The benchmark chooses algorithms by their speed.
     torch.backends.cudnn.benchmark = False

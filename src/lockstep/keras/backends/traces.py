@@ -1,14 +1,15 @@
 """Keeps the changes in Python of only one trace of a step, although each form of examples needs a trace.
 
-A worker that computes replicas of unlike sizes traces more often than others, and a worker that joins traces
-later. So each trace of a program begins with the same state and draws the same random numbers, and only the
-changes of one trace last.
+A worker that computes replicas of different sizes traces more often than others, and a worker that joins
+traces later. So each trace of a program begins with the same state and draws the same random numbers, and
+only the changes of one trace last.
 
-The state before the first trace includes the variables that the program's functions name: global ones, those
-of enclosing functions, and those of classes. A process that joins or resumes takes over the values there that
-have changed since then, and traces with them. Numbers of Python's and NumPy's global generators that are
-drawn while tracing are not those of one process. They follow from the seeds at the time of `compile`, the
-model and the kind of the step, so that a worker that joins or resumes later traces the same program.
+The state before the first trace includes the variables that the program's functions name: global variables,
+those of enclosing functions, and those of classes. A process that joins or resumes takes over the values of
+these that have changed since then, and traces with them. Numbers of Python's and NumPy's global generators
+that are drawn while tracing are not those of one process. They follow from the seeds at the time of
+`compile`, the model and the kind of the step, so that a worker that joins or resumes later traces the same
+program.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,8 +45,8 @@ class Traces:
     def saved(self, others: Sequence[tuple[str, str]]) -> list[SavedValue]:
         """Return values before the first trace, for `begin_with`.
 
-        They are those that have changed since then, and those at other places, which another process may not
-        have yet when it traces.
+        These are the values that have changed since then, and values at other places, which another process
+        may not yet have when it traces.
         """
         if self._graph is None:
             return list(self._first)
@@ -57,7 +58,7 @@ class Traces:
         self._first = first
 
     def begin(self) -> ObjectGraph:
-        """Let later changes not affect the traces of this process, as if it had traced the step already."""
+        """Exclude later changes from the traces of this process, as if it had already traced the step."""
         if self._graph is None:
             self._graph = graph_of(self._model, named=True)
             self._graph.begin_with(self._first)
@@ -90,7 +91,7 @@ class Traces:
             changes = graph.changes()
         if not self._lasts and is_whole():
             self._lasts = True
-            # What another process has changed since its trace stays.
+            # Changes that another process has made since its trace stay.
             graph.make_where_unchanged(changes)
             graph.stop_watching()
 
@@ -102,9 +103,9 @@ def traces_of(model: Any) -> dict[StepKind, Traces]:
 
 
 def new_traces(model: Any, kind: StepKind) -> Traces:
-    """Return the traces of a step of a compiled model, whose function is made.
+    """Return the traces of a step of a compiled model, whose function is being made.
 
-    Those that another process has begun go on. Those of an earlier function are forgotten.
+    Traces that another process has begun continue. Traces of an earlier function are forgotten.
     """
     traces = traces_of(model)
     if kind in traces and traces[kind].has_begun:
@@ -116,7 +117,7 @@ def new_traces(model: Any, kind: StepKind) -> Traces:
 def seed_traces(model: Any, subject: str) -> None:
     """Forget the traces of a model, which was just compiled, and set the seed of their random numbers.
 
-    A worker that joins the job compiles it at the same place of the script.
+    A worker that joins the job compiles it at the same place in the script.
 
     Args:
         model: the compiled model.

@@ -2,21 +2,22 @@
 
 `gather` joins the rows of all replicas. Each call takes a round: the step runs up to the call and ends there,
 and the rows of all replicas are joined in their order. In later rounds the step runs again, and the call
-returns the joined rows: the replica's own ones as the step has computed them, the others as constants. Random
+returns the joined rows: the replica's own rows as the step has computed them, the others as constants. Random
 generators, statistics and metrics of a round that ends at a call change nothing. (On PyTorch, Keras's own
 step does not run again up to the loss if its forward pass was kept: `ForwardPass` in `torch.py`.)
 
-Each replica computes the loss of the joined rows, with equal values up to rounding. Its gradient is only
-that through the replica's own rows, and the sum of these gradients is the gradient of one process. Replicas
+Each replica computes the loss of the joined rows, with equal values up to rounding. Its gradient goes only
+through the replica's own rows, and the sum of these gradients is the gradient of one process. Replicas
 combine gradients by a mean with their shares of the examples as weights (`lockstep.keras.backends.growth`),
 so `gather` divides the gradient of the rows by the weight. Variables that the loss itself uses, such as a
 temperature, have the whole gradient on each replica. Losses that layers add, and regularizers, are not
 gathered: their means remain what they are.
 
-Metrics need no further round: they have no gradient. The arguments of `compute_metrics` travel with the last
-round, and each worker updates the metrics once with the joined rows (`MetricArguments`). So do those of
-`update_state` where a step, or a layer, updates a metric of the program itself. Neither does the loss of
-Keras's own `test_step`: each worker computes it once, with the metrics. Meanwhile, a replica's loss is zero.
+Metrics do not need a further round, because they have no gradient. The arguments of `compute_metrics` travel
+with the last round, and each worker updates the metrics once with the joined rows (`MetricArguments`). So do
+those of `update_state` if a step, or a layer, updates a metric of the program itself. The loss of Keras's own
+`test_step` does not need one either: each worker computes it once, with the metrics. Meanwhile, a replica's
+loss is zero.
 
 `lockstep.keras.fit.trials` finds out which models need this.
 """
@@ -54,7 +55,7 @@ _METRICS = f"{GATHERED}0/metrics/"
 
 
 def is_gather(total: Mapping[str, Any]) -> bool:
-    """Whether a total is that of a round that ended at a call of `gather`."""
+    """Whether a total comes from a round that ended at a call of `gather`."""
     return bool(total) and all(name.startswith(_ROUND) and not name.startswith(_METRICS) for name in total)
 
 
@@ -73,7 +74,7 @@ class StepGathers:
         rows: the number of the replica's rows; None in a graph for any number.
 
     Attributes:
-        arrays: of the round, by their names in a partial.
+        arrays: the arrays of the round, by their names in a partial.
         ended: whether a call has ended the round.
         metrics: the arguments of the calls that update metrics, if the whole batch updates them.
         postponed: whether the loss is computed with the metrics.
@@ -91,14 +92,14 @@ class StepGathers:
     def gather(self, nest: Nest) -> Nest:
         """Return the rows of all replicas, or end the round; see `lockstep.gather`.
 
-        A leaf without a row for each example stays that of the replica.
+        A leaf without a row for each example remains the replica's.
 
         Raises:
             EndOfRound: the round ends here.
         """
         leaves = _leaves(nest)
         if not any(map(self.has_rows, leaves)):
-            # Without arrays, the round would be repeated for ever.
+            # Without arrays, the round would be repeated forever.
             return nest
         number, self._calls = self._calls, self._calls + 1
         if number >= len(self._earlier):
@@ -113,8 +114,8 @@ class StepGathers:
     def shared_means(self) -> Iterator[None]:
         """Within the block, a `Mean` that gets a number of rows as weight gets the replica's share of it.
 
-        Keras passes that of a compiled loss's outputs, where it is known: in a trial, but not in a graph of
-        TensorFlow for any number. Each replica has all rows.
+        Keras passes the number of rows of a compiled loss's outputs if it is known: in a trial, but not in a
+        TensorFlow graph for any number of rows. Each replica has all rows.
         """
         update = keras.metrics.Mean.update_state
 
@@ -126,15 +127,15 @@ class StepGathers:
             yield
 
     def write_back(self, nest: Nest, joined: Nest) -> None:
-        """Copy the replica's rows of `joined`, where a loss with a mask has scaled them in place, to `nest`.
+        """Copy the replica's rows of `joined`, which a loss with a mask has scaled in place, to `nest`.
 
-        Keras scales weights so on PyTorch only, and metrics get them afterwards.
+        Keras scales weights in place only on PyTorch, and metrics get them afterwards.
         """
         for leaf, rows in zip(keras.tree.flatten(nest), keras.tree.flatten(joined), strict=True):
             if leaf is rows or not self.has_rows(leaf) or leaf.requires_grad:
                 continue
             written = rows[self._start : self._start + leaf.shape[0]]
-            # A write would spoil a graph that has kept them.
+            # A write would invalidate a graph that has kept them.
             if (written != leaf).any():
                 leaf.copy_(written)
 
@@ -142,7 +143,7 @@ class StepGathers:
         """Let the arguments of a call that updates metrics travel with the round.
 
         Args:
-            compute: makes the call, with the model and the arguments.
+            compute: makes the call, given the model and the arguments.
             nest: the arguments, whose tensors have a row for each example.
         """
         leaves = _leaves(nest)
@@ -164,7 +165,7 @@ class StepGathers:
             self.arrays[_ADDED.name] = added * keras.ops.cast(self._weight, dtype)
 
     def all_have_rows(self, nest: Nest) -> bool:
-        """Whether each tensor of a nest has a row for each example of the replica, and there is one."""
+        """Whether a nest has tensors, and each of them has a row for each example of the replica."""
         tensors = [leaf for leaf in _leaves(nest) if keras.ops.is_tensor(leaf)]
         return bool(tensors) and all(map(self.has_rows, tensors))
 
@@ -194,7 +195,7 @@ class StepGathers:
         return rows
 
     def _placed(self, leaf: Any, rows: Any) -> Any:
-        """Return `rows` with those of the replica replaced by `leaf`, through which the gradient goes."""
+        """Return `rows` with the replica's rows replaced by `leaf`, through which the gradient flows."""
         ops = keras.ops
         count = ops.shape(leaf)[0]
         # The index of each row among the replica's own.
@@ -214,11 +215,11 @@ class StepGathers:
 
 @dataclass(frozen=True)
 class _Argument:
-    """Represents an argument with a row for each example, or the sum of what is added to the loss.
+    """Represents an argument with a row for each example, or the sum of the additions to the loss.
 
     Attributes:
-        name: of its array in a total. An argument that is None, as sample weights may be in one `fit` and not
-            in the next one, has no array.
+        name: the name of its array in a total. An argument that is None, such as sample weights in some calls
+            of `fit`, has no array.
     """
 
     name: str
@@ -232,7 +233,8 @@ class MetricArguments:
     """The arguments of the calls that update metrics from the whole batch.
 
     Attributes:
-        calls: what makes each call with the model and the arguments, and the arguments.
+        calls: for each call, the function that makes it, given the model and the arguments, and the
+            arguments.
     """
 
     calls: tuple[tuple[Callable[[Any, Nest], Any], Nest], ...]
@@ -241,9 +243,9 @@ class MetricArguments:
         """Make the calls with the joined rows, and return the figures that `compute_metrics` returns.
 
         Args:
-            model: of the step.
-            total: of the step's last round.
-            tensor: makes a tensor of the backend of an array.
+            model: the model of the step.
+            total: the total of the step's last round.
+            tensor: converts an array to a tensor of the backend.
         """
 
         def filled(leaf: Any) -> Any:
@@ -263,12 +265,12 @@ class MetricArguments:
 
 
 def with_figures(logs: Mapping[str, Any], figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logs with the figures of `compute_metrics` that the replicas' logs have, too."""
+    """Return logs with those figures of `compute_metrics` that the replicas' logs also have."""
     return {**logs, **{name: value for name, value in figures.items() if name in logs}}
 
 
 def _leaves(nest: Nest) -> list[Any]:
-    """Return the leaves of a nest, arrays as tensors: steps that are not compiled get examples in NumPy."""
+    """Return the leaves of a nest, arrays as tensors: steps that are not compiled get NumPy examples."""
     leaves = keras.tree.flatten(nest)
     return [keras.ops.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
@@ -313,7 +315,7 @@ def _whole_loss(
         named = _named_arguments(parts, x, y, y_pred, sample_weight)
         if "test_step" in parts and gathers.all_have_rows(named):
             losses = model.losses
-            # A loss of the program's own may use those of single layers.
+            # The program's own loss may use losses of single layers.
             if not (losses and has_own_loss):
                 gathers.postpone_loss(losses)
                 return keras.ops.zeros(())
@@ -352,7 +354,7 @@ def _whole_metrics(model: Any, gathers: StepGathers, parts: frozenset[WholePart]
             raise InternalError("an argument of compute_metrics has no row for each example")
         end = _end_test_step if gathers.postponed else _compute_metrics
         gathers.keep_metrics(end, named | {"added": _ADDED})
-        # The result shows which logs there are. Its values do not count, and change no metric.
+        # The result shows which logs exist. Its values do not count, and do not change any metric.
         before = [(variable, keras.ops.copy(variable.value)) for variable in model.metrics_variables]
         computing = True
         try:
@@ -457,7 +459,7 @@ def gather(values: Nest) -> Nest:
 
 
 def refuse_other_rows(partial: Mapping[str, Any], rows: int) -> None:
-    """Raise ModelError if a round has gathered other numbers of rows, which graphs do not know before."""
+    """Raise ModelError if a round has gathered other numbers of rows; graphs do not know them earlier."""
     for name, array in partial.items():
         if is_gather({name: array}) and array.shape[0] != rows:
             _refuse_rows(array)

@@ -29,7 +29,7 @@ Numbers that the program may change later get other values (`lockstep.keras.fit.
 zero counts as not tried. A program's own parts are tried again when a later call has sample weights for the
 first time, or when the program has changed a boolean or a similar value (`lockstep.keras.fit.introductions`).
 
-A script that creates strategies with `--tf-distribute` has the rule of `tf.distribute` for its own
+With `--tf-distribute`, a script that creates strategies follows the rule of `tf.distribute` in its own
 `train_step`: gradients are added up, and Keras's own losses are divided by R. A note names a step for which
 this is not the gradient of one process.
 """

@@ -86,7 +86,7 @@ def _multiplied(leaf: Any, factors: Array) -> Any:
 
 
 def _rescaled(leaf: Any, generator: np.random.Generator) -> Any:
-    """Return a tensor with each element multiplied by a number; small logits and the like become larger."""
+    """Return a tensor with each element multiplied by a number; small values, such as logits, grow."""
     if leaf is None:
         return None
     factors = generator.uniform(0.3, 1.0, tuple(leaf.shape))
@@ -99,7 +99,7 @@ def _rescaled(leaf: Any, generator: np.random.Generator) -> Any:
 
 
 def _graded(leaf: Any) -> Any:
-    """Return outputs whose level rises from row to row: that of logits and the like, or of probabilities."""
+    """Return outputs whose level rises from row to row: that of logits or the like, or probabilities."""
     if leaf is None:
         return None
     array = keras.ops.convert_to_numpy(leaf)

@@ -21,13 +21,13 @@ class Chief:
     Args:
         process: the process in the call.
         max_staleness: see `Assignments`.
-        orders: the servers of this process, which follow recorded orders, and compute the works; None if
-            other processes do.
+        orders: the servers of this process, which follow recorded orders, and compute the work; None if other
+            processes do.
         scheduled: whether the works are functions that the program schedules.
 
     Attributes:
         dispatcher: answers the workers.
-        servers: the servers, once the call has begun.
+        servers: the servers, after the call has begun.
         orders: see above.
         served_state: the variables of the servers, as the chief last read or wrote them.
     """
@@ -63,7 +63,7 @@ class Chief:
         self.dispatcher.silent = self.servers.silent
 
     def end(self) -> None:
-        """End the call for the other processes, once no work is in progress."""
+        """End the call for the other processes, when no work is in progress."""
         process, dispatcher = self._process, self.dispatcher
         dispatcher.finish()
         self.servers.end_call()

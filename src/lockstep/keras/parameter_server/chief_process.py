@@ -4,9 +4,9 @@ A step of the chief's loop waits for the next step that a worker completes, in t
 batches of the loop are read only to compare them with those of the workers, and to know where epochs end.
 
 Within an epoch, the chief's model has old weights. It gets the present ones from the servers at the end of
-each epoch, or when a callback stops the training, while no step is in work. So callbacks at epoch ends, and
-evaluations, see the same weights as the servers. Whatever callbacks change there is written to the servers
-before the next epoch begins.
+each epoch, or when a callback stops training, while no step is in progress. So callbacks at epoch ends, and
+evaluations, see the same weights as the servers. Changes by these callbacks are written to the servers before
+the next epoch begins.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -91,13 +91,13 @@ class ChiefProcess(FitProcess):
             self.served.install(self._next_step)
             keras_fit([*callbacks, _ChiefEnd(self)])
             self.reading.resume()
-            # Workers may have been assigned steps beyond the last one. These are part of the order, too.
+            # Workers may have been assigned steps beyond the last one. These are also part of the order.
             self._dispatcher.drain()
             self._chief.end()
         self.call.steps = self._steps
 
     def orders(self) -> FollowedOrders | None:
-        """Return the orders that this process follows, if it also computes the steps; see `Chief`."""
+        """Return the orders that this process follows if it also computes the steps; see `Chief`."""
         return None
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class ChiefProcess(FitProcess):
     def updated_rows(self) -> dict[int, tuple[Array, list[Any]]]:
         """Return the rows of each table that this call has updated, and the variables that have such rows.
 
-        These variables are the table and its slots. Their other rows have the values from before the call.
+        These variables are the table and its slots. Their other rows have their values from before the call.
         The key is the position of the table among the trainable variables.
         """
         weights = zip(self.model.trainable_variables, self._served_state.weights, strict=True)
@@ -121,7 +121,7 @@ class ChiefProcess(FitProcess):
         return {
             table: (rows, [variable for variable, _ in values_of[table]])
             for table, rows in self._servers.updated_rows.items()
-            # A callback may have changed other rows since then, for example at the end of the training.
+            # A callback may have changed other rows since then, for example at the end of training.
             if table not in self._written
             and all(
                 same_bits(self.backend.to_numpy(variable.value), value)
@@ -134,7 +134,7 @@ class ChiefProcess(FitProcess):
         self._opening = epoch
 
     def end_batch(self) -> None:
-        """Read the present weights if a callback of a batch has stopped the training within an epoch."""
+        """Read the present weights if a callback of a batch has stopped training within an epoch."""
         self._callbacks_ran = True
         if not self.model.stop_training or self._current:
             return
@@ -162,8 +162,9 @@ class ChiefProcess(FitProcess):
     def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
         """Yield the batches of a pass, and note whether each is the last one of its epoch.
 
-        To see that, the next batch is read, but none beyond the number of batches that Keras knows. Workers
-        do not read further either, and a sampler that is asked for more draws the order of another pass.
+        To detect the last one, the next batch is read, but none beyond the number of batches that Keras
+        knows. Workers do not read further either, because a sampler that is asked for more would draw the
+        order of another pass.
 
         Args:
             batches: the batches of the pass.
@@ -183,7 +184,7 @@ class ChiefProcess(FitProcess):
                 self._last = ahead is None
                 yield batch
                 batch = ahead
-        # Like Keras, which counts the batches of the first pass if it does not know their number.
+        # Keras also counts the batches of the first pass if it does not know their number.
         self._counted = read
 
     def _next_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
@@ -230,10 +231,10 @@ class ChiefProcess(FitProcess):
     def _for_joiners(self, whole: bool) -> Contents:
         """Return the state for workers that join, or only the position.
 
-        The weights at the end of the last epoch are enough: a worker pulls the present ones with each step,
-        and at the end of the call all processes get the final ones (of tables, the updated rows). The other
-        variables, such as the states of random generators, have their values from the beginning of the call,
-        from which a worker computes any step.
+        The weights at the end of the last epoch are enough: a worker pulls the present weights with each
+        step, and at the end of the call all processes get the final weights (of tables, the updated rows).
+        The other variables, such as the states of random generators, have their values from the beginning of
+        the call, from which a worker computes any step.
         """
         weights = zip(self.model.trainable_variables, self._served_state.weights, strict=True)
         slots = zip(self.model.optimizer.variables, self._served_state.values, strict=True)
@@ -249,7 +250,7 @@ class ChiefProcess(FitProcess):
         """Check that workers have read the same batches as this process.
 
         Raises:
-            DisagreementError: a worker has read another one.
+            DisagreementError: a worker has read a different batch.
         """
         for step in list(self._checks):
             if (worker_and_check := self._dispatcher.pop_check(step)) is None:

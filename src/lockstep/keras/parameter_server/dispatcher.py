@@ -1,13 +1,13 @@
-"""The chief's side of the workers: hands out works, and collects their results other than gradients.
+"""The chief's side of the workers: hands out work, and collects their results other than gradients.
 
-A work is a step of `fit`, or a scheduled function. A thread answers the workers, so they never wait for what
-the chief itself does. The layers' state, and other variables that functions change, live here. Each
-assignment carries their present values, and each completed work changes them.
+A unit of work is a step of `fit`, or a scheduled function. A thread answers the workers, so they never wait
+for the chief's own work. The layers' state, and other variables that functions change, live here. Each
+assignment carries their present values, and each completed unit changes them.
 
 All processes make the same calls in the same order. The chief makes each call first. The others wait for it,
-and learn its result. Workers do works while they wait. In `fit`, the calls are its beginning and the ends of
-its epochs. Between two of them, a worker waits for a step wherever it needs one, so the chief schedules as
-many steps as the data has.
+and learn its result. Workers work while they wait. In `fit`, the calls are its beginning and the ends of its
+epochs. Between two of them, a worker waits whenever it needs a step, so the chief schedules as many steps as
+the data has.
 
 Two threads use a `Dispatcher`, under one lock (`_changed`):
 
@@ -16,15 +16,16 @@ Two threads use a `Dispatcher`, under one lock (`_changed`):
 * The dispatcher's own thread (`_run`) processes arrivals: questions of workers, and the ends of their
   connections.
 
-A question that cannot be answered yet is *parked*, at most one for each process, because a process asks
-nothing else while it waits. `_pump` answers all parked questions that can be answered now. Whatever may make
-an answer possible calls it: an arrival, a new function, a passed call, an opened epoch. A process gets one of
-three answers (`_answer`): the call is over, a work to do, or the result of the call at which it waits.
+A question that cannot be answered yet is *parked*, at most one for each process, because a process does not
+ask anything else while it waits. `_pump` answers all parked questions that can be answered now. Every event
+that may make an answer possible calls it: an arrival, a new function, a passed call, an opened epoch. A
+process gets one of three answers (`_answer`): the call is over, a unit of work, or the result of the call at
+which it waits.
 
-Without a recorded order, works are assigned as workers ask for them. With one (a replay), the same thread
-follows the order: a completed work that is early waits in `_arrived`, and a worker whose assignment is not
-due stays parked. What the main thread does, such as reading variables or raising an exception, is in the
-order as well, so `_in_turn` waits for its turn. In a replay in one process there are no workers and no second
+Without a recorded order, work is assigned as workers ask for it. With one (a replay), the same thread follows
+the order: a completed unit that is early waits in `_arrived`, and a worker whose assignment is not due stays
+parked. Actions of the main thread, such as reading variables or raising an exception, are also in the order,
+so `_in_turn` waits for their turn. In a replay in one process there are no workers and no second
 thread: `_wait` itself processes the next record (`_compute_next`) until its condition holds.
 
 A result of a call stays in `_calls` until all processes that need it have learned it (`_learners`). These
@@ -86,7 +87,7 @@ class ComputedHere(Protocol):
         """Assign a step to a worker, with the layers' state."""
 
     def done(self, worker: int, step: int) -> QuestionArrival:
-        """Compute a step, and return what its worker told the chief when it had completed the step."""
+        """Compute a step, and return its worker's message to the chief after it had completed the step."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +124,8 @@ class DispatchedCall:
 def combined(value: Array, start: Array, end: Array) -> Array:
     """Return the value of a variable after a function that has changed it from `start` to `end`.
 
-    If no other function has changed it meanwhile, that is `end`. Otherwise the difference is added. Values
-    that are not finite have no difference, so the last one counts.
+    If no other function has changed the variable meanwhile, the value is `end`. Otherwise the difference is
+    added. Values that are not finite do not have a difference, so the last value counts.
     """
     if value.tobytes() == start.tobytes() or value.dtype == np.bool_:
         return end
@@ -153,14 +154,14 @@ class Dispatcher:
 
     Args:
         call: the call.
-        scheduled: whether the works are functions that the program schedules.
+        scheduled: whether the work consists of functions that the program schedules.
 
     Attributes:
-        unit: names a work in messages.
+        unit: the name of a unit of work in messages.
         staleness: the staleness of the completed steps, in their order.
-        when_completed: is called by the waiting thread when steps were completed.
-        look: is called every second while the chief waits.
-        silent: returns the names of the servers that do not answer within some seconds, once the call fails.
+        when_completed: called by the waiting thread when steps have been completed.
+        look: called every second while the chief waits.
+        silent: returns the names of the servers that do not answer within some seconds, if the call fails.
     """
 
     def __init__(self, call: DispatchedCall, *, scheduled: bool = False) -> None:
@@ -272,12 +273,12 @@ class Dispatcher:
             return self._checks.pop(step, None)
 
     def drain(self) -> None:
-        """Assign no more steps, and wait until those in work are complete, or lost with their worker."""
+        """Assign no more steps, and wait until those in progress are complete, or lost with their worker."""
         with self._changed:
             self._assigns = False
         recorded = self._recorded
         if recorded is not None:
-            # Steps that were lost with a worker then are not in the order.
+            # Steps that are lost with a worker then are not in the order.
             self._wait(lambda: recorded.awaited() is None)
         else:
             self._wait(lambda: not self._assignments.in_work())
@@ -297,20 +298,20 @@ class Dispatcher:
 
     @property
     def expected(self) -> Mapping[int, int]:
-        """The workers that have joined and not connected yet, by the processes that they replace."""
+        """The workers that have joined but not yet connected, by the processes that they replace."""
         with self._changed:
             return dict(self._expected)
 
     def hold(self, processes: Iterable[int]) -> None:
-        """Keep the results of calls from now on for workers that will replace these processes."""
+        """From now on, keep the results of calls for workers that will replace these processes."""
         with self._changed:
             self._held = set(processes)
 
     def expect(self, joined: Mapping[int, int]) -> None:
-        """Keep results from now on for workers that have joined, instead of the processes of `hold`.
+        """From now on, keep results for workers that have joined, instead of the processes of `hold`.
 
         Args:
-            joined: their worker ids, by the processes that they replace.
+            joined: the ids of these workers, by the processes that they replace.
         """
         with self._changed:
             self._held.clear()
@@ -327,7 +328,7 @@ class Dispatcher:
     def schedule(self, call: int) -> FunctionFailure | None:
         """Add a function. If an earlier one has failed, return its failure instead.
 
-        Waits while too many functions wait.
+        This waits while too many functions wait.
         """
         if self._recorded is not None:
             raises = self._recorded.has(Record(RecordKind.RAISE, 0, call))
@@ -465,7 +466,7 @@ class Dispatcher:
         return self._live | self._servers | self._held | self._expected.keys()
 
     def _why(self, step: int) -> FunctionFailure | None:
-        """Return why a function has no result, or None if it has one, or may still have one."""
+        """Return why a function will never have a result, or None if it may have one."""
         return self._failures.get(step) or self._dropped.get(step)
 
     def _unfinished(self) -> int:
@@ -473,7 +474,7 @@ class Dispatcher:
         return self._assignments.stop - len(self._dropped) - self._assignments.completed
 
     def _fail(self, call: int) -> FunctionFailure:
-        """Wait for the functions in work, and drop those that wait; return the failure."""
+        """Wait for the functions in progress, and drop those that wait; return the failure."""
 
         def fail() -> FunctionFailure:
             failed = self._raised
@@ -501,7 +502,7 @@ class Dispatcher:
             result = act()
             if recorded is not None:
                 recorded.advance()
-            # Whatever follows in the order sees the effects of `act`.
+            # Everything that follows in the order sees the effects of `act`.
             self._pump()
             return result
 
@@ -538,7 +539,7 @@ class Dispatcher:
                 for process in self._lost():
                     worker = self._worker(process)
                     self._drop(worker)
-                    # It may have been lost before it has connected.
+                    # It may have been lost before it connected.
                     self._inbox.put(QuestionArrival(process, None, worker=worker))
                 self.look()
                 self._changed.wait(min(_LOOK_EVERY, self._timeout))
@@ -553,7 +554,7 @@ class Dispatcher:
         return f"{self._call_name}: {left}; their logs say why"
 
     def _silent(self) -> str:
-        """Return a part of a message: the servers that do not answer, which may be why the chief waits."""
+        """Return a part of a message: the servers that do not answer, for which the chief may be waiting."""
         names = self.silent(_ANSWERS_WITHIN)
         return f"{' and '.join(names)} do{'es' * (len(names) == 1)} not answer; " if names else ""
 
@@ -605,9 +606,9 @@ class Dispatcher:
         """Whether a worker that follows a recorded order keeps a step of an epoch that it has not begun.
 
         In the recorded run, the step belonged to a worker that had replaced a lost one and was further ahead.
-        If the next record of the worker is not another assignment, it completed the step then, or was lost
-        with it. So this worker has to keep the step. Otherwise it gives the step back, as it did then. Other
-        workers may already have computed the step here.
+        If the next record of that worker is not another assignment, it completed the step, or was lost with
+        it. So this worker has to keep the step. Otherwise it gives the step back, as in the recorded run.
+        Other workers may already have computed the step here.
         """
         if self._recorded is None or process not in self._followed:
             return False
@@ -615,13 +616,13 @@ class Dispatcher:
         return following is None or following.kind is not RecordKind.ASSIGN
 
     def _process_done(self, arrival: QuestionArrival) -> None:
-        """Process a completed work."""
+        """Process a completed unit of work."""
         done = arrival.message
         assert isinstance(done, WorkDone)
         if not self._complete(arrival.process, done.step, done.staleness):
             return
         assert self._layers is not None
-        # New arrays: the values of an assignment may still be on their way.
+        # New arrays are necessary, because the values of an assignment may still be on their way.
         count = len(done.changed)
         before, after, others = (
             arrival.arrays[:count],
@@ -665,7 +666,8 @@ class Dispatcher:
             return self._assign(process, at.scheduled)
         result = self._calls.get(at.call)
         if result is not None and result.passed.kind == "done" and not result.passed.done:
-            # The chief of a program that polls `done` is always a call ahead: its workers would never work.
+            # The chief of a program that polls `done` is always a call ahead, so its workers would never
+            # work.
             assigned = None if process in self._servers else self._assign(process, at.scheduled)
             if assigned is not None:
                 return assigned
@@ -756,7 +758,7 @@ class Dispatcher:
                 arrival.answer(*answer)
 
     def _assign(self, worker: int, below: int) -> Answered | None:
-        """Assign a work below a number, if that is not -1, to a worker that waits for one."""
+        """Assign a unit of work below a number, unless that is -1, to a worker that waits for one."""
         if self._layers is None or not self._assigns or self._recorded is not None:
             return None
         step = self._assignments.assign(worker, below if below >= 0 else None)
@@ -767,7 +769,7 @@ class Dispatcher:
         incomplete = tuple(self._assignments.incomplete_below(step))
         assert self._layers is not None
         # Workers have the other variables from the beginning. A replay in one process also changes the
-        # variables that it would have from the beginning, so it needs all.
+        # variables that it would have from the beginning, so it needs all of them.
         layers = {k: v for k, v in self._layers.items() if self._here or k in self._changed_variables}
         replacement = self._replacements.get(worker, -1)
         return Assigned(step, incomplete, tuple(layers), replacement), list(layers.values())
@@ -776,7 +778,7 @@ class Dispatcher:
         """Process the next record of the recorded order, whose work this process computes.
 
         Raises:
-            DisagreementError: there is no further work.
+            DisagreementError: no work is left.
         """
         with self._changed:
             if not self._take_turn():

@@ -3,8 +3,8 @@
 All processes run the same script. They enter `fit` with the same state, and leave it with the same state.
 Within it, the servers have the weights. The chief and the workers each run Keras's loop over the same
 batches. A worker computes the steps that the chief assigns to it. A step of the chief's loop is the next
-completed one. Between the epochs no step is in work, so the chief evaluates, and calls the callbacks, with
-the weights of that moment.
+completed one. Between the epochs no step is in progress, so the chief evaluates, and calls the callbacks,
+with the weights of that moment.
 """
 
 from collections.abc import Callable, Mapping, Sequence

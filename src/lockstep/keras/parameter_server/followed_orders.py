@@ -5,12 +5,12 @@ order up to the step's push. A push needs the gradients of its step, and these n
 has pulled from all servers. For each pull, its server follows its order up to the pull, which may need pushes
 of other steps, and so on: `_push_everywhere`, `_compute` and `_pulled` call each other through `_serve_next`.
 
-This recursion ends. The recorded run did everything in some order of time, and whatever a record needs came
-earlier. `Attempt.computing` detects orders that do not fit together, such as files of two runs.
+This recursion ends. The recorded run did everything in some order of time, and everything that a record needs
+came earlier. `Attempt.computing` detects orders that do not fit together, such as files of two runs.
 
-A lookup of rows within a function is the exception to this rule: only the function, once it runs, knows which
-rows it looks up, but by then its server may have to be further in its order. So at the turn of a lookup, the
-server takes a snapshot of its tables, and the function reads the rows from that (`FollowedOrders.rows`).
+A lookup of rows within a function is an exception: only the running function knows which rows it looks up,
+but by then its server may have to be further in its order. So at the turn of a lookup, the server takes a
+snapshot of its tables, and the function reads the rows from the snapshot (`FollowedOrders.rows`).
 """
 
 from collections import defaultdict, deque
@@ -47,14 +47,14 @@ class Attempt:
         assigned: the assignment of the chief.
         layers: the layers' state that came with the assignment.
         pulled: the answers to pulls, by their parts and servers.
-        tables: the numbers of the step's lookups, and the tables at that moment, by the servers.
+        tables: by server, the numbers of the step's lookups, and the tables at that moment.
         gradients: the last gradients, by their part.
         pushed: the servers that have these gradients.
-        pulls: how often the step has pulled.
+        pulls: the number of pulls of the step.
         computing: whether it is being computed.
         staleness: the largest staleness of all servers.
-        done: the results of the step, once it is computed.
-        batch: the batch of the step, and the rows that it looks up, once it was read.
+        done: the results of the step, after it has been computed.
+        batch: the batch of the step, and the rows that it looks up, after it has been read.
     """
 
     worker: int
@@ -140,7 +140,7 @@ class FollowedServer:
         return self.receive()
 
     def silent(self, within: float) -> str:
-        """Return empty: it always answers."""
+        """Return an empty string, because it always answers."""
         return ""
 
     def answer(self, process: int, message: Question, arrays: Sequence[Array]) -> Answered:
@@ -187,7 +187,7 @@ class FollowedOrders:
         self._attempts[worker, assigned.step] = Attempt(worker, assigned, layers)
 
     def done(self, worker: int, step: int) -> QuestionArrival:
-        """Compute a step, and return what its worker told the chief when it had completed the step."""
+        """Compute a step, and return its worker's message to the chief after it had completed the step."""
         attempt = self._attempt(worker, step)
         self._compute(attempt)
         for part in attempt.gradients:
@@ -202,7 +202,7 @@ class FollowedOrders:
         """Return rows of a table within a step; see `Servers.pull_rows`.
 
         Raises:
-            DisagreementError: the recorded step has not looked up rows of the same server.
+            DisagreementError: the recorded step did not look up rows of the same server.
         """
         parts = []
         for part in self.servers.rows_by_server(variable, rows):
@@ -214,7 +214,7 @@ class FollowedOrders:
         return np.concatenate(parts)
 
     def follow(self, server: FollowedServer, until: Record | None) -> None:
-        """Process the records of a server before one of the chief, or all records for None.
+        """Process the records of a server before one record of the chief, or all records for None.
 
         Raises:
             DisagreementError: the record does not come next.
@@ -258,7 +258,7 @@ class FollowedOrders:
         """Let all servers follow their orders up to a push."""
         push = Record(RecordKind.PUSH, attempt.worker, attempt.step, part)
         for server in self._followed:
-            # A server without the record had applied this step before, for a worker that was lost.
+            # A server without the record applied this step earlier, for a worker that was lost.
             while server.order.has(push) and server.number not in attempt.pushed:
                 self._serve_next(server)
 

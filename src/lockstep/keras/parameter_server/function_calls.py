@@ -2,8 +2,8 @@
 
 All processes run the script and make the same calls: `schedule`, `join`, `done`, `fetch`. The chief makes
 each call first, and the others make it with the same result. `schedule` does not wait. Workers run functions
-while they wait for the chief at a call. Each call except `schedule` gives all processes the variables as they
-are then, so the script computes the same everywhere.
+while they wait for the chief at a call. Each call except `schedule` gives all processes the present values of
+the variables, so the script computes the same everywhere.
 
 How a process makes a call depends on its task: see `function_chief.py`, `function_worker.py` and
 `function_server.py`.
@@ -51,7 +51,7 @@ class Scheduled:
     Attributes:
         function: the function.
         worker_arguments: returns its arguments in the worker that runs it.
-        trial_arguments: returns its arguments for a trial run, which changes none of them.
+        trial_arguments: returns its arguments for a trial run, which does not change them.
     """
 
     function: Callable[..., Any]
@@ -67,8 +67,8 @@ class ScheduleContext:
         job: the job of the process.
         scope: the variables that the program has created in the scope of its strategy.
         options: the options of the strategy.
-        number: numbers a call of the program.
-        joining: returns how workers join in the functions that were numbered last.
+        number: numbers the calls of the program.
+        joining: returns how workers join while the functions run that were numbered last.
         ended: receives the outcome of a call: its name, the number of functions so far, and the variables.
         trained: returns the number of training steps of the job before these calls.
     """
@@ -85,12 +85,12 @@ class ScheduleContext:
     def task(self) -> TaskType:
         """The type of this process's task."""
         tasks, process = self.job.context.tasks, self.job.process
-        # A worker that joins has no task yet.
+        # A worker that joins does not have a task yet.
         return "worker" if process >= tasks.processes else tasks.of(process)[0]
 
 
 class FunctionCalls(ABC):
-    """The calls of one process, from the first function that is scheduled to `close`.
+    """The calls of one process, from the first scheduled function to `close`.
 
     Args:
         program: the program to which they belong.
@@ -125,12 +125,12 @@ class FunctionCalls(ABC):
 
         Raises:
             Exception: an earlier function raised it.
-            ModelError: parameter servers do not support what the function changes.
+            ModelError: parameter servers do not support a change that the function makes.
         """
         with self._unobserved():
             if self._runner.is_new(scheduled.function):
                 if self._opened:
-                    # In a replay, functions in work may need this process, which waits for others below.
+                    # In a replay, running functions may need this process, which waits for others below.
                     self._learn("join", *self._make("join"))
                 self._introduce(scheduled)
             step = self._scheduled
@@ -185,7 +185,7 @@ class FunctionCalls(ABC):
             Exception: a function raised it.
         """
         self._leave()
-        # The time since the script's last call belongs to no function.
+        # The time since the script's last call does not belong to any function.
         self._job.timer.stop()
         if self._opened:
             with self._unobserved():
@@ -204,7 +204,7 @@ class FunctionCalls(ABC):
 
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
-        """Within the block, reads and assignments do not count as those of the script."""
+        """Within the block, reads and assignments do not count as the script's."""
         with observed_by(None), self._reads.paused():
             yield
 
@@ -216,7 +216,7 @@ class FunctionCalls(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """End the calls, of whose functions none is in work."""
+        """End the calls, when none of their functions is running."""
 
     @abstractmethod
     def _open(self) -> None:
@@ -224,7 +224,7 @@ class FunctionCalls(ABC):
 
     @abstractmethod
     def _add(self, update: Update, number: int, shards: Sequence[Shard]) -> None:
-        """Use a further optimizer, whose variables have these shards."""
+        """Add an optimizer, whose variables have these shards."""
 
     @abstractmethod
     def _remember(self, step: int, scheduled: Scheduled) -> None:
@@ -238,7 +238,7 @@ class FunctionCalls(ABC):
 
         Args:
             kind: the kind of the call.
-            steps: the numbers of the functions whose results it wants.
+            steps: the numbers of the functions whose results it requests.
             name: the name of the function that it schedules.
         """
 
@@ -248,7 +248,7 @@ class FunctionCalls(ABC):
         return unpack_results(passed.results, arrays[served + len(passed.variables) :])
 
     def _kept_result(self, step: int) -> Any:
-        """Return the result of a function of calls that have ended."""
+        """Return the result of a function whose calls have ended."""
         assert self._kept_results is not None
         if step in self._kept_failures:
             raise_failure(self._kept_failures[step])
@@ -263,7 +263,7 @@ class FunctionCalls(ABC):
         """Check that the chief has made the same call.
 
         Raises:
-            DisagreementError: it has made another one.
+            DisagreementError: it has made a different call.
         """
         if passed.kind != kind:
             here, there = ("the end" if name == "close" else name for name in (kind, passed.kind))
@@ -275,8 +275,8 @@ class FunctionCalls(ABC):
         return passed
 
     def _introduce(self, scheduled: Scheduled) -> None:
-        """Try a function out in all processes, and place the variables that it trains."""
-        # The trial is not a part of any function.
+        """Run a function as a trial in all processes, and place the variables that it trains."""
+        # The trial does not belong to any function.
         self._job.timer.stop()
         first_new = len(self._runner.updates)
         seed = seed_of(self._call.seed, "trial", self._calls)
@@ -336,8 +336,8 @@ class FunctionCalls(ABC):
 
         Args:
             label: names the trial run.
-            created: how many variables it has created.
-            shown: the properties of the function that it has shown.
+            created: the number of variables that it has created.
+            shown: the properties of the function, as shown by the trial run.
             state: the variables of the optimizers that it was the first to apply.
         """
         agree(self._job, label, {**created, **state_facts(self._eager.to_numpy, state)})

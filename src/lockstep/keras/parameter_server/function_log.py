@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# Defines dtypes such as bfloat16.
+# This import defines dtypes such as bfloat16.
 import ml_dtypes  # noqa: F401
 import msgspec
 import numpy as np
@@ -77,7 +77,7 @@ class CallOutcome:
 
 
 class FunctionLog:
-    """The calls from the first function that is scheduled to the end of the functions.
+    """The calls from the first scheduled function to the end of the functions.
 
     A program may make millions of calls, so the outcomes of earlier ones are encoded.
 

@@ -108,7 +108,7 @@ class OneProcessCalls(ChiefCalls):
         return followed_orders(self._process, self._variables, self)
 
     def _end(self) -> None:
-        # The functions of lost workers have not come to their ends.
+        # The functions of lost workers have not reached their ends.
         for thread in self._threads.values():
             put_back = self._runner.keep_shared()
             thread.end()
@@ -135,7 +135,7 @@ class _FunctionThread:
     """Runs a function that exchanges gradients. No other thread computes meanwhile.
 
     Args:
-        run: runs it in the thread, given the values that it has pulled.
+        run: runs it in the thread, with the values that it has pulled.
     """
 
     def __init__(self, run: "Callable[[_FunctionThread, Sequence[Array]], Computed]") -> None:
@@ -146,7 +146,7 @@ class _FunctionThread:
         self._thread.start()
 
     def resume(self, values: Sequence[Array]) -> Computed:
-        """Run on with pulled values to the function's end, or to its next exchange; return the results."""
+        """Continue with pulled values to the function's end, or to its next exchange; return the results."""
         self._values.put(values)
         computed = self._computed.get()
         if isinstance(computed, BaseException):
@@ -154,7 +154,7 @@ class _FunctionThread:
         return computed
 
     def exchange(self, gradients: Gradients) -> Sequence[Array]:
-        """In the thread, give gradients to the servers, and return the new values, once they are pulled."""
+        """In the thread, give gradients to the servers; wait for the new values, and return them."""
         self._computed.put(gradients)
         if (values := self._values.get()) is None:
             raise _RunEnds

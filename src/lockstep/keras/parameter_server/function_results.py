@@ -63,7 +63,7 @@ def name_of(function: Any) -> str:
 
 
 def raise_failure(failure: FunctionFailure) -> NoReturn:
-    """Raise the exception of a function, of its class where this process knows it."""
+    """Raise the exception of a function, with its class if this process knows it."""
     error_class: Any = sys.modules.get(failure.module)
     for name in failure.name.split("."):
         error_class = getattr(error_class, name, None)

@@ -3,16 +3,16 @@
 The gradients that the function applies are kept for the servers instead. Other variables that it assigns get
 their earlier values back, and the chief combines the values from before and after the run with its own.
 
-**A trial first.** Before the first gradient, the servers need the variables that a function trains. No
-analysis of its code could tell, so all processes run it once (`FunctionRunner.try_out`), with equal variables
-and with random numbers that do not count, and undo it. The trial shows, and a `_Profile` keeps:
+**A trial first.** Before the first gradient, the servers need the variables that a function trains. Analyzing
+its code cannot show them, so all processes run it once (`FunctionRunner.try_out`), with equal variables and
+with random numbers that do not count, and undo it. The trial shows, and a `_Profile` keeps:
 
 * the optimizers that the function applies, and to which variables;
 * the other variables that it assigns, whose values before and after each run are sent to the chief;
 * whether it applies an optimizer more than once, or reads a weight after its update. Keeping the gradients
-  until the end would then compute something else. Such a function *exchanges* gradients for new weights at
+  until the end would then give different results. Such a function *exchanges* gradients for new weights at
   each update, while it runs;
-* whatever parameter servers do not support, as a ModelError.
+* everything that parameter servers do not support, as a ModelError.
 
 A trial may raise an exception, for example because a dataset is empty. It is ignored: the function raises it
 again when a worker runs it. But the profile is then incomplete, and the next `schedule` tries the function
@@ -28,11 +28,12 @@ lookups of the function that runs now.
 TensorFlow may trace a function twice, and a read before the update in the second trace must not count as a
 read of an updated weight. So `_Watcher._updated` has the graphs in which each weight was updated, and a read
 counts only if it happens in one of these graphs, or if both happen outside of all graphs. A read outside of a
-graph after an update in one is seen in the eager trial. That the two trials together see every such read is
-tested, but not proven. A function with an unseen one would compute with weights from before its update.
+graph after an update in one is seen in the eager trial. Tests show that the two trials together detect every
+such read, but this is not proven. A function with an undetected one would compute with weights from before
+its update.
 
-**How variables are identified.** A function is identified by its code, the object that it is a method of, and
-the functions and Keras objects that it closes over (`_key`): programs define functions in loops, and schedule
+**How variables are identified.** A function is identified by its code, the object whose method it is, and the
+functions and Keras objects that it closes over (`_key`): programs define functions in loops, and schedule
 equal ones again and again. A variable of the program is identified by its position among the variables that
 were created in the scope of the strategy, which is equal in all processes (`ScopeVariables`). So a variable
 from outside of the scope is refused.
@@ -121,7 +122,7 @@ class RanFunction:
     Attributes:
         result: its result, with arrays of NumPy instead of tensors.
         gradients: the gradients by the number of the variable over all optimizers.
-        rows: the rows that the gradients of tables are for, by the same numbers.
+        rows: the rows to which the gradients of tables belong, by the same numbers.
         updates: the numbers of the optimizers that it has applied.
         changes: the values of other variables before and after it, by their positions in the scope.
     """
@@ -139,13 +140,13 @@ class _Profile:
 
     Attributes:
         function: the function.
-        complete: whether a trial run has come to its end.
-        exchanges: whether it exchanges gradients for new weights each time that it applies an optimizer,
-            because it does so several times, or uses the new weights.
+        complete: whether a trial run has reached its end.
+        exchanges: whether it exchanges gradients for new weights at each update, because it makes several
+            updates, or uses the new weights.
         assigned: the positions of the variables that it assigns.
         updates: the numbers of the optimizers that it applies.
         draws: the numbers that its random operations on TensorFlow draw.
-        raised: the exception of its last trial run that did not come to its end.
+        raised: the exception of its last trial run that did not reach its end.
     """
 
     function: Any
@@ -171,7 +172,7 @@ class FunctionRunner:
         pulled: the variables that a function reads from the servers: those that optimizers update, except
             tables that only servers have, and the optimizers' variables that belong to no weight. Set only
             in processes that run functions.
-        met: the tables whose servers have begun; None before.
+        met: the tables whose servers have begun; None before that.
         failure: the error of a lookup in the function that runs now.
         pull_rows: reads rows of such a table, by the number of its variable over all optimizers, for the
             function that runs now.
@@ -204,7 +205,7 @@ class FunctionRunner:
         self.transfers = transfers_of(backend)
 
     def is_new(self, function: Callable[..., Any]) -> bool:
-        """Whether a function has had no trial run that came to its end."""
+        """Whether no trial run of a function has reached its end."""
         profile = self._profiles.get(_key(function))
         return profile is None or not profile.complete
 
@@ -260,12 +261,12 @@ class FunctionRunner:
         is ignored, because it occurs again when a worker runs the function.
 
         Raises:
-            ModelError: parameter servers do not support what the function changes.
+            ModelError: parameter servers do not support a change that the function makes.
         """
         # The profile keeps the function, so that no other function gets the same key.
         profile = self._profiles.setdefault(_key(function), _Profile(function))
-        # Eagerly first: variables that a graph creates have no values yet when the optimizer needs them. Then
-        # as a graph, which contains all branches.
+        # The first run is eager: variables that a graph creates have no values yet when the optimizer needs
+        # them. The second one is a graph, which contains all branches.
         ways, first_new = (True, False) if self._on_tensorflow else (False,), len(self.updates)
         only_on_servers = set(self.only_on_servers)
         try:
@@ -287,7 +288,7 @@ class FunctionRunner:
             raise
 
     def _tried(self, profile: _Profile, call: Callable[[], Any], seed: int, *, eagerly: bool) -> bool:
-        """Run a function and undo it, and return whether it has come to its end."""
+        """Run a function and undo it, and return whether it has reached its end."""
         before = {
             id(variable): (variable, self._backend.saved_value(variable))
             for variable in self._state_variables()
@@ -335,14 +336,14 @@ class FunctionRunner:
 
         Args:
             function: the function that was tried out.
-            call: calls it.
+            call: calls the function.
             step: the number of the function. Keras's random generators draw different numbers for each.
             seed: determines all other random numbers.
             exchange: gives gradients to the servers while the function runs; None if no function needs it.
 
         Raises:
             Exception: the function raised it.
-            ModelError: parameter servers do not support what the function changes.
+            ModelError: parameter servers do not support a change that the function makes.
         """
         profile = self._profiles[_key(function)]
         seeds = [variable for variable in self._scope.variables if KERAS_SEED in variable.name]
@@ -388,7 +389,7 @@ class FunctionRunner:
         return arrays[0].tobytes() == arrays[1].tobytes()
 
     def _refuse_updates(self, before: Mapping[int, tuple[Any, Any]]) -> None:
-        """Raise ModelError if a trial run has updated weights after all."""
+        """Raise ModelError if a trial run has updated weights anyway."""
         for update, iterations_added in zip(self.updates, self._iterations, strict=True):
             iterations = iterations_of(update.optimizer)
             saved = before.get(id(iterations))
@@ -408,7 +409,7 @@ class FunctionRunner:
         return refusing_own_variables()
 
     def exchanged(self, number: int, gradients: Mapping[int, Array]) -> list[Array]:
-        """Make the exchange of the function that runs now. Graphs call this, because they outlive one run."""
+        """Make the exchange of the running function. Graphs call this, because they outlive one run."""
         assert self.exchange is not None
         return self.exchange(number, gradients)
 
@@ -466,10 +467,10 @@ class FunctionRunner:
 
         Args:
             table: the table that a function looks up.
-            raised: the exception of the function's last trial run; empty if it came to its end.
+            raised: the exception of the function's last trial run; empty if it reached its end.
 
         Raises:
-            ModelError: no function trains it.
+            ModelError: no function trains the table.
         """
         variables = [variable for update in self.updates for variable in update.variables]
         for number, variable in enumerate(variables):
@@ -539,7 +540,7 @@ class FunctionRunner:
         return len(self.updates) - 1
 
     def refuse_outsider(self, variable: Any, verb: str) -> int:
-        """Return the position of a variable in the scope.
+        """Return the position of a variable in the scope; refuse a variable from outside.
 
         Raises:
             ModelError: it was created outside of the scope.
@@ -603,11 +604,11 @@ class _Watcher:
         runner: the runner that runs the function.
         profile: the profile of the function.
         starts: the values of variables that it assigns, by position; None in a trial run.
-        exchange: gives gradients to the servers at once; None to keep them until the function has run.
+        exchange: gives gradients to the servers immediately; None to keep them until the function has run.
 
     Attributes:
         gradients: the gradients that were applied, by the number of the variable over all optimizers.
-        rows: the rows that the gradients of tables are for, by the same numbers.
+        rows: the rows to which the gradients of tables belong, by the same numbers.
         applied: the numbers of the optimizers that were applied.
         created: variables that a trial run has created, with their first values.
         starts: the values, before the run, of all variables that it assigns.
@@ -671,7 +672,7 @@ class _Watcher:
         """Note that the function reads a variable, which it may have updated before.
 
         Raises:
-            ModelError: it reads values that only the servers have.
+            ModelError: the function reads values that only the servers have.
         """
         if not is_observed_by(self):
             return
@@ -915,7 +916,7 @@ def _refuse_integer(variable: Any) -> None:
 
 @contextmanager
 def _eagerly() -> Iterator[None]:
-    """Within the block, TensorFlow computes values also while it traces a graph."""
+    """Within the block, TensorFlow computes values even while it traces a graph."""
     with ExitStack() as stack:
         if keras.backend.backend() == "tensorflow":
             import tensorflow as tf
@@ -934,9 +935,9 @@ def _running_eagerly(eagerly: bool) -> AbstractContextManager[None]:
 
 
 def outside_of_graphs(act: Callable[[], Result]) -> Result:
-    """Return the result of `act`, which may create variables also while TensorFlow traces a graph.
+    """Return the result of `act`, which may create variables even while TensorFlow traces a graph.
 
-    Another thread is in no graph, and its variables are not observed.
+    Another thread is not in a graph, and its variables are not observed.
     """
     if not entered_graphs():
         with computing_as(None), observed_by(None):
@@ -946,7 +947,7 @@ def outside_of_graphs(act: Callable[[], Result]) -> Result:
 
 
 def entered_graphs() -> list[Any]:
-    """Return the graphs of TensorFlow that are being traced, which are none if functions run eagerly."""
+    """Return the graphs of TensorFlow that are being traced: none if functions run eagerly."""
     if keras.backend.backend() != "tensorflow":
         return []
     import tensorflow as tf
@@ -959,10 +960,10 @@ def entered_graphs() -> list[Any]:
 
 
 def _key(function: Any) -> Any:
-    """Identify a function by its code, by the object that it is a method of, and by what it closes over.
+    """Identify a function by its code, the object whose method it is, and the values it closes over.
 
-    Of the values that it closes over, only functions and objects of Keras count. Others are data, such as
-    batches.
+    Of the values that it closes over, only functions and objects of Keras count. Other values are data, such
+    as batches.
     """
     while True:
         if isinstance(function, functools.partial):

@@ -33,7 +33,7 @@ class ServerCalls(FunctionCalls):
         self._until = 0
 
     def _end(self) -> None:
-        """End the calls, of whose functions none is in work."""
+        """End the calls, when none of their functions is running."""
         if self._opened:
             self._process.serve()
         self._process.close()
@@ -46,7 +46,7 @@ class ServerCalls(FunctionCalls):
         self._process.add(update, shards, self._runner.numbers_of_tables(number))
 
     def _remember(self, step: int, scheduled: Scheduled) -> None:
-        """Do nothing: servers run no functions."""
+        """Do nothing, because servers do not run functions."""
 
     def _make(
         self, kind: CallKind, steps: Sequence[int] = (), name: str = ""

@@ -46,7 +46,7 @@ class WorkerCalls(FunctionCalls):
                     self._assign_shown(outcome, 0)
 
     def _end(self) -> None:
-        """End the calls, of whose functions none is in work."""
+        """End the calls, when none of their functions is running."""
         self._reads.end()
         self._process.close()
 
@@ -56,12 +56,12 @@ class WorkerCalls(FunctionCalls):
             self._worker.connect(())
 
     def _repeated(self, label: str, number: int) -> tuple[Passed, Sequence[Array]] | None:
-        """Return the recorded outcome of a call that the chief made before this worker joins.
+        """Return the recorded outcome of a call that the chief made before this worker joined.
 
         Returns None if this worker has arrived at the present call of the chief, and takes part from now on.
 
         Raises:
-            DisagreementError: the chief has made another call.
+            DisagreementError: the chief has made a different call.
         """
         log = self._joining.log
         assert log is not None
@@ -171,7 +171,7 @@ class WorkerCalls(FunctionCalls):
         answer, arrays = passed
         self._until = self._compared(kind, answer).until
         if not answer.state:
-            # The script sees the variables of the last call that has shown them.
+            # The script sees the variables of the last call that has shown variables.
             for variable, value in self._shown.values():
                 variable.assign(value)
         self._shown.clear()
@@ -181,10 +181,10 @@ class WorkerCalls(FunctionCalls):
         return answer, arrays
 
     def _note_changes(self) -> None:
-        """Note which variables the script has changed since the first call.
+        """Note the variables that the script has changed since the first call.
 
-        The chief may not have come to this call yet. So a function must not see these changes: variables that
-        the chief does not send with it have their first values there.
+        The chief may not have reached this call yet. So a function must not see these changes: in a function,
+        variables that the chief does not send with it have their first values.
         """
         others = self._runner.others()
         values = dict(zip(others, self._runner.transfers.read(list(others.values())), strict=True))
@@ -225,7 +225,7 @@ class WorkerCalls(FunctionCalls):
         return worker.end(done, compiled=self._compilations(scheduled.function) != compilations)
 
     def _compilations(self, function: Any) -> int:
-        """Return how many functions were compiled for a scheduled function so far, as far as Lockstep knows.
+        """Return how many functions were compiled for a scheduled function so far, if Lockstep knows them.
 
         On TensorFlow, these are the graphs of a `tf.function`, without those of functions that it calls.
         """

@@ -35,8 +35,8 @@ class Mesh:
         workers: the worker ids of the processes of the call, or outside of a call those of the last meeting.
             The worker id of a process changes when a lost worker is replaced.
         addresses: the addresses of the chief and the servers, by process.
-        places: where the shards of each server are in the call.
-        call: the number of the call that this process is in; 0 for none.
+        places: the processes that have the shards of each server in the call.
+        call: the number of the call in which this process is; 0 outside of calls.
         answer_rows: answers questions about rows at any time.
     """
 
@@ -51,7 +51,7 @@ class Mesh:
         self._receive: Callable[[QuestionArrival], object] = QuestionArrival.abandon
         self._channels: dict[tuple[int, int], AskingChannel] = {}
         self._end: AnsweringEnd | None = None
-        # A worker that joins has no task before it replaces a lost one.
+        # A worker that joins does not have a task before it replaces a lost worker.
         if not (job.settings.in_one_process or job.joins or job.process in self._tasks.workers):
             self._end = AnsweringEnd(self._put, job.peers.accept)
             if self._end.entrance:
@@ -124,7 +124,7 @@ class Mesh:
         """Return a channel to each server, which asks the first of its processes that is left.
 
         Args:
-            places: the processes of each server; None for no process.
+            places: the processes of each server, or None.
             timeout: see `channel`.
         """
         return [
@@ -139,11 +139,11 @@ class Mesh:
         ]
 
     def channel(self, process: int, server: int = -1, timeout: float | None = None) -> AskingChannel:
-        """Return the connection to a process, on which this one asks in its call, if it is in one.
+        """Return the connection to a process, for this process's questions in its call, if it is in one.
 
         Args:
             process: the id of the process.
-            server: the server whose shards the questions are about; -1 for the chief.
+            server: the server about whose shards it asks; -1 for the chief.
             timeout: seconds after which an answer counts as missing; None for the job's limit.
 
         Raises:
@@ -212,7 +212,7 @@ class Mesh:
             self._end.close()
 
     def _put(self, arrival: QuestionArrival) -> None:
-        """Pass a question on. Its connection's thread calls this."""
+        """Pass a question on. The thread of its connection calls this."""
         message = arrival.message
         if isinstance(message, CopyRows) or (isinstance(message, ReadRows) and not message.in_turn):
             self.answer_rows(arrival)

@@ -55,7 +55,7 @@ class OneProcess(ChiefProcess):
         return followed_orders(self, variables, self)
 
     def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield batches. Batches that steps need earlier have been read before."""
+        """Yield batches. Steps may have read the batches that they need earlier."""
         yield from super().one_ahead(self._ahead.through(batches), count)
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:
@@ -64,12 +64,12 @@ class OneProcess(ChiefProcess):
             data = read_batch(batch)
             with self._worker.rows:
                 attempt.batch = data, self._worker.look_up(data)
-        # Without a batch, this is a pull of a lost worker that got no further: its rows do not matter.
+        # Without a batch, this is a pull of a lost worker that did not continue, so its rows do not matter.
         none = dict.fromkeys(self.served.tables.variables, NO_ROWS)
         return servers.pull_of(server, attempt.step, none if attempt.batch is None else attempt.batch[1])
 
     def compute(self, attempt: Attempt, pulled: list[Answered]) -> DoneWork:
-        """Compute a step as a worker does. The chief's values of the model stay as they are."""
+        """Compute a step as a worker does. The chief's values of the model do not change."""
         step, (data, rows) = attempt.step, attempt.batch
         states = random_states()
         with self._worker.rows, self._values_kept():
@@ -91,7 +91,7 @@ class OneProcess(ChiefProcess):
 
     @contextmanager
     def _values_kept(self) -> Iterator[None]:
-        """Within the block, steps may change variables of the model, which get their values back."""
+        """Within the block, steps may change variables of the model; these get their values back."""
         if self._worker.state is not None:
             yield
             return
@@ -110,7 +110,7 @@ class OneProcess(ChiefProcess):
 
 
 class _BatchesAhead:
-    """The batches of Keras's loop. Steps may need a batch before the loop gets to it."""
+    """The batches of Keras's loop. Steps may need a batch before the loop reaches it."""
 
     def __init__(self) -> None:
         self._batches: Iterator[Any] = iter(())
@@ -128,7 +128,7 @@ class _BatchesAhead:
         """Return the batch of a step, counted over all passes, or None if it was forgotten.
 
         Raises:
-            DisagreementError: the pass ends before.
+            DisagreementError: the pass ends before this batch.
         """
         while step >= self._count:
             if not self._read():

@@ -30,7 +30,7 @@ class PerWorkerValues:
 
 
 class PerWorkerDataset(PerWorkerValues):
-    """A dataset that each worker creates for itself; `iter` returns an iterator to schedule functions with.
+    """A dataset that each worker creates for itself; `iter` returns an iterator for scheduled functions.
 
     Args:
         make: creates the dataset.
@@ -80,7 +80,7 @@ class PerWorkerIterator(PerWorkerValues):
         self._of_task: dict[int, tuple[int, Any]] = {}
 
     def _worker_value(self) -> Any:
-        # In a replay, one process repeats a lost worker and the one that has replaced it, or all workers.
+        # In a replay, one process repeats a lost worker and its replacement, or all workers.
         task, replacement = self._worker()
         if task not in self._of_task or self._of_task[task][0] != replacement:
             self._of_task[task] = replacement, self._create()
@@ -110,7 +110,7 @@ def process_dataset(dataset_fn: Callable[[InputContext], Any]) -> Any:
 
 
 def dataset_maker(dataset_fn: Any) -> Callable[[], Any]:
-    """Return a function that creates the dataset that `dataset_fn` returns, or the dataset that it is."""
+    """Return a function that creates the dataset, where `dataset_fn` is a function or the dataset itself."""
     make = getattr(dataset_fn, "python_function", dataset_fn)
     if hasattr(make, "__next__"):
         raise InputError(

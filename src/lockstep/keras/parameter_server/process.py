@@ -41,7 +41,7 @@ class ServerOptions:
     """The options of a `ParameterServerStrategy`.
 
     Attributes:
-        partitioner: divides variables; None for none.
+        partitioner: divides variables; None to divide none.
         max_staleness: the largest number of changes of the weights between reading and changing them; None
             for any.
     """
@@ -60,7 +60,7 @@ class ServedCall:
         call: the call.
         model: the model, built, equal in all processes.
         options: the options of the strategy.
-        tables: the tables of which workers read rows.
+        tables: the tables from which workers read rows.
         trained: number of training steps of the job before the call.
         install: makes Keras's loop call a step.
         take_snapshot: returns the state for a worker that joins; see `Snapshots.take_apart`.
@@ -90,7 +90,7 @@ class ServedCall:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """Where the trainable variables are."""
+        """The places of the trainable variables."""
         return place_weights([self.update], self.tasks.servers, self.options.partitioner)
 
     @property
@@ -100,14 +100,14 @@ class ServedCall:
 
 
 class UsedIterators:
-    """The iterators that a `fit` has read. Each process has read them to another position."""
+    """The iterators that a `fit` has read. Each process has read them to a different position."""
 
     def __init__(self) -> None:
-        # Kept, so that no other object gets the same id.
+        # They are kept, so that no other object gets the same id.
         self._used: dict[int, Any] = {}
 
     def refuse_again(self, data: Any) -> None:
-        """Raise DataError if `data` is an iterator that was read before."""
+        """Raise DataError if `data` is an iterator that has been read before."""
         if not hasattr(data, "__next__"):
             return
         if id(data) in self._used:
@@ -150,7 +150,7 @@ class TaskProcess:
             file = OrderFile(RunPaths(folder).orders / name)
             writer = OrderWriter(self._publisher(name) if self.job.context.over_hosts else file.write)
         writer.add(RecordKind.CALL, 0, self.call.number)
-        # Written at once, so that a killed process also leaves a trace of the call.
+        # This is written at once, so that a killed process also leaves a trace of the call.
         writer.close()
         if followed is not None:
             recorded = RecordedOrder(read_order(RunPaths(followed).orders / name, self.call.number))
@@ -161,7 +161,7 @@ class TaskProcess:
 
         Args:
             max_staleness: see `Assignments`.
-            here: computes the steps in this process; None if workers do.
+            here: computes the steps in this process; None if workers compute them.
         """
         return DispatchedCall(
             tasks=self.tasks,
@@ -200,7 +200,7 @@ class TaskProcess:
         else:
             places = self.tasks.places(hosts)
         if self.job.settings.order is not None:
-            # A replay loses no server, even if the recorded run did. So it needs no standbys.
+            # A replay does not lose a server, even if the recorded run did. So it does not need standbys.
             places = tuple(ServerPlace(server_place.process, None) for server_place in places)
         self.mesh.places = places
         self.live = tuple(sorted(process for process in processes if process in self.tasks.workers))
@@ -212,13 +212,13 @@ class TaskProcess:
         shards: Sequence[Shard],
         tables: frozenset[int] = frozenset(),
     ) -> None:
-        """Add the variables of a further optimizer to those of servers; see `ServedVariables.add`.
+        """Add the variables of another optimizer to those of servers; see `ServedVariables.add`.
 
         Args:
             variables: the variables of the servers that this process is, or whose standby it is.
             update: the optimizer.
             shards: the shards of all variables on all servers.
-            tables: the variables of which workers read and update rows.
+            tables: the variables whose rows workers read and update.
         """
         if self.tables is not None:
             self.tables.note_optimizer(update.optimizer)

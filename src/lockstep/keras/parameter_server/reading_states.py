@@ -26,8 +26,8 @@ class ReadingStates:
     """The states from which an input draws.
 
     Args:
-        held: the objects that the input holds, see `states_held`. Only generators count, and not those in
-            variables, from which TensorFlow's pipelines draw in threads of their own.
+        held: the objects that the input holds; see `states_held`. Only generators count, except those in
+            variables, from which TensorFlow's pipelines draw in their own threads.
     """
 
     def __init__(self, held: Iterable[Any]) -> None:
@@ -43,7 +43,7 @@ class ReadingStates:
         return self._each(batches)
 
     def resume(self) -> None:
-        """Let the program continue from the input's states, where the input has drawn."""
+        """Let the program continue from the input's states, if the input has drawn from them."""
         states = self._of_input.items()
         self._set({key: state for key, state in states if not same_state(state, self._begun.get(key))})
 

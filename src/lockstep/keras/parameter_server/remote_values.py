@@ -116,7 +116,7 @@ class LocalCalls:
 
 
 def fetched(values: Sequence[RemoteValue]) -> list[Any]:
-    """Return the results of functions. Ask for the results that this process does not have."""
+    """Return the results of functions; request results that this process does not have."""
     missing = list({id(value): value for value in values if not value._value}.values())
     for calls in {id(value._calls): value._calls for value in missing}.values():
         group = [value for value in missing if value._calls is calls]

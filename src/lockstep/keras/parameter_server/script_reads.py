@@ -37,7 +37,7 @@ class ScriptReads:
             self._patches.enter_context(calls_observed_by(self._on_call))
 
     def end(self) -> None:
-        """Observe no longer."""
+        """Stop observing."""
         self._patches.close()
         self._in_graphs.clear()
 

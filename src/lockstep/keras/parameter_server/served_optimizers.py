@@ -1,6 +1,6 @@
 """The optimizers of a program on parameter servers: copies for some shards, and what is refused.
 
-A server updates its shards by a copy of the program's optimizer, built for these shards. No list of
+A server updates its shards with a copy of the program's optimizer, built for these shards. No list of
 optimizers says which of their variables belong to which weight. `built_copy` observes it: while Keras builds
 the copy, it calls `add_variable_from_reference` with the weight. Variables that are created in any other way
 belong to no weight. If there are more of these for more weights, the optimizer is refused.
@@ -51,7 +51,7 @@ def transfers_of(backend: Backend | EagerBackend) -> Transfers:
 def place_weights(
     updates: Sequence[Update], servers: int, partitioner: Partitioner | None = None
 ) -> tuple[Shard, ...]:
-    """Place the variables that optimizers update on servers. A further optimizer does not move others."""
+    """Place the variables that optimizers update on servers. Later optimizers do not move earlier ones."""
     variables = [variable for update in updates for variable in update.variables]
     tables = {
         i: table for i, variable in enumerate(variables) if (table := server_table(variable)) is not None
@@ -71,7 +71,7 @@ def slots_of_all(updates: Sequence[Update]) -> list[list[Slot]]:
 
 
 def iterations_of(optimizer: Any) -> Any:
-    """Return the variable that counts how often an optimizer was applied, even if it only accumulated."""
+    """Return the variable that counts how often an optimizer was applied, including mere accumulation."""
     return optimizer.variables[0]
 
 
@@ -134,7 +134,7 @@ def slots_of(optimizer: Any, variables: Sequence[Any]) -> tuple[Slot, ...]:
 
 
 def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
-    """Raise ModelError for what parameter servers do not support in a call of `fit`."""
+    """Raise ModelError for features that parameter servers do not support in a call of `fit`."""
     if model.optimizer.built:
         refuse_other_weights(model, trained_by(model.optimizer))
     _refuse_own_updates(model)
@@ -142,9 +142,9 @@ def refuse_unserved(model: Any, shards: Sequence[Shard]) -> None:
 
 
 def _refuse_own_updates(model: Any) -> None:
-    """Raise ModelError if steps call a method of the optimizer that the copies on the servers do not have."""
+    """Raise ModelError if steps call a method of the optimizer that the servers' copies do not have."""
     optimizer, backend = model.optimizer, keras.backend.backend()
-    # Keras's own step calls `apply` on PyTorch, and neither on JAX.
+    # Keras's own step calls `apply` on PyTorch, and neither method on JAX.
     calls = backend == "tensorflow" or (backend == "torch" and has_own(model, "train_step"))
     if "apply" in vars(optimizer) or (calls and overrides_apply_gradients(optimizer)):
         name = "apply" if "apply" in vars(optimizer) else "apply_gradients"
@@ -227,7 +227,7 @@ def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
 
 
 def refuse_buffers(state: TrainingState) -> None:
-    """Raise ModelError for buffers of PyTorch modules, which only some of the processes would have."""
+    """Raise ModelError for buffers of PyTorch modules, which only some processes would have."""
     buffer = next(
         (name for name, variable in state.lasting_variables().items() if not hasattr(variable, "assign")),
         None,

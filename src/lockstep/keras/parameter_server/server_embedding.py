@@ -135,7 +135,7 @@ class ServerEmbedding(keras.layers.Embedding):  # type: ignore[misc]
 
     @property
     def embeddings(self) -> Any:
-        """The variable of the table. A job with parameter servers has none."""
+        """The variable of the table. A job with parameter servers does not have one."""
         if self._table is not None:
             raise ModelError(
                 f"the table of layer {self.path!r} is on the parameter servers: look up rows by calling the "
@@ -257,12 +257,12 @@ def server_layers(model: Any) -> list[Any]:
 
 
 def only_chief_reads(current_job: job.Job, model: Any) -> bool:
-    """Whether functions are scheduled that may change a model's rows. Only the chief knows when none runs."""
+    """Whether scheduled functions may change a model's rows. Only the chief knows when none runs."""
     return bool(server_layers(model)) and tables_of_job(current_job).scheduling
 
 
 def refuse_apart(current_job: job.Job, model: Any, action: str) -> None:
-    """Raise ModelError if each process by itself would read rows that functions may change.
+    """Raise ModelError if processes would separately read rows that functions may change.
 
     Args:
         current_job: the job of the process.

@@ -1,8 +1,8 @@
 """A parameter server: has shards, and updates them as gradients arrive.
 
-It is also the standby of another server: it keeps the messages of that one, and takes over the shards if it
-is lost. So a process may have the shards of several servers, each with its own order of arrivals. The state
-of a server does not depend on the process that has its shards, so a replay needs no loss.
+It is also the standby of another server: it keeps that server's messages, and takes over its shards if it is
+lost. So a process may have the shards of several servers, each with its own order of arrivals. The state of a
+server does not depend on the process that has its shards, so a replay does not need a loss.
 
 The threads of connections only put arrivals into a queue, and keep messages of the other server (`_put`). The
 main thread does everything else, one message at a time: see `ServerShards.arrive`.
@@ -91,7 +91,7 @@ class ServerProcess(TaskProcess):
                 self._repeating[server] = self._new_shards(server, OrderWriter(None))
 
     def add(self, update: Update, shards: Sequence[Shard], tables: frozenset[int] = frozenset()) -> None:
-        """Add the variables of a further optimizer; see `TaskProcess.add_variables`."""
+        """Add the variables of another optimizer; see `TaskProcess.add_variables`."""
         self.add_variables(self._variables, update, shards, tables)
 
     def interrupt(self) -> None:
@@ -109,7 +109,8 @@ class ServerProcess(TaskProcess):
         timer = self.job.timer
         timer.lap("other")
         timer.begin(f"updates within {self.call.name}")
-        # A standby serves until the chief has ended the call on all servers: one may be lost meanwhile.
+        # A standby serves until the chief has ended the call on all servers, because one may be lost
+        # meanwhile.
         while not all(shards.closed for shards in self._served.values()):
             arrival = self._next()
             timer.lap("wait")
@@ -121,7 +122,8 @@ class ServerProcess(TaskProcess):
                 case EndCall():
                     self._shards(arrival).end_call(arrival)
                 case Keep():
-                    # It repeats one message for each that arrives, so questions to this server wait briefly.
+                    # It repeats one message for each that arrives, so questions to this server do not wait
+                    # long.
                     self._repeat(arrival.server)
                 case _:
                     self._answer(self._shards(arrival), arrival)
@@ -132,7 +134,8 @@ class ServerProcess(TaskProcess):
 
     def close(self) -> None:
         """Leave the call."""
-        # Write the orders first: once this process does not answer, standbys continue them in the same files.
+        # The orders are written first: when this process no longer answers, standbys continue them in the
+        # same files.
         for shards in self._served.values():
             shards.close()
         super().close()
@@ -183,7 +186,7 @@ class ServerProcess(TaskProcess):
         self._inbox.put(arrival)
 
     def _repeat(self, server: int) -> None:
-        """Repeat a message of the server whose standby this one is, unless it was taken over."""
+        """Repeat a message of the server whose standby this is, unless it has been taken over."""
         if server in self._repeating:
             self._repeating[server].repeat(self._kept[server])
 

@@ -1,4 +1,4 @@
-"""The shards of one parameter server: it processes one message at a time, whichever process has them.
+"""The shards of one parameter server. It processes one message at a time, whichever process has them.
 
     StandbyLink        sends each message to the standby of the server, another server
     KeptServer         what the standby keeps
@@ -12,9 +12,9 @@
 * The shards of a server have positions, in the order in which they were added. Messages contain positions. In
   a `Slot`, the position of a shard takes the place of the variable.
 
-**Variables and tables.** `ServedVariables` has two kinds of shards. Most are variables of Keras, which one
-compiled update changes together. A table of an embedding is a `TableShard`, of which an update changes some
-rows. It needs the common variables of the optimizer from before the update. That is why tables are updated
+**Variables and tables.** `ServedVariables` has two kinds of shards. Most are variables of Keras, all of which
+one compiled update changes. A table of an embedding is a `TableShard`, and an update changes some of its
+rows. The update needs the common variables of the optimizer from before the step. So tables are updated
 before the other shards, whose update advances the iterations.
 
 **Copies.** In `fit`, a server may update the program's own variable, because the value is replaced at the end
@@ -23,10 +23,10 @@ a replay in one process, the chief's model has the same variables. There, all sh
 
 **The standby.** A server sends each message to its standby, processes it meanwhile, waits until the standby
 has it, and only then answers. So the standby can repeat all updates whose results another process has seen,
-and continue the recorded order of arrivals. It keeps the messages as they are, and updates nothing before it
-takes over. When the messages need more memory than the shards, the server sends the state of the shards
-instead. Rows of tables that only servers have are too many to be sent. In a model with such tables, the
-standby also has all rows of the server, and repeats each message soon after it has arrived.
+and continue the recorded order of arrivals. It keeps the messages as they are, and does not update anything
+before it takes over. When the messages need more memory than the shards, the server sends the state of the
+shards instead. Rows of tables that only servers have are too many to be sent. In a model with such tables,
+the standby also has all rows of the server, and repeats each message soon after it has arrived.
 """
 
 import math
@@ -113,9 +113,9 @@ class StandbyLink:
     Args:
         channel: the connection to the standby.
         name: the name of the standby, for messages.
-        confirm_loss: waits until the coordinator has announced that the standby is lost; raises the error of
-            the connection, which it is given, if that does not happen.
-        repeats: whether the standby repeats each message, and needs no state.
+        confirm_loss: waits until the coordinator has announced that the standby is lost. If that does not
+            happen, it raises its argument, the error of the connection.
+        repeats: whether the standby repeats each message, and so does not need the state.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class StandbyLink:
         self._channel.send(self._question, sent)
 
     def confirm(self) -> None:
-        """Wait until the standby has what was sent last.
+        """Wait until the standby has the message that was sent last.
 
         Raises:
             PeerLostError: the standby has ended.
@@ -171,17 +171,17 @@ class StandbyLink:
         self.confirm()
 
     def lose(self, error: PeerLostError) -> None:
-        """Close the connection, whose other end is lost.
+        """Close the connection, because its other end is lost.
 
         Raises:
-            PeerLostError: the standby has not ended, and could take over with the weights of now.
+            PeerLostError: the standby has not ended, and could take over with the present weights.
         """
         self._channel.close()
         self._confirm_loss(error)
 
 
 class TakenOverError(PeerLostError):
-    """The standby of this server has taken over its shards: another process could not reach this one."""
+    """The standby of this server has taken over its shards, because a process could not reach this server."""
 
 
 class KeptServer:
@@ -214,7 +214,7 @@ class KeptServer:
         arrival.answer(Applied(-1 if is_taken_over else 0))
 
     def take_over(self) -> None:
-        """Keep no more messages. A server that still sends one learns that its shards were taken over."""
+        """Stop keeping messages. A server that still sends one learns that its shards were taken over."""
         with self._lock:
             self._is_taken_over = True
 
@@ -244,7 +244,7 @@ class _ServedOptimizer:
         optimizer: a copy of the optimizer, which updates them.
         slots: the slots of the copy.
         update: updates the shards from their gradients.
-        tables: the shards of which rows are updated, by their positions.
+        tables: the shards whose rows are updated, by their positions.
     """
 
     positions: tuple[int, ...]
@@ -255,7 +255,7 @@ class _ServedOptimizer:
     tables: Mapping[int, "TableShard"]
 
     def common(self) -> dict[int, Any]:
-        """Return the variables of the optimizer that belong to no shard, by their numbers."""
+        """Return the variables of the optimizer that do not belong to a shard, by their numbers."""
         pairs = zip(self.slots, self.optimizer.variables, strict=True)
         return {number: variable for (position, number), variable in pairs if position < 0}
 
@@ -282,12 +282,12 @@ class ServedVariables:
         self.state_bytes = 0
 
     def add(self, update: Update, shards: Sequence[Shard], tables: frozenset[int] = frozenset()) -> None:
-        """Add the variables of a further optimizer.
+        """Add the variables of another optimizer.
 
         Args:
             update: the optimizer, built, with its initial values, and the variables that it updates.
             shards: the shards of all variables on the server.
-            tables: the variables of which workers read and update rows.
+            tables: the variables whose rows workers read and update.
         """
         first, weights = self._weights, update.variables
         self._weights += len(weights)
@@ -312,7 +312,7 @@ class ServedVariables:
             part = whole[at] if at >= 0 else None
             key = (-1 if part is None else part.variable - first, nth)
             value = self._backend.to_numpy(program_slots[key].value)
-            # A copy, because updates reuse the memory of the server's own variables.
+            # This is a copy, because updates reuse the memory of the server's own variables.
             variable.assign(np.array(value if part is None else part.part_of(value)))
         number = len(self._served)
         made_tables = {k: made_shard for k, made_shard in made.items() if isinstance(made_shard, TableShard)}
@@ -373,7 +373,7 @@ class ServedVariables:
         )
 
     def values(self, rows: Mapping[int, Array] | None = None) -> list[Array]:
-        """Return copies of the shards. Of tables in `rows`, by position, return only those rows."""
+        """Return copies of the shards. Of tables in `rows`, by position, return only these rows."""
         wanted, whole = rows or {}, [shard for shard in self._shards if not isinstance(shard, TableShard)]
         whole_values = iter(self._transfers.read(whole))
         return [
@@ -390,7 +390,7 @@ class ServedVariables:
         return take_rows(table.value, numbers)
 
     def tables(self) -> dict[int, "TableSnapshot"]:
-        """Return the tables as they are now, by the positions of their shards."""
+        """Return the present tables, by the positions of their shards."""
         return {position: table.snapshot() for position, table in self._tables()}
 
     def digests(self) -> dict[int, Array]:
@@ -409,11 +409,11 @@ class ServedVariables:
     def changes(self, *, again: bool = False) -> tuple[list[Array], dict[int, Array]]:
         """Return copies of the shards and then of `slots`, and the numbers of rows by position.
 
-        Of a table and its slots, only the rows are returned that were updated since the last call. For a
+        Of a table and its slots, only the rows that were updated since the last call are returned. For a
         table that only servers have, an empty array is returned.
 
         Args:
-            again: whether to return the rows of the last call, too, because they did not arrive.
+            again: whether to return the rows of the last call again, because they did not arrive.
         """
         tables = [(k, table) for k, table in self._tables() if not isinstance(table, LastingTableShard)]
         rows = {position: table.pop_changed(again=again) for position, table in tables}
@@ -432,7 +432,7 @@ class ServedVariables:
     ) -> None:
         """Update the shards once, given the gradients by the positions of their shards.
 
-        Without gradients, only the iterations of the optimizers advance, as they do on the other servers.
+        Without gradients, only the iterations of the optimizers advance, as on the other servers.
 
         Args:
             gradients: the gradients by position; of a table, those of some rows.
@@ -567,7 +567,7 @@ class ServerShards:
         """
         message: Any = arrival.message
         if isinstance(message, ReadRows | WriteRows):
-            # These are not in the order: the chief asks only while no step is in work.
+            # These are not in the order, because the chief asks only while no step is in progress.
             self._answer(arrival)
             return
         record = record_of(arrival.process, message)
@@ -587,7 +587,7 @@ class ServerShards:
             self._answer(due, again=is_repeated)
 
     def tables(self) -> dict[int, TableSnapshot]:
-        """Return the tables as they are now, by the positions of their shards."""
+        """Return the present tables, by the positions of their shards."""
         return self._variables.tables()
 
     def end_call(self, arrival: QuestionArrival) -> None:
@@ -602,7 +602,7 @@ class ServerShards:
         self._pulled.pop(process, None)
 
     def awaited(self) -> Record | None:
-        """Return the record that arrivals wait for, if an order is followed and some wait."""
+        """Return the record for which arrivals wait, if an order is followed and some wait."""
         return self._arrivals.awaited()
 
     def close(self) -> None:

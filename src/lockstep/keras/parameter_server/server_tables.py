@@ -3,7 +3,7 @@
 No process has a whole table, even between the calls of `fit`. Each server creates and keeps a range of rows,
 and so does its standby, which makes the same changes. In `fit`, workers read rows as they do with any table.
 Outside of it, a thread of each server answers reads of rows. A digest of all rows is a variable of the layer,
-so whatever compares the states of models compares the tables, too.
+so a comparison of the states of models also compares the tables.
 
 **Objects.** `ServerTables` is the part of a process in all tables of the job. `ServerTable` is one table in
 one process. It belongs to a layer, and numbers identify it in messages: every script builds the layers in the
@@ -11,27 +11,28 @@ same order. `TableRows` has the rows of one server, both in that server and in i
 
 **Where the rows are.** At first, the holders of a server's rows are the server and its standby, which is the
 next server, if possible on another host. At the beginning of each call, all processes announce whose rows
-they have (`ServerTables.meet`). From that follow, equally in all processes, the holders (`_note_holders`),
-the processes that have the shards in the call (`places`), and the new standbys, which copy the rows
-(`_add_standbys`). It is not enough to know which processes are alive: a server that took over shards without
-having their rows would begin with initial values. If no process has some rows, the job ends with a message.
+they have (`ServerTables.meet`). All processes derive from that the holders (`_note_holders`), the processes
+that have the shards in the call (`places`), and the new standbys, which copy the rows (`_add_standbys`). It
+is not enough to know which processes are alive: a server that took over shards without having their rows
+would begin with initial values. If some rows are on no process, the job ends with a message.
 
 **Who may read when.** Rows have one value at a time, so a reader must know that nothing changes them:
 
-* While steps or functions may be in work, nobody reads on the chief. `closed` says why.
+* While steps or functions may be in progress, nobody reads on the chief. `closed` says why.
 * Otherwise, within `fit` and between functions, the chief reads in turn with the other messages of the call,
   over `within`.
 * Once functions are scheduled, no other process reads, unless all processes evaluate together (`_together`).
 * At all other times, any process reads over `_servers`. A thread of the server answers at once.
 
 A process may be ahead of another one in its script. It may ask for a table that the server's script has not
-built yet, or whose weights it has not loaded yet. So a question has the number of the table and of the loads,
-and the thread waits until the server's script has come so far (`_put`). If the server's script is further
-ahead, the rows are not those that the process asks for: the answer is empty, and the process raises an error.
+built yet, or whose weights it has not loaded yet. So a question has the number of the table and the number of
+loads, and the thread waits until the server's script has reached this point (`_put`). If the server's script
+is further ahead, the rows are not those that the process asks for: the answer is empty, and the process
+raises an error.
 
 **Lookups in graphs.** A graph of TensorFlow outlives the function in which it was traced, so it asks for the
-function that runs now (`running_function`). In a replay in one process, several functions are suspended at
-the same time; whoever continues one calls `look_up_for`.
+running function (`running_function`). In a replay in one process, several functions are suspended at the same
+time; the code that continues one calls `look_up_for`.
 """
 
 import threading
@@ -107,7 +108,7 @@ class ServerTable:
         name: the path of its layer.
         shape: number of rows, and of columns.
         dtype: the dtype of the rows.
-        create: returns the initial values of a range of rows, given the first one and the one after the last.
+        create: returns the initial values of a range of rows, given its first row and the row after its last.
         standbys: whether the standby of each server has its rows, too.
 
     Attributes:
@@ -117,7 +118,7 @@ class ServerTable:
         width: the number of columns.
         dtype: the dtype of the rows.
         ranges: the first row of each server, and the row after its last one.
-        loads: how often the script has loaded weights.
+        loads: the number of times that the script has loaded weights.
         digest_variable: the variable of the layer that has the digest of all rows.
         standbys: whether the standby of each server has its rows, too.
     """
@@ -189,7 +190,7 @@ class ServerTable:
             raise
 
     def look_up_in_function(self, ids: Array) -> Array:
-        """Return the rows of ids in the scheduled function that runs now. Graphs call this.
+        """Return the rows of ids in the running scheduled function. Graphs call this.
 
         Raises:
             ModelError: no scheduled function runs.
@@ -216,7 +217,7 @@ class ServerTable:
     def load(self, blocks: Iterable[tuple[int, Array, Callable[[], Array]]]) -> None:
         """Replace rows and their slots.
 
-        In `fit`, the chief replaces those of all servers. Otherwise all processes call this, and a server
+        In `fit`, the chief replaces the rows of all servers. Otherwise all processes call this, and a server
         replaces the rows that it has.
 
         Args:
@@ -253,7 +254,7 @@ class ServerTables:
 
     Attributes:
         servers: the number of servers.
-        own_servers: the servers that this process is: itself, if it is one; all, if it has all tasks.
+        own_servers: the servers that this process is: one, if it is a server; all, if it has all tasks.
         held_servers: the servers whose rows this process has: its own, and then those whose standby it is.
         optimizers: the optimizers that have trained tables, with their numbers, equal on all servers.
         within: the connections to the servers in the present call of `fit` or in functions, on the chief;
@@ -325,8 +326,8 @@ class ServerTables:
 
         Raises:
             PeerLostError: a server has ended.
-            DisagreementError: only some processes have loaded weights, or a standby has other rows than its
-                server.
+            DisagreementError: only some processes have loaded weights, or a standby's rows differ from its
+                server's.
             ModelError: only some of the tables have standbys.
         """
         standbys = tables[0].standbys
@@ -372,10 +373,10 @@ class ServerTables:
         ]
 
     def places(self, left: Collection[int], label: str) -> tuple[ServerPlace, ...]:
-        """Return where the shards of each server are in a call: where the rows of the tables are.
+        """Return the processes that have the shards of each server in a call: those with its tables' rows.
 
         Args:
-            left: the ids of the processes that are left since `meet`.
+            left: the ids of the processes that are still alive since `meet`.
             label: names the call.
 
         Raises:
@@ -390,7 +391,7 @@ class ServerTables:
         return tuple(places)
 
     def _add_standbys(self, hosts: Sequence[Collection[int]]) -> bool:
-        """Replace lost standbys by new ones, and return whether there are any.
+        """Replace lost standbys with new ones, and return whether there are any.
 
         Args:
             hosts: the ids of the processes of each host.
@@ -406,7 +407,7 @@ class ServerTables:
         return new
 
     def _copy(self, server: int, process: int) -> None:
-        """Copy the rows of a server that another process has: this process is the new standby."""
+        """Copy the rows of a server from another process: this process is the new standby."""
         note(
             f"{self._tasks.name(process)} has the rows of parameter server {server}; this process, the new "
             "standby, copies them"
@@ -526,7 +527,7 @@ class ServerTables:
     def _standby_of(self, job: Job, index: int) -> list[int]:
         """Return the servers whose standby a server is at the beginning of the job."""
         if job.settings.order is not None:
-            # A replay loses no server.
+            # A replay does not lose servers.
             return []
         process = self._tasks.id_of_server(index)
         places = self._tasks.places(job.view.hosts)
@@ -551,7 +552,7 @@ class ServerTables:
         for server in range(self.servers):
             circle = [self._tasks.id_of_server((server + k) % self.servers) for k in range(self.servers)]
             candidates = circle if standbys else circle[:1]
-            # More than two processes have them only if servers were lost while the others created tables.
+            # More than two processes have them only if servers were lost while others created tables.
             holders = [process for process in candidates if server in servers_of.get(process, ())][:2]
             if not holders:
                 raise self._lost(server, label)
@@ -580,7 +581,7 @@ class ServerTables:
 
     def _connections(self, table: ServerTable) -> tuple[Sequence[AsksServer], bool]:
         """Return connections to the servers, and whether they answer in turn with the questions of a call."""
-        # When all processes evaluate between functions, the servers evaluate as well, and do not serve.
+        # When all processes evaluate between functions, the servers also evaluate, and do not serve.
         if self.within is not None and not (self.scheduling and self._together):
             return self.within, True
         if self._servers is None:
@@ -595,7 +596,7 @@ class ServerTables:
 def rows_read_together(job: Job) -> Iterator[None]:
     """Within the block, all processes can read rows: the chief leaves it after the others have read.
 
-    If a backend raises another error in place of that of a lookup, the block raises the lookup's error.
+    If a backend replaces the error of a lookup with another one, the block raises the lookup's error.
     """
     tables = _of_jobs.get(job)
     if tables is None:

@@ -34,7 +34,7 @@ class AsksServer(Protocol):
         """Ask; see `AskingChannel.send`."""
 
     def receive(self) -> tuple[Any, list[Array]]:
-        """Wait for the answer to what was sent last; see `AskingChannel.receive`."""
+        """Wait for the answer to the last question; see `AskingChannel.receive`."""
 
     def ask(self, message: Question, arrays: Sequence[Array] = ()) -> tuple[Any, list[Array]]:
         """Ask, and wait for the answer."""
@@ -59,7 +59,7 @@ class ServerChannel:
         self._channel: AskingChannel | None = None
 
     def connect(self) -> AskingChannel:
-        """Return the connection to the first process that is left."""
+        """Return the connection to the first process that is still alive."""
         while True:
             try:
                 self._channel = self._connects[0]()
@@ -79,7 +79,7 @@ class ServerChannel:
             self._replace(error)
 
     def receive(self) -> tuple[Any, list[Array]]:
-        """Wait for the answer to what was sent last; see `AskingChannel.receive`."""
+        """Wait for the answer to the last question; see `AskingChannel.receive`."""
         assert self._unanswered is not None
         message, _ = self._unanswered
         while True:
@@ -138,9 +138,9 @@ class Gradients:
 
     Attributes:
         of: the gradients, by the numbers of their variables; of a table, the gradients of some rows.
-        rows: the distinct rows, in order, that the gradients of tables are for, by their variables.
+        rows: the distinct rows, in order, to which the gradients of tables belong, by their variables.
         updates: the numbers of the optimizers that are applied.
-        part: how often the step has applied an optimizer before.
+        part: the number of times that the step has applied an optimizer before.
     """
 
     of: Mapping[int, Array]
@@ -152,7 +152,7 @@ class Gradients:
 class Servers:
     """The connections of one process to all servers.
 
-    Variables are numbered over all optimizers, and so are slots, in the order of the optimizers' variables.
+    Variables are numbered over all optimizers. So are slots, in the order of the optimizers' variables.
 
     Args:
         channels: the connection to each server.
@@ -178,13 +178,13 @@ class Servers:
     def pull(
         self, step: int, rows: Mapping[int, Array], *, common: bool = False, part: int = 0
     ) -> tuple[list[Array], dict[Slot, Array]]:
-        """Return the variables, to do a work with them, and the slots that belong to none of them.
+        """Return the variables for a unit of work, and the slots that do not belong to one of them.
 
         Args:
-            step: the number of the work.
+            step: the number of the unit of work.
             rows: the distinct rows, in order, that are needed of tables, by their variables.
             common: whether the slots are needed. They have the values of the first server.
-            part: how often the work has applied an optimizer before.
+            part: the number of times that the unit has applied an optimizer before.
 
         Raises:
             PeerLostError: a server has ended.
@@ -278,8 +278,7 @@ class Servers:
             slots: the slots to return.
             last: the variables and the slots at the last read or write, or at the beginning. Of tables and
                 their slots, the servers send only the rows that were updated since then; of tables that only
-                servers have, they send nothing. The rest is returned as it is here. None if there are no
-                tables.
+                servers have, they send nothing. The rest is returned unchanged. None if there are no tables.
         """
         answers = self._ask_all(Read(step))
         pieces: dict[Slot, list[tuple[Shard | None, Array, Array | None]]] = {}
@@ -391,8 +390,8 @@ class _Memory:
 
     def __init__(self, like: Array) -> None:
         self._shape, self._dtype = like.shape, like.dtype
-        # A view refers to the array that has the memory. That of ctypes is not one of NumPy, so views refer
-        # to the array that was lent, which is alive as long as they are.
+        # A view refers to the array that has the memory. An array of ctypes is not one of NumPy, so views
+        # refer to the lent array, which is alive as long as they are.
         self._buffer: Any = (ctypes.c_char * like.nbytes).from_buffer(allocate(like.nbytes).data)
         self._lent: weakref.ref[Array] | None = None
 
@@ -437,7 +436,7 @@ class ReadTable:
             changes: numbers of rows, and these rows.
         """
         if not self.lends(last):
-            # Somebody has replaced the array.
+            # The array has been replaced by other code.
             self._last = self._spare = None
         memory = self._spare
         if memory is None or not memory.is_free:
@@ -458,7 +457,7 @@ class ServedState:
     """The variables and slots that the servers have, as the chief last read or wrote them.
 
     Attributes:
-        slots: the slot that each variable of the optimizers is.
+        slots: the slot for each variable of the optimizers.
         weights: the values of the variables.
         values: the values of the slots.
     """
@@ -480,7 +479,8 @@ class ServedState:
         Args:
             servers: the servers.
             step: the number of steps.
-            weights: the present values of the variables, which may be their memory: what changed is copied.
+            weights: the present values of the variables, which may be their memory: changed values are
+                copied.
             values: the same of the slots.
         """
         weights, changed = _updated(self.weights, weights, servers.lends)
@@ -501,7 +501,7 @@ def same_bits(left: Array, right: Array) -> bool:
         and right.flags.c_contiguous
         and (left.shape, left.dtype, left.ctypes.data) == (right.shape, right.dtype, right.ctypes.data)
     ):
-        # One memory.
+        # Both have the same memory.
         return True
     first, second = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (left, right))
     if left.shape != right.shape or first.size != second.size:
@@ -518,7 +518,7 @@ def _updated(
 ) -> tuple[list[Array], list[int]]:
     """Return arrays with the present values, and the positions of those that have changed.
 
-    What has not changed is not copied, unless it is the memory of a variable: JAX may use an array in place.
+    Unchanged arrays are not copied, unless they are the memory of a variable: JAX may use an array in place.
     Arrays that the servers have lent are not changed in place; see `ServedProgram.put`.
     """
     arrays, changed = list[Array](), list[int]()
@@ -540,7 +540,7 @@ def _whole(pieces: Sequence[tuple[Shard | None, Array]]) -> Array:
 
 
 def _rows_in(shard: Shard, rows: Array) -> Array:
-    """Return the rows that a shard has, as their numbers in the shard."""
+    """Return the numbers, in a shard, of those rows that the shard has."""
     first, last = np.searchsorted(rows, (shard.start, shard.stop))
     return rows[first:last] - shard.start
 

@@ -54,14 +54,14 @@ class TableRows:
     def slots_of(self, optimizer: Any, initial: Mapping[int, Array], *, begun: bool) -> dict[int, Array]:
         """Return the slots of an optimizer by their numbers, which change in place.
 
-        If the optimizer had slots here before, or if slots were loaded for it, these are its slots. Otherwise
-        all rows begin with the same values.
+        If the optimizer already has slots here, or if slots were loaded for it, these are its slots.
+        Otherwise all rows begin with the same values.
 
         Args:
             optimizer: the optimizer of the model.
             initial: the initial slots of one row.
-            begun: whether the optimizer has made updates, perhaps before it was saved. Loaded slots are only
-                for such an optimizer.
+            begun: whether the optimizer has made updates, perhaps before it was saved. Only such an optimizer
+                gets loaded slots.
         """
         self.digest()
         last = None if self._optimizer is None else self._optimizer()
@@ -104,7 +104,7 @@ class TableRows:
             if of != -1 and of not in optimizers:
                 continue
             slots = self._slots if of == -1 else self._slots_of_others.setdefault(optimizers[of], {})
-            # Zeros take no memory before they change.
+            # Zeros do not take memory before they change.
             is_zero = nth in slots and not rows.view(np.uint8).any()
             if of == -1 and not is_zero:
                 self.write(nth, numbers, rows)
@@ -114,7 +114,7 @@ class TableRows:
                 slots[nth][numbers - self.start] = rows
 
     def note_load(self) -> None:
-        """Note that rows were loaded, perhaps with slots, which belong to the optimizer of the next `fit`."""
+        """Note that rows were loaded, perhaps with slots, which belong to the next `fit`'s optimizer."""
         self._loaded = True
 
     def touch(self, positions: Array) -> None:
@@ -174,7 +174,7 @@ class TableRows:
 
 def take_rows(array: Array, numbers: Array) -> Array:
     """Return copies of rows of an array."""
-    # In a third of the time of `array[numbers]`.
+    # This takes a third of the time of `array[numbers]`.
     rows: Array = array.take(numbers, axis=0)
     return rows
 
@@ -185,7 +185,7 @@ def put_rows(array: Array, numbers: Array, rows: Array) -> None:
     assert len(rows) == len(numbers)
     size = array.itemsize * math.prod(array.shape[1:])
     if size and len(numbers):
-        # As one item of NumPy, a row is copied in a third of the time of `array[numbers] = rows`.
+        # NumPy copies a row as one item in a third of the time of `array[numbers] = rows`.
         item = np.dtype((np.void, size))
         new = np.ascontiguousarray(rows, array.dtype)
         array.reshape(-1).view(item).put(numbers, new.reshape(-1).view(item))
@@ -206,7 +206,7 @@ def summed_by_row(gradients: Array, inverse: Array, count: int) -> Array:
     Args:
         gradients: the gradients of lookups.
         inverse: for each lookup, the index of its row.
-        count: number of rows, each of which is looked up.
+        count: number of rows, all of which are looked up.
     """
     if not len(inverse):
         return gradients[:0]
