@@ -133,7 +133,7 @@ class BlockUpdate(Protocol):
 
     @property
     def release(self) -> Callable[[], None]:
-        """Copy the values of the slots, so that they no longer depend on the shared memory."""
+        """A function that copies the slots' values, so that they no longer depend on the shared memory."""
 
 
 class TrainingState(Protocol):

@@ -251,7 +251,7 @@ class JaxState:
                 variable.assign(np.array(arrays[name]))
         if state is None:
             return None
-        # In the order of `named`, without the momentum.
+        # These are in the order of `named`, without the momentum.
         values = iter([arrays[name] for name in named])
         groups = [(list(group), [next(values) for _ in group]) for group in state]
         if in_place and self._reuses():

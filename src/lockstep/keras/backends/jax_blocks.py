@@ -54,9 +54,9 @@ class SharedValue:
     JAX and Keras get an array that keeps the value, NumPy the memory itself.
 
     Args:
-        pool: has the memory.
-        state: all of it; None before the first update of a worker that joins.
-        array: the part with the value.
+        pool: the pool that has the memory.
+        state: the whole state; None before the first update of a worker that joins.
+        array: the part of it that has the value.
     """
 
     def __init__(self, pool: SharedPool, state: DividedState | None, array: Array) -> None:
@@ -294,12 +294,13 @@ class JaxBlockUpdate:
 
     Args:
         functions: the functions of the update.
-        state: before it, as Keras's trainer has it.
-        gradients: of all replicas, in the memory of the total, which does not change before it ends.
-        density: by which the gradients are divided; None for no division.
+        state: the state before the update, as Keras's trainer has it.
+        gradients: the gradients of all replicas, in the memory of the total, which does not change during the
+            update.
+        density: the divisor of the gradients; None for no division.
         rest: applies the rest of the total to the layers' state and the metrics, whose memory it reuses;
             returns (logs, layers' state, metrics, a marker).
-        pending: takes arrays that are ready when nothing reads shared memory any more.
+        pending: receives arrays that are ready when nothing reads shared memory any more.
     """
 
     def __init__(

@@ -244,7 +244,7 @@ class TorchBlockUpdate:
 
     @property
     def release(self) -> Callable[[], None]:
-        """Let the optimizer's variables have their values in memory of this process."""
+        """A function that moves the values of the optimizer's variables to memory of this process."""
         return self._blocks.release
 
     @property

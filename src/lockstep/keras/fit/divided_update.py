@@ -9,7 +9,7 @@
 Each host has all slots, and a worker updates an equal share of all shards, in the order of the workers of its
 host. So any host may be lost.
 
-Between two updates, the optimizer's variables show the shared memory: On PyTorch, they always show it; before
+Between two updates, the optimizer's variables show the shared memory. On PyTorch, they always show it; before
 it is filled for other variables, they get copies of their values. On JAX, they show it at the end of an
 epoch; before an update, the parts that are still in use are copied.
 
@@ -20,15 +20,16 @@ worker begins only after a complete call, for which all workers of its host have
 view in which it has not begun, it answers that it has not updated its shards, and another round follows. A
 host that is one call behind gets the answers, and all hosts decide the same.
 
-A step whose workers have values of their own for the slots, because they were just assigned, restored or
-initialized, begins by writing them to the shared memory: each worker those of its shards. If some workers
-share the slots and others have values of their own, such as one that has copied or received them, these must
-be what is shared, also if the workers of their host that shared it are lost now. On a host on which none
-shared them, the workers write them. So two things are compared that the update would make equal: the slots
-here, and every `CHECK_EVERY` steps the facts about the state and the settings before the update.
+The workers may have values of their own for the slots, because they were just assigned, restored or
+initialized. Then the step begins by writing them to the shared memory: each worker writes those of its
+shards. If some workers share the slots and others have values of their own, such as a worker that has copied
+or received them, both must be equal, even if the workers that shared them on a host are now lost. On a host
+where no worker shared them, the workers write them. So two things are compared that the update would make
+equal: the slots here, and every `CHECK_EVERY` steps the facts about the state and the settings before the
+update.
 
 A worker that joins on a host whose members gave it the memory itself, not values, has the slots there. The
-counters say how many updates these have had.
+counters show the number of their updates.
 """
 
 from collections.abc import Callable, Sequence
