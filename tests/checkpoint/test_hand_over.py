@@ -57,7 +57,7 @@ def test_the_first_of_the_hosts_with_the_newest(
 
 
 def test_two_trainings_are_refused() -> None:
-    wanted = "the checkpoints of step 4 on node2 and node3 are of different jobs"
+    wanted = "the checkpoints of step 4 on node2 and node3 belong to different jobs"
     with pytest.raises(ConfigError, match=wanted):
         choose_newest(["node1", "node2", "node3"], [held(2), held(4, "a"), held(4, "b")])
 

@@ -321,7 +321,7 @@ def test_an_earlier_run_that_still_exists_changes_nothing(
         "everything"
     )
     assert uploads.notes == [
-        f"another run uploads to {URL}, so this one does not any more; {uploads.folder} has everything"
+        f"another run uploads to {URL}, so this one has stopped; {uploads.folder} has everything"
     ]
     assert later.finish() == ""
     assert stored(backing) == local(later.folder)

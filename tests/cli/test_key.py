@@ -32,7 +32,7 @@ def test_a_key_is_written_and_the_next_step_is_named(
     assert days * DAY - datetime.timedelta(seconds=1) <= lives <= days * DAY + datetime.timedelta(minutes=10)
     assert stat.S_IMODE((tmp_path / "job.key").stat().st_mode) == 0o600
     assert done.stdout == (
-        f"job.key contains a key that expires on {key.expiry}; copy it to each host, readable for you alone "
+        f"job.key contains a key that expires on {key.expiry}; copy it to each host, readable only for you "
         "(mode 600), and set LOCKSTEP_KEY_FILE to its path there\n"
     )
     assert key.secret.hex() not in done.stdout

@@ -91,7 +91,7 @@ def test_the_rows_that_differ_are_named() -> None:
         (3, "input", {1: [1]}),
         (3, "input", {1: [0, 1]}),
     ]
-    assert "other examples are read: row 1 of replica 1" in detail(one)
+    assert "different examples are read: row 1 of replica 1" in detail(one)
     assert "in another order: row 0 of replica 1, row 1 of replica 1" in detail(both)
 
 
@@ -103,7 +103,8 @@ def test_a_gradient_of_one_replica_is_named_with_its_variable() -> None:
     this = found(edit)
     assert (this.step, this.cause, this.replicas, this.names) == (2, "gradient", (1,), ("bias",))
     assert (
-        detail(this) == "the runs differ first in step 2: only replica 1 computes another gradient, in bias"
+        detail(this)
+        == "the runs differ first in step 2: only replica 1 computes a different gradient, in bias"
     )
 
 

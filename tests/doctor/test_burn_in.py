@@ -43,9 +43,9 @@ def rows(hosts: Mapping[str, Sequence[Hashes]]) -> list[tuple[str, str]]:
     [
         ({"": [RIGHT]}, []),
         ({"": [RIGHT, RIGHT]}, []),
-        ({"": [ONCE]}, [("core 0", "1 of 20 results have other bits than the rest")]),
-        ({"": [RIGHT, ONCE]}, [("core 1", "1 of 20 results have other bits than the rest")]),
-        ({"": [ALWAYS, RIGHT, RIGHT]}, [("core 0", "10 of 20 results have other bits than the rest")]),
+        ({"": [ONCE]}, [("core 0", "1 of 20 results have different bits from the rest")]),
+        ({"": [RIGHT, ONCE]}, [("core 1", "1 of 20 results have different bits from the rest")]),
+        ({"": [ALWAYS, RIGHT, RIGHT]}, [("core 0", "10 of 20 results have different bits from the rest")]),
         (
             {"": [ALWAYS, RIGHT]},
             [("cores", "cores 0, 1 compute different bits, and no majority shows which of them is wrong")],
@@ -53,7 +53,7 @@ def rows(hosts: Mapping[str, Sequence[Hashes]]) -> list[tuple[str, str]]:
         # The cores of other hosts decide.
         (
             {"a": [ALWAYS, RIGHT], "b": [RIGHT, RIGHT]},
-            [("core 0 of a", "10 of 20 results have other bits than the rest")],
+            [("core 0 of a", "10 of 20 results have different bits from the rest")],
         ),
         ({"a": [ALWAYS], "b": [RIGHT]}, [("hosts", "a and b compute different bits")]),
         (
@@ -98,7 +98,10 @@ def test_each_core_computes(wrong: bool, lean: Callable[..., dict[str, str]]) ->
     assert {len(hashes) for hashes in results.cores.values()} == {4}
     (row,) = judge_burn_in({"": results})
     if wrong:
-        assert (row.name, row.reason) == (f"core {cores[0]}", "1 of 8 results have other bits than the rest")
+        assert (row.name, row.reason) == (
+            f"core {cores[0]}",
+            "1 of 8 results have different bits from the rest",
+        )
     else:
         assert (row.name, row.rating) == ("all cores", Rating.FINE)
     assert said == [f"{count(len(results.cores), 'core')} compute on torch for 0 s"]

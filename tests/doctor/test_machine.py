@@ -66,7 +66,7 @@ def test_a_suitable_machine_is_fine() -> None:
             {look_at_instructions: ""},
             "instructions",
             Rating.FINE,
-            "hosts of one job need processors of one kind",
+            "hosts of one job need the same kind of processor",
         ),
         ({look_at_cores: Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
         ({look_at_cores: Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),

@@ -19,7 +19,7 @@ NOTE = f"the coordinator has not answered for {HOLD:g} s; training pauses until 
 
 
 class PausingJob(SteppingJob):
-    """A job of which hosts have no answer of the coordinator for a while."""
+    """A job of which hosts have no answer from the coordinator for a while."""
 
     def __init__(self, hosts: Sequence[Host], options: str, at: int, **variables: str) -> None:
         super().__init__(hosts, options, 400, *PACED, at=at, hold=HOLD, **variables)

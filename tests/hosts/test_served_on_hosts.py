@@ -70,7 +70,7 @@ def test_a_worker_of_a_custom_loop_is_replaced_on_several_hosts(
     command = ("run", *options, "--run-dir", "run", "replacing.py", point, str(tmp_path))
     job = hosts[3].lockstep(*command, **environment)
     assert job.end() == 0, job.err
-    assert "worker 6 takes the place of worker 2" in job.err
+    assert "worker 6 replaces worker 2" in job.err
     logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5, 6)]
     assert len({_digest(log.read_text()) for log in logs}) == 1
     again = hosts[3].lockstep("rerun", "run", "--run-dir", "again", **environment)
@@ -141,7 +141,7 @@ def test_workers_on_other_hosts_replace_lost_ones(
     job = hosts[3].lockstep("run", *options.split(), "serving.py", "replaced", "last", **environment)
     assert job.end() == 0, job.err
     for worker, replaced in ((6, 2), (7, 6)):
-        assert f"fit 2: worker {worker} takes the place of worker {replaced}" in job.err
+        assert f"fit 2: worker {worker} replaces worker {replaced}" in job.err
     logs = [hosts[3].work / "run" / f"worker-{worker}.log" for worker in (0, 1, 3, 4, 5, 7)]
     assert len({_digest(log.read_text()) for log in logs}) == 1
     shutil.copy(hosts[0].work / "last", hosts[3].work)

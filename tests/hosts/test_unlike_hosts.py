@@ -28,7 +28,10 @@ def test_a_host_with_other_bits_is_refused(hosts: Sequence[Host], lean: Lean) ->
     job = start(hosts, lean, "unlike")
     assert job.end() == 1, job.err
     assert "compute different bits in a fixed small program with JAX (XLA_FLAGS is " in job.err
-    assert "; run on hosts of one kind and with one environment; --allow-unlike accepts " in job.err
+    assert (
+        "; run on hosts with the same kind of processor and with one environment; --allow-unlike accepts "
+        in job.err
+    )
 
 
 def test_the_first_step_finds_what_the_small_program_does_not(hosts: Sequence[Host], lean: Lean) -> None:
@@ -72,12 +75,12 @@ def test_a_wrong_bit_of_another_host_is_found(
 @pytest.mark.parametrize(
     ("fault", "local", "what", "why"),
     [
-        ("total", "", "the sum over all replicas", "added up twice more, it has other bits"),
+        ("total", "", "the sum over all replicas", "added up twice more, it has different bits"),
         (
             "total",
             "--local-steps 2,int8",
             "the sum over all replicas",
-            "added up twice more, it has other bits",
+            "added up twice more, it has different bits",
         ),
         ("rounding", "--local-steps 2,int8", "replica ", "workers 0 and 2 agree"),
     ],

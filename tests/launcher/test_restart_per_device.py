@@ -46,7 +46,7 @@ def test_a_single_device_needs_no_other_process(devices: list[str] | None, gpus:
 @pytest.mark.parametrize(
     ("devices", "gpus", "reason"),
     [
-        ([], FOUR, " names no device; leave `devices` out for all visible GPUs"),
+        ([], FOUR, " names no device; omit `devices` to use all visible GPUs"),
         (["TPU:0"], FOUR, ": 'TPU:0' is not a device; write GPU:0, /gpu:0, /device:GPU:0 or CPU:0"),
         (["GPU"], FOUR, ": 'GPU' is not a device; "),
         (["GPU:0", "/gpu:0"], FOUR, ": /gpu:0 is listed twice; one worker computes on each device"),

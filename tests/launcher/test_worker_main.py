@@ -58,7 +58,7 @@ def test_a_worker_says_for_whom_it_waits(
     assert capfd.readouterr().err.splitlines() == [
         "lockstep: the script of worker 1 has finished; it waits up to 10 s for the other workers "
         "(Ctrl-C ends the wait)",
-        "lockstep: the script of worker 1 has finished; the others run on, and the last line of the job "
+        "lockstep: the script of worker 1 has finished; the others continue, and the last line of the job "
         "appears on their terminals",
     ]
 

@@ -317,7 +317,7 @@ def test_the_head_tells_epoch_metrics_and_silence(tmp_path: Path) -> None:
     assert "fit 1 epoch 3, step 40, 40 training steps" in text
     assert "last step 11 s ago" in text
     assert "loss 0.5  accuracy 0.75" in text
-    assert "no answer of the coordinator since " in text
+    assert "no answer from the coordinator since " in text
     assert "(10 s)" in text
     assert "1 of 3 workers" in text
     assert text.splitlines()[0].endswith("  process 5")

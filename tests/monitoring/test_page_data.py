@@ -153,7 +153,7 @@ def test_equal_events_of_workers_are_one_row_until_the_membership_changes(tmp_pa
         event(6.0, "invented", worker=3, what=[1, 2]),
     ]
     found = parts(read(make_run(tmp_path / "run", events, [])), active=True)["events"]
-    view = "ends the exchange of the membership before, begins a new view"
+    view = "ends the exchange of the previous membership, begins a new view"
     assert [(row["event"], row["workers"], row["text"]) for row in found[1:]] == [
         ("call", (0, 1, 2), "fit 1 until epoch 3"),
         ("lost", (1, 2), reason),

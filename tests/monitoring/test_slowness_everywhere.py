@@ -104,7 +104,7 @@ CAUSES = {
         both(count=400, examples=800, compute=0.6, update=0.4, other=0.4, wait=0.5, exchange=0.3),
     ),
     "changing lengths": Planted(
-        ("19 of 20 steps had batches of new shapes, which compile: 6 s; pad to a few lengths",),
+        ("19 of 20 steps had batches of new shapes, and compiling them took 6 s; pad to a few lengths",),
         both(compute=7.0, wait=1.0, compiled=19, compiling=6.0),
     ),
     "one smaller last batch": Planted((), both(compute=7.0, wait=1.0, compiled=1, compiling=6.0)),

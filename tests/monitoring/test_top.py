@@ -192,7 +192,7 @@ def test_a_stopped_coordinator_is_named_with_the_data_so_far(long_job: LongJob) 
     finally:
         os.kill(long_job.coordinator(), signal.SIGCONT)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "no answer of the coordinator since " in done.stdout
+    assert "no answer from the coordinator since " in done.stdout
     assert [line.split()[0] for line in done.stdout.splitlines() if line[:1].isdigit()] == ["0", "1"]
 
 

@@ -368,7 +368,7 @@ def test_batches_of_new_shapes_are_counted_where_compiling_takes_long() -> None:
     new = {"compiled": 7, "compiling": 3.0}
     slow = {0: times(msgspec.structs.replace(measured(compute=4.0, wait=1.0), **new))}
     assert describe("fit 1", slow).endswith(
-        "; 7 of 50 steps had batches of new shapes, which compile: 3 s; pad to a few lengths"
+        "; 7 of 50 steps had batches of new shapes, and compiling them took 3 s; pad to a few lengths"
     )
     quick = {0: times(msgspec.structs.replace(measured(compute=4.0, input=12.0), **new))}
     assert "new shapes" not in describe("fit 1", quick)

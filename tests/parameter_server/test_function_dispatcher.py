@@ -360,7 +360,7 @@ def test_a_worker_that_joins_learns_what_calls_have_found_since(
     dispatcher.close()
     order = read_order(path, 1)
     assert order == [Record(RecordKind.JOINED, 1, 5), Record(RecordKind.ASSIGN, 1, 0)]
-    assert "functions 1: worker 5 takes the place of worker 1" in capfd.readouterr().err
+    assert "functions 1: worker 5 replaces worker 1" in capfd.readouterr().err
 
     again = make(tmp_path / "again", order)
     (one,) = connect(again, 1)

@@ -659,7 +659,7 @@ class Failing(Batches):
         (Predicting, "test_batch_division.MODEL is the model 'teacher', whose values may change"),
         (Counting, "its attribute 'reads' changes when a batch is read"),
         (Keeping, "it keeps random numbers that it has drawn"),
-        (Differing, "its first batch is another one each time it is read"),
+        (Differing, "its first batch differs each time it is read"),
         (Failing, "reading its first batch fails with OSError"),
         (partial(Batches, batches=0), "it has no batches"),
     ],

@@ -320,7 +320,7 @@ def test_a_worker_that_alone_has_set_slots_is_named_and_equal_values_are_used(po
     third = [sums(1, shared), sums(1), sums(1, first[2].shared)]
     errors = together(pool, third, divided)
     assert [error.workers for error in errors] == [(1,)] * 3
-    assert "worker 1 has another value of momentum than the workers that share it" in str(errors[0])
+    assert "worker 1 has a different value of momentum from the workers that share it" in str(errors[0])
     assert [update.computed for update in third] == [[], [], []]
 
 
@@ -641,7 +641,7 @@ def test_slots_are_compared_with_those_that_a_lost_worker_has_shared(
     errors: list[Any] = training.take(2, dict.fromkeys(hosts.view.workers[1:], training.slots + 1))
     assert [type(error) for error in errors] == [DisagreementError] * (len(hosts.view.workers))
     assert errors[0].workers == (1,)
-    assert "worker 1 has another value of momentum than the workers that share it" in str(errors[0])
+    assert "worker 1 has a different value of momentum from the workers that share it" in str(errors[0])
     training.close()
 
 

@@ -95,7 +95,7 @@ def test_arguments_of_the_program_for_an_update_of_the_servers_are_refused(made:
             super().apply([scale * gradient for gradient in grads], trainable_variables)
 
     optimizer = Scaling()
-    with pytest.raises(ModelError, match="passes arguments of its own to apply of Scaling"):
+    with pytest.raises(ModelError, match="passes custom arguments to apply of Scaling"):
         run(made, lambda: optimizer.apply([ops.ones(())], [made.weight], scale=2.0))
 
 

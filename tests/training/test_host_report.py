@@ -39,7 +39,7 @@ def report(worker: int, host: str, **facts: object) -> HostReport:
 
 
 FLAGS = "XLA_FLAGS is not set and --xla_cpu_max_isa=AVX"
-ONE_KIND = "run on hosts of one kind"
+ONE_KIND = "run on hosts with the same kind of processor"
 DIFFER = "node1 and node2 compute different bits in a fixed small program with JAX"
 ALLOW = "; --allow-unlike accepts a result that depends on which host computes which replica"
 
@@ -68,7 +68,7 @@ DIFFERENCES = {
     "bits": (
         {"bits": "b2", "processor": "Other Processor", "instructions": "AVX512"},
         f"fit 1: {DIFFER} (Some Processor with AVX2 and Other Processor with AVX512); "
-        "run on hosts of one kind, or set "
+        "run on hosts with the same kind of processor, or set "
         "XLA_FLAGS=--xla_cpu_max_isa=AVX2 (on node2, a small program takes about 1.3 times as long with it)"
         + ALLOW,
     ),
@@ -78,7 +78,8 @@ DIFFERENCES = {
     ),
     "kind": (
         {"bits": "b2", "processor": "Arm", "instructions": ""},
-        f"fit 1: {DIFFER} (Some Processor with AVX2 and Arm); run on hosts of one kind" + ALLOW,
+        f"fit 1: {DIFFER} (Some Processor with AVX2 and Arm); run on hosts with the same kind of processor"
+        + ALLOW,
     ),
 }
 

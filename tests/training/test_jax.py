@@ -46,7 +46,7 @@ def test_replicas_take_the_place_of_data_parallel_over_one_device(capfd: pytest.
             refuse_unsupported(keras.Sequential(), "train")
     finally:
         distribution.set_distribution(None)
-    assert "replicas take the place of keras.distribution.DataParallel" in capfd.readouterr().err
+    assert "replicas replace keras.distribution.DataParallel" in capfd.readouterr().err
 
 
 def test_keras_does_not_search_the_state_of_a_training_for_layers() -> None:

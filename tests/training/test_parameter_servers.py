@@ -175,7 +175,7 @@ def test_a_run_whose_lost_workers_were_replaced_can_be_repeated(
     file = tmp_path / "last"
     run = launch("-n 3 --ps 2", "serving.py", "replaced", str(file), *lost.split(), backend=thorough_backend)
     for worker, replaced in ((6, 2), (7, 6)):
-        assert f"fit 2: worker {worker} takes the place of worker {replaced}\n" in run.stderr
+        assert f"fit 2: worker {worker} replaces worker {replaced}\n" in run.stderr
     check_repeated(run, repeat, (0, 1, 3, 4, 7) if lost else (0, 1, 3, 4, 5, 7), (1, 3, 4, 5), 2)
 
 
@@ -240,7 +240,7 @@ def test_one_process_with_the_strategy_trains_several_outputs(
         ("lost-chief", 137, "worker 0 was killed by SIGKILL"),
         ("raising", 1, "worker 0 exited with status 1: ValueError: this callback raises"),
         ("faster", 1, "a callback changes the learning rate within an epoch, which parameter servers do not"),
-        ("differing", 1, "worker 1 has read another batch than the chief"),
+        ("differing", 1, "worker 1 has read a different batch from the chief"),
         ("again", 1, "this iterator was read by an earlier fit"),
         (
             "unscoped",

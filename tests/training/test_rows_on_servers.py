@@ -242,7 +242,7 @@ def test_functions_whose_lost_worker_was_replaced_can_be_repeated(
 ) -> None:
     run = launch("-n 3 --ps 2", IN_FUNCTIONS, "replaced", str(tmp_path), backend=backend)
     assert run.status == 0, run.stderr
-    assert "functions 1: worker 6 takes the place of worker 2\n" in run.stderr
+    assert "functions 1: worker 6 replaces worker 2\n" in run.stderr
     left = (0, 1, 3, 4, 5, 6)
     assert [[len(run.marked(one, mark)) for mark in ("result ", "digest ")] for one in left] == [[1, 1]] * 6
     found = {tuple(run.marked(worker, mark)) for worker in left for mark in ("result ", "digest ")}
@@ -260,10 +260,10 @@ def test_functions_that_need_the_whole_table_are_refused(launch: Launch, backend
         "reads the table of layer 'table', a ServerEmbedding, other than by lookups",
         "applies a tensor as the gradient of layer 'table'",
         *["trains layer 'table', a ServerEmbedding, applies an optimizer several times, or uses the new"] * 2,
-        "layer 'table' is a ServerEmbedding, whose rows are updated on their own, but Nadam has variables",
+        "layer 'table' is a ServerEmbedding, whose rows are updated independently, but Nadam has variables",
         "divides 'table/embeddings', but the optimizer has a clipnorm",
         "looks up rows of layer 'masked', a ServerEmbedding, which none trains: first schedule one that",
-        "late', a ServerEmbedding, was built after functions were scheduled: build it before",
+        "late', a ServerEmbedding, was built after functions were scheduled: build it first",
         "DataError layer 'masked' looks up row 4294967396, but its table has 101 rows",
         "the rows of layer 'table' cannot be read now, because servers may change them: call join before",
         "weights of layer 'table' are loaded while functions are scheduled",

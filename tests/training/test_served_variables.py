@@ -124,7 +124,7 @@ def test_without_gradients_only_the_iterations_advance() -> None:
         (
             lambda: model(optimizers.Lamb()),
             FixedShardsPartitioner(2),
-            "Lamb may not update each element on its own",
+            "Lamb may not update each element independently",
         ),
         (lambda: model(optimizers.SGD(clipnorm=1.0)), FixedShardsPartitioner(2), "clipnorm"),
         (

@@ -1115,7 +1115,7 @@ def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> Non
     run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "memory", "1", "5")
     assert run.status == 1
     assert "wrong after step 3, the last one after which it was found right" in run.stderr
-    assert ", and there is no checkpoint from before; start over" in run.stderr
+    assert ", and there is no earlier checkpoint; start over" in run.stderr
 
 
 FLIPS = {"found", "stopped", "harmless", "unseen"}

@@ -118,7 +118,7 @@ class ArrivingCheckpoint:
             contents = load(self._temporary)
             arrived = contents.step, _digest(read_outline(self._temporary))
             if arrived != (self._held.step, self._held.digest):
-                raise CheckpointError("another checkpoint arrived than was announced")
+                raise CheckpointError("the checkpoint that arrived is not the one that was announced")
             path = Store(self._folder, self._keep).adopt(self._temporary, contents.step)
             if self._held.finished:
                 Store(self._folder).finish(contents.step)

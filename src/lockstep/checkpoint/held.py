@@ -64,7 +64,7 @@ def choose_newest(names: Sequence[str], held: Sequence[HeldCheckpoint | None]) -
         ):
             assert chosen is not None
             raise ConfigError(
-                f"the checkpoints of step {checkpoint.step} on {names[chosen]} and {name} are of different "
-                "jobs; remove those of one host, or give another folder"
+                f"the checkpoints of step {checkpoint.step} on {names[chosen]} and {name} belong to "
+                "different jobs; remove those of one host, or give another folder"
             )
     return chosen

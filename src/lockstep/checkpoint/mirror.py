@@ -597,7 +597,7 @@ class Mirror:
             return SupersededError(f"{url}/{_HEAD} was removed while this job used it; give each job its URL")
         return SupersededError(
             f"another job has begun to save its checkpoints in {url}, so this one ends; its last checkpoint "
-            "there may serve the other one. Give each job a URL of its own"
+            "there may be used by the other one. Give each job its own URL"
         )
 
     def _note_commit(self) -> None:

@@ -77,8 +77,8 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
     if past != backend:
         raise ConfigError(
             f"checkpoint {path} was made with the backend {past}, and the job would resume with {backend}, "
-            f"which computes other bits from other random numbers: give --backend {past} to resume. To start "
-            f"over with {backend}, give another --checkpoint folder and load the weights with "
+            f"which computes different bits from different random numbers: give --backend {past} to resume. "
+            f"To start over with {backend}, give another --checkpoint folder and load the weights with "
             "lockstep.load_checkpoint"
         )
 

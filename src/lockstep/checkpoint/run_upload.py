@@ -304,7 +304,7 @@ class RunUpload:
             return self._upload(files, names)
         except _TakenOver:
             self._taken_over = True
-            self._say(f"another run uploads to {self._url}, so this one does not any more; {self._where()}")
+            self._say(f"another run uploads to {self._url}, so this one has stopped; {self._where()}")
         except (CheckpointError, ConfigError, UnfitError) as error:
             self._fail(str(error))
         return False

@@ -32,7 +32,7 @@ from lockstep.transport.addresses import split_address, with_port
 @click.option(
     "--listen",
     metavar="ADDRESS[:PORT]",
-    help="Address of this host at which workers of other hosts connect.  [default: that from which it "
+    help="Address of this host at which workers of other hosts connect.  [default: the address from which it "
     "reaches the job, and any free port]",
 )
 @click.option("--plain", is_flag=True, help="Do not encrypt connections, as lockstep run --plain does.")

@@ -61,21 +61,21 @@ def export() -> None:
     "volumes",
     multiple=True,
     metavar="CLAIM:PATH",
-    help="Give all pods the volume of a PersistentVolumeClaim at PATH. Several are possible.",
+    help="Give all pods the volume of a PersistentVolumeClaim at PATH. Can be repeated.",
 )
 @click.option(
     "--image-pull-secret",
     "pull_secrets",
     multiple=True,
     metavar="NAME",
-    help="Secret with which nodes get the image. Several are possible.",
+    help="Secret with which nodes get the image. Can be repeated.",
 )
 @click.option(
     "--label",
     "labels",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Label of all objects and pods. Several are possible.",
+    help="Label of all objects and pods. Can be repeated.",
 )
 @click.option(
     "--user",

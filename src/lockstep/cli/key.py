@@ -27,5 +27,5 @@ def key(file: Path, days: int) -> None:
     made.write(file)
     click.echo(
         f"{click.format_filename(file)} contains a key that expires on {made.expiry}; copy it to each host, "
-        f"readable for you alone (mode 600), and set {KEY_FILE} to its path there"
+        f"readable only for you (mode 600), and set {KEY_FILE} to its path there"
     )

@@ -206,7 +206,7 @@ _GROUPS = {
     "engine",
     metavar="ray[://HOST:PORT]",
     help="Run on a Ray cluster: that of this machine, or that of a Ray client's address. Workers run on "
-    "all nodes with room for them, also on nodes that join later.",
+    "all nodes with room for them, including nodes that join later.",
 )
 @click.option(
     "--cpus-per-worker",
@@ -421,10 +421,10 @@ _GROUPS = {
     "--local-steps",
     default="",
     metavar="H[,nesterov[,LR,M]][,int8][,reset]",
-    help="For slow links: in fit, each replica takes H steps by itself, and then the replicas are averaged. "
-    "With nesterov, the mean change is the gradient of an outer optimizer of learning rate LR (0.7) and "
-    "momentum M (0.9). int8 sends changes of weights in a byte each. With reset, the optimizer's slots are "
-    "not sent. Affects the result.  [default: all replicas take each step together]",
+    help="For slow links: in fit, each replica takes H steps independently, and then the replicas are "
+    "averaged. With nesterov, the mean change is the gradient of an outer optimizer with learning rate LR "
+    "(0.7) and momentum M (0.9). int8 sends each change of a weight in one byte. With reset, the "
+    "optimizer's slots are not sent. Affects the result.  [default: all replicas take each step together]",
 )
 @click.option(
     "--accept-changes",

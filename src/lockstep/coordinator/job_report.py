@@ -203,7 +203,7 @@ def remedies(run: RunState, state: str) -> list[str]:
 
 
 _DECIDED = {
-    "AbortExchange": "ends the exchange of the membership before",
+    "AbortExchange": "ends the exchange of the previous membership",
     "StartView": "begins a new view",
     "StartWorker": "starts a worker",
     "AskMembers": "asks the workers for a change after their step",

@@ -23,7 +23,7 @@ _OTHERS_EQUAL = "different between the runs, without an effect on a recorded bit
 _NEXT: dict[Cause, str] = {
     "configuration": "give both runs the same settings, or expect different bits",
     "versions": "install the same versions for both runs; each run's versions are in its digest log",
-    "processor": "run both on processors of one kind: other instruction sets round differently",
+    "processor": "run both on the same kind of processor: different instruction sets round differently",
     "script": "compare the scripts (git diff); the version that a run used is in its folder sources/",
     "seed": "give both runs the same --seed, and the same seeds in the script",
     "input": (
@@ -32,8 +32,8 @@ _NEXT: dict[Cause, str] = {
     ),
     "gradient": (
         "look at the layers of these variables and at train_step for random numbers without a seed, the "
-        "time, or operations that are not deterministic; if each lockstep rerun gives other bits, suspect "
-        "the memory or the processor of the host"
+        "time, or operations that are not deterministic; if each lockstep rerun gives different bits, "
+        "suspect the memory or the processor of the host"
     ),
     "reduction": "suspect the memory of the hosts: the same sums have the same bits everywhere",
     "update": (
@@ -166,9 +166,9 @@ def _happened(place: Place, comparison: Comparison) -> str:
             return _examples(comparison)
         case "gradient":
             doubt = _doubt(comparison, "the state before the step", "the examples")
-            return f"{_whose(comparison)} computes another gradient{doubt}{_in(which)}"
+            return f"{_whose(comparison)} computes a different gradient{doubt}{_in(which)}"
         case "result":
-            return f"{_whose(comparison)} computes other results of the evaluation{_in(which)}"
+            return f"{_whose(comparison)} computes different results of the evaluation{_in(which)}"
         case "reduction":
             doubt = _doubt(comparison, "the partials of all replicas")
             return (
@@ -191,10 +191,10 @@ def _before_step(comparison: Comparison) -> str:
 def _examples(comparison: Comparison) -> str:
     rows = [f"row {row} of replica {replica}" for replica, some in comparison.rows.items() for row in some]
     if comparison.swapped:
-        return f"the same examples are read in another order: {first_of(rows, _SHOWN)}"
+        return f"the same examples are read in a different order: {first_of(rows, _SHOWN)}"
     if rows and not comparison.missing:
-        return f"other examples are read: {first_of(rows, _SHOWN)}"
-    return f"other examples are read by {_replicas(comparison.replicas)}"
+        return f"different examples are read: {first_of(rows, _SHOWN)}"
+    return f"different examples are read by {_replicas(comparison.replicas)}"
 
 
 def _whose(comparison: Comparison) -> str:

@@ -193,7 +193,7 @@ def _faults(machine: CoreResults, expected: Sequence[str | None], where: str) ->
         )
         if wrong:
             total = _total(hashes)
-            reason = f"{wrong:,} of {total:,} results have other bits than the rest"
+            reason = f"{wrong:,} of {total:,} results have different bits from the rest"
             yield failure(reason, _REPLACE, {"results": total, "wrong": wrong}, f"core {core}{where}")
     if None in expected:
         reason = (

@@ -302,7 +302,7 @@ def judge_slurm(shell: Shell) -> Iterator[Finding]:
     tasks = sum(tasks for _, tasks in task.hosts)
     reason = (
         f"this is task {task.rank} of {tasks} on {count(len(task.hosts), 'host')}; lockstep run --slurm "
-        "makes them one job, and without --slurm each is a job of its own"
+        "makes them one job, and without --slurm each is a separate job"
     )
     yield fine(reason, {"rank": task.rank, "tasks": tasks, "hosts": len(task.hosts)})
 

@@ -93,7 +93,10 @@ def judge_list(gpus: Gpus) -> Iterator[Finding]:
         )
         yield warning(f"{problem}: it shows {names}", remedy, facts)
     elif by_number and is_mixed and shown != [gpu.index for gpu in permitted]:
-        reason = f"{listed!r} may name other GPUs than below: if models differ, CUDA counts the fastest first"
+        reason = (
+            f"{listed!r} may name different GPUs from those below: if models differ, CUDA counts the fastest "
+            "first"
+        )
         yield warning(reason, f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs", facts)
     else:
         yield fine(f"{listed!r} shows {names}" + ("" if shown else f": {_ON_CPU}"), facts)

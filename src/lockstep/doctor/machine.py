@@ -94,7 +94,7 @@ def look_at_instructions(sources: Sources) -> str:
 
 def judge_instructions(name: str) -> Finding:
     """Advise how to limit the hosts of a job to this instruction set."""
-    reason = "hosts of one job need processors of one kind"
+    reason = "hosts of one job need the same kind of processor"
     if name:
         limits = "; ".join(f"{backend}: {limit_of(backend, name)}" for backend in BACKENDS)
         reason = f"{name}; if another host of a job has a larger set, limit all to it ({limits})"

@@ -524,7 +524,7 @@ class _Contact:
                 self._note(self.session.lost, seconds)
             return
         if self.agent_place is not None and self.agent_place.is_wanted:
-            raise CoordinatorGone("another agent of this host has taken the place of this one")
+            raise CoordinatorGone("another agent of this host has replaced this one")
         self._note(self.session.lost or f"the coordinator has been silent for {seconds:.0f} s", seconds)
         self._silence.check(self.patience)
 

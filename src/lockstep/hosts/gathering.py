@@ -112,7 +112,8 @@ def gather_facts(
                     case Unreadable(error):
                         raise UnfitError(
                             f"host {host.name} sent an invalid message ({error}); install the same version "
-                            "of Lockstep on all hosts, and let no startup file of its shell print anything"
+                            "of Lockstep on all hosts, and make sure that no startup file of its shell "
+                            "prints anything"
                         )
             heed_stop(command)
             now, missing = (

@@ -207,7 +207,7 @@ class IndexedJob:
                 raise ConfigError(f"--image-pull-secret {secret!r} is not the name of a Secret")
         paths = [volume.path for volume in self.volumes]
         if twice := next((path for path in paths if paths.count(path) > 1), None):
-            raise ConfigError(f"two --volume have the path {twice}; give each a path of its own")
+            raise ConfigError(f"two --volume have the path {twice}; give each its own path")
         if self.standby and split_address(self.standby)[1] == _PORT:
             raise ConfigError(
                 f"--standby {self.standby} has the port at which every pod listens; give another port"

@@ -203,8 +203,8 @@ class JobOnHosts:
             self.console.say(line)
         if spec.standby and not self._has_standby(spec.standby, facts):
             self.console.say(
-                f"no host of the job has the address of --standby {spec.standby}: until one joins, none "
-                "takes the job over if this host is lost"
+                f"no host of the job has the address of --standby {spec.standby}: until one joins, no "
+                "host can take the job over if this host is lost"
             )
         newcomers = Newcomers(
             spec=spec,

@@ -121,7 +121,7 @@ class Leader:
         if seen is None or seen.job != self.job:
             self.is_replaced = True
             raise SupersededError(
-                "the store does not name the coordinator of this job any more, so this one ends: another job "
+                "the store no longer names the coordinator of this job, so this one ends: another job "
                 "has begun with the same --checkpoint, or the object coordinator.json was removed"
             )
         if not set(seen.hosts).intersection(following):

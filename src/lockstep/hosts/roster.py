@@ -227,7 +227,7 @@ class TaskRoster:
 def _twice(task: Task, where: str) -> str:
     return (
         f"{task} already runs on {where}: start each task once, on the host with its address, and give each "
-        "host an address of its own"
+        "host its own address"
     )
 
 

@@ -273,7 +273,9 @@ class SharedCheckpoints:
                 self._live()
                 sent = self.clock.now() - begun < _PATIENCE
             if not sent:
-                raise UnfitError(f"host {self.hosts[host].name} takes no checkpoint: its agent is lost")
+                raise UnfitError(
+                    f"host {self.hosts[host].name} cannot receive the checkpoint: its agent is lost"
+                )
         if arriving is not None:
             arriving.add(part.file, part.part)
         self._live()

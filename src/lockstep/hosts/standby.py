@@ -150,7 +150,7 @@ class Standby:
         if not self.is_here() and self._hidden_at:
             return (
                 f"this host cannot take the job over at {self.address}, which is {self._hidden_at} here, "
-                "where no other host can connect: let the name lead to an address of its network (see "
+                "where no other host can connect: make the name resolve to an address of its network (see "
                 "/etc/hosts)"
             )
         if not self.is_here() or importlib.util.find_spec("obstore") is not None:

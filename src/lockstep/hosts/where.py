@@ -47,13 +47,13 @@ class Scheduler:
 
 SCHEDULERS = {
     "tf_config": Scheduler(
-        "Take the place of this process in the cluster from TF_CONFIG, as a TFJob sets it in each pod: one "
+        "Take the role of this process in the job from TF_CONFIG, which a TFJob sets in each pod: one "
         "worker per task, or --workers-here, started by this command on each host.",
         lambda processes, here, servers: tf_config_role.find_place(tf_config_given(), here, servers),
         starts_all=False,
     ),
     "slurm": Scheduler(
-        "Take the place of this process from the variables of Slurm: srun starts this command once on each "
+        "Take the role of this process from the variables of Slurm: srun starts this command once on each "
         "host, and -n workers are divided among them, by default one each. Needs a key: see lockstep key.",
         lambda processes, here, servers: slurm_role.own_place(processes),
         starts_all=True,

@@ -149,7 +149,7 @@ def refuse_unlike(
         f"{_why_other_bits(first, other)}"
     )
     if not job.settings.allow_unlike:
-        remedy = "run on hosts of one kind" + _limits(job, reports, gather_texts)
+        remedy = "run on hosts with the same kind of processor" + _limits(job, reports, gather_texts)
         allow = "--allow-unlike accepts a result that depends on which host computes which replica"
         raise DisagreementError(
             f"{label}: {differs}; {remedy}; {allow}", tuple(report.worker for report in reports[1:])

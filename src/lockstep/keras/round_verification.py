@@ -454,7 +454,7 @@ class Verifier:
                 summer = total.summer_of(self._job.view, fault.byte)
                 workers = () if summer is None else (summer,)
                 if was_wrong and workers and workers != everyone:
-                    verdict = Verdict("worker", workers, "others add up the same summands to another sum")
+                    verdict = Verdict("worker", workers, "others add up the same summands to a different sum")
                     lasts = True
                 elif not was_wrong:
                     # Nobody knows whether the sum, or a summand on its way, was wrong.

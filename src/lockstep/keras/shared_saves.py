@@ -173,9 +173,9 @@ class _Record(msgspec.Struct):
         saved_state, other = self.occasions.setdefault(occasion.name, (state.hex(), occasion.worker))
         if saved_state != state.hex():
             raise DisagreementError(
-                f"worker {occasion.worker} {action} with other weights, or arguments, than worker {other} "
-                "at the same place of the script: look for weights that depend on the worker or on the time; "
-                "code that changes the model on one worker only must also save it only there",
+                f"worker {occasion.worker} {action} with different weights, or arguments, from worker "
+                f"{other} at the same place in the script: look for weights that depend on the worker or on "
+                "the time; code that changes the model on one worker only must also save it only there",
                 (occasion.worker,),
             )
         while len(self.occasions) > _OCCASIONS:

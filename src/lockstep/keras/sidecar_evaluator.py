@@ -105,7 +105,7 @@ class SidecarEvaluator:
         if self.max_evaluations is None and job.current().checkpoints.scheduler is not None:
             raise ConfigError(
                 "this process saves the checkpoints itself, so it would wait for its own training: give "
-                "lockstep.SidecarEvaluator max_evaluations, or start it in a process of its own"
+                "lockstep.SidecarEvaluator max_evaluations, or start it in a separate process"
             )
         clock = SystemClock()
         return follow(self, clock.wall() - _age(), clock, time.sleep)

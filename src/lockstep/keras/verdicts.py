@@ -151,7 +151,7 @@ def judge(answers: Sequence[Answer]) -> Verdict:
     if len(shaky) > len(steady) or (shaky and len(groups) > 1):
         return Verdict("step", _workers(answers if steady else shaky))
     if shaky:
-        again = f"its second computation gave other bits, and {_agree(steady)}"
+        again = f"its second computation gave different bits, and {_agree(steady)}"
         return Verdict("worker", _workers(shaky), again)
     first, second, *_ = groups
     if len(first) > len(second):
@@ -185,11 +185,11 @@ def judge_sum(
             return Verdict("repeated")
         if len(wrong) == len(readings):
             return Verdict("sum")
-        return Verdict("worker", wrong, "added up twice more, it has other bits")
+        return Verdict("worker", wrong, "added up twice more, it has different bits")
     checker, hashes = first
     others = {worker for worker, got in again.items() if {got} == read}
     if not read.intersection({hashes, again.get(checker)}) and others and others != {summer}:
-        return Verdict("worker", (checker,), "all workers have another sum")
+        return Verdict("worker", (checker,), "all workers have a different sum")
     return Verdict("undecided", tuple(sorted(again)))
 
 

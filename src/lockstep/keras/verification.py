@@ -54,9 +54,9 @@ _ENDS = {
     "step": "the step is not deterministic: computed again from the same state and examples, {who} got other "
     "bits in {shown}; look for random numbers that no seed of Keras determines, for the time, and for "
     "operations that are not deterministic",
-    "step of one": "computed again from the same state and examples, {who} got other bits in {shown}: the "
-    "processor, the memory or a library of its host is at fault, or the step is not deterministic; look for "
-    "random numbers that no seed of Keras determines, for the time, and for operations that are not "
+    "step of one": "computed again from the same state and examples, {who} got different bits in {shown}: "
+    "the processor, the memory or a library of its host is at fault, or the step is not deterministic; look "
+    "for random numbers that no seed of Keras determines, for the time, and for operations that are not "
     "deterministic",
     "everyone": "{who} get different bits in {shown}: the step depends on the worker; look for random "
     "numbers that no seed of Keras determines, for the time, for hosts that differ, and for examples that a "
@@ -433,7 +433,7 @@ class Verifications:
         if left < 0:
             message = f"{message}{written if files else ''}"
             raise DisagreementError(
-                f"{message}, and there is no checkpoint from before{removed}; start over", workers
+                f"{message}, and there is no earlier checkpoint{removed}; start over", workers
             )
         raise WrongStateError(
             f"{message}{written}; later checkpoints are removed, and the job continues from that of step "

@@ -46,7 +46,7 @@ ADVICE_ON_CALLS = (
 )
 _DATA = (
     "the workers read different examples: look for a shuffle or a generator without a seed, such as "
-    "numpy.random.default_rng(), which is another one in each process (give it a seed: "
+    "numpy.random.default_rng(), which differs in each process (give it a seed: "
     "numpy.random.default_rng(0)), or for files that depend on the worker, which belong in "
     "strategy.distribute_datasets_from_function"
 )
@@ -69,7 +69,7 @@ _OPTUNA = (
 )
 _ORDER = (
     "the workers have drawn different random numbers, and the order of the examples depends on them: give "
-    "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
+    "code that runs on some workers only its own generator, as in numpy.random.default_rng(0)"
 )
 _BACKUP = (
     "keras.callbacks.BackupAndRestore reads its folder on each host, and these hosts have different backups: "

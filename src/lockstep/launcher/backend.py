@@ -139,7 +139,7 @@ def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None
     if is_legacy(value):
         raise ConfigError(
             f"{who} sets TF_USE_LEGACY_KERAS={value}, which makes tf.keras Keras 2: each worker would train "
-            "a model of its own. Unset it, and use Keras 3"
+            "its own model. Unset it, and use Keras 3"
         )
 
 

@@ -104,7 +104,7 @@ def decide(devices: Sequence[str] | None, gpus: Sequence[str]) -> Restart | None
 def _parse(devices: Sequence[str], gpus: Sequence[str]) -> tuple[str, list[int]]:
     where = f"MirroredStrategy(devices={devices!r})"
     if not devices:
-        raise ConfigError(f"{where} names no device; leave `devices` out for all visible GPUs")
+        raise ConfigError(f"{where} names no device; omit `devices` to use all visible GPUs")
     parsed = [_parse_one(where, name) for name in devices]
     for at, name in enumerate(devices):
         if parsed[at] in parsed[:at]:

@@ -292,7 +292,7 @@ def _await_last_line(client: AgentClient, worker: int) -> None:
     ended = f"the script of worker {worker} has finished"
     note(f"{ended}; it waits up to {_LAST_LINE_PATIENCE:g} s for the other workers (Ctrl-C ends the wait)")
     if not client.wait_for_release(_LAST_LINE_PATIENCE - _SILENT_WAIT):
-        note(f"{ended}; the others run on, and the last line of the job appears on their terminals")
+        note(f"{ended}; the others continue, and the last line of the job appears on their terminals")
 
 
 def _run_whole(script: Script) -> None:

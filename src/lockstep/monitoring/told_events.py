@@ -19,7 +19,7 @@ _VERDICTS = {
     "worker": "wrong bits of {}",
     "undecided": "different bits of {}, and nobody decides which are right,",
     "third": "different bits of {}, and another worker decides which are right,",
-    "step": "other bits each time",
+    "step": "different bits each time",
     "everyone": "different bits of all workers",
     "repeated": "wrong bits of {}, which are computed again,",
 }

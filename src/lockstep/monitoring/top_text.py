@@ -100,7 +100,7 @@ def heading(view: Overview) -> list[str]:
     if view.silent_since is not None:
         at = time.strftime("%H:%M:%S", time.localtime(view.silent_since))
         seconds = max(0.0, view.time - view.silent_since)
-        lines.append(f"no answer of the coordinator since {at} ({duration_text(seconds)})")
+        lines.append(f"no answer from the coordinator since {at} ({duration_text(seconds)})")
     return lines
 
 

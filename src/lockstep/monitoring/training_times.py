@@ -38,7 +38,7 @@ def advice(run: RunState, times: CallTimes) -> tuple[str, ...]:
     if run.job.get("replicas") == 1 and trained and not times.workers:
         return (
             "Keras itself takes the steps of one replica, so they are not measured: with --replicas 2 they "
-            "are (with other bits than those of one replica)",
+            "are (with different bits from those of one replica)",
         )
     return advise(times)
 

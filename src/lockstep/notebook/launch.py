@@ -107,7 +107,7 @@ def launch(
         1
     """
     if job.is_worker():
-        raise ConfigError(f"{_NAME} cannot be called in a worker: it starts a job of its own")
+        raise ConfigError(f"{_NAME} cannot be called in a worker: it starts its own job")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
     others = {"backend": backend, "checkpoint": checkpoint, "input": input}
     flags = {"accept-changes": accept_changes, "exact-batch": exact_batch}

@@ -114,7 +114,8 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
         Family(
             "lockstep_hosts_retired",
             "counter",
-            "Hosts on which no worker starts any more, because they were about to go or are avoided.",
+            "Hosts on which no new worker starts, because they announced that they would leave, or are "
+            "avoided.",
             single(totals.retired_hosts),
         ),
         Family(

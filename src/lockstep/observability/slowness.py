@@ -312,7 +312,7 @@ def _new_shapes(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
     if times.shapes <= _FEW_SHAPES or times.compiling <= _COMPILING * times.seconds:
         return None
     text = (
-        f"{times.compiled:,} of {times.steps:,} steps had batches of new shapes, which compile: "
+        f"{times.compiled:,} of {times.steps:,} steps had batches of new shapes, and compiling them took "
         f"{times.compiling:.0f} s; pad to a few lengths"
     )
     return _Cause(times.compiling / times.seconds, text)
@@ -333,7 +333,7 @@ def _uneven_replicas(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
         return None
     text = (
         f"worker {most} computes {owned[most]:.0f} of {sum(owned.values()):.0f} replicas, and others wait "
-        "for it: let the number of replicas be a multiple of the number of workers"
+        "for it: use a number of replicas that is a multiple of the number of workers"
     )
     return _Cause(cost, text)
 

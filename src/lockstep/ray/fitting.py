@@ -160,7 +160,7 @@ def fit(
         >>> ray.shutdown()
     """
     if job.is_worker():
-        raise ConfigError(f"{_NAME} cannot be called in a worker: it starts a job of its own")
+        raise ConfigError(f"{_NAME} cannot be called in a worker: it starts its own job")
     scaling = scaling or Scaling()
     needs = worker_needs(scaling.cpus_per_worker, scaling.gpus_per_worker, scaling.resources_per_worker)
     values = {

@@ -548,7 +548,7 @@ def _workers_named(state: State, event: VerificationFailed, now: float) -> Decis
     if not avoided:
         text = f"{named}, and no other host could continue (--avoid-host-after {most})"
         return Decision(state, (ShowMessage(text),), text)
-    text = f"{named}: no worker starts there any more (--avoid-host-after {most})"
+    text = f"{named}: no new worker starts there (--avoid-host-after {most})"
     return _hosts_retire(state, told, text, now)
 
 

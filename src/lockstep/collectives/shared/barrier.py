@@ -209,7 +209,7 @@ class Barrier:
             if now - begun >= self._policy.timeout:
                 raise PeerStuckError(
                     f"the agent of this host has not let {call} end for {now - begun:.1f} s: it is stopped, "
-                    "or has no answer of the coordinator"
+                    "or has no answer from the coordinator"
                 )
             segment.wait_for_permit(MAX_BLOCK_SECONDS)
         self.waited += self._clock.now() - begun

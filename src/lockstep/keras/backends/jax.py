@@ -434,7 +434,7 @@ class JaxProgram(JaxState):
         if len(gradients) != len(state[0]):
             return "it does not have one gradient for each weight"
         if any(gradient.dtype != weight.dtype for gradient, weight in zip(gradients, state[0], strict=True)):
-            return "a gradient has another dtype than its weight"
+            return "a gradient's dtype differs from that of its weight"
         rest = {name: array for name, array in total.items() if not name.startswith(GRADIENTS)}
         blocks.take_back(state[0], state[2])
         return JaxBlockUpdate(
@@ -784,9 +784,7 @@ def _replace_distribution() -> None:
         )
     keras.distribution.set_distribution(None)
     if job.current().is_chief:
-        note(
-            "replicas take the place of keras.distribution.DataParallel over one device, with the same result"
-        )
+        note("replicas replace keras.distribution.DataParallel over one device, with the same result")
 
 
 def _joined(parts: Iterable[tuple[Any, int]]) -> Any:

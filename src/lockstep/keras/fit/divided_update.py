@@ -323,7 +323,7 @@ def _compare_standings(standings: Sequence[_Standing], label: str) -> None:
     differing = [standing for standing in standings if standing.layout != first.layout]
     if differing:
         raise DisagreementError(
-            f"{label}: the optimizers of the workers have other variables or settings: the update of "
+            f"{label}: the optimizers of the workers have different variables or settings: the update of "
             f"worker {first.worker} has {first.layout}, that of worker {differing[0].worker} "
             f"{differing[0].layout}",
             tuple(standing.worker for standing in differing),
@@ -347,7 +347,8 @@ def _compare_slots(slots: Sequence[_OwnSlots], sharing: set[int], label: str) ->
             facts, shared = differing[0].facts, compared[0].facts
             name = differing[0].differing or next(n for n in facts if facts[n] != shared.get(n))
             text = (
-                f"worker {workers[0]} has another value of {name.removeprefix('variable ')} than the workers "
-                "that share it: look for code that sets variables of the optimizer on some workers only"
+                f"worker {workers[0]} has a different value of {name.removeprefix('variable ')} from the "
+                "workers that share it: look for code that sets variables of the optimizer on some workers "
+                "only"
             )
         raise DisagreementError(f"{label}: {text}", workers)

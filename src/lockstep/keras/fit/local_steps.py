@@ -320,7 +320,7 @@ def initial_slots(model: Any, optimizer: Any) -> list[tuple[Any, Any]]:
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), ""):
         raise ModelError(
-            f"local steps: the optimizer of model {model.name!r} {reason}: leave out 'reset' of --local-steps"
+            f"local steps: the optimizer of model {model.name!r} {reason}: omit 'reset' from --local-steps"
         )
     try:
         fresh = type(optimizer).from_config(optimizer.get_config())

@@ -299,7 +299,7 @@ class Mirrored:
             return
         if isinstance(training, PipelinesInput):
             raise ModelError(
-                "local steps: replicas with datasets of their own are not supported; give fit one dataset of "
+                "local steps: replicas with their own datasets are not supported; give fit one dataset of "
                 "global batches"
             )
         epoch = arguments["steps_per_epoch"]

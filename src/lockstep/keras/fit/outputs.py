@@ -147,7 +147,8 @@ def joined(parts: Sequence[ReplicaOutputs]) -> list[Array]:
         for part, other in zip(parts, column, strict=True):
             if joins is None:
                 _refuse(
-                    name, f"{reason}, so that of a batch does not follow from those of its parts: {_ADVICE}"
+                    name,
+                    f"{reason}, so the output of a batch cannot be joined from those of its parts: {_ADVICE}",
                 )
             if joins and (other.shape[1:], other.dtype) != (first.shape[1:], first.dtype):
                 _refuse(
@@ -204,7 +205,7 @@ def _doubled(
         reason = f"cannot be tried, because the step fails for {2 * examples} rows ({failure})"
         return [None] * len(leaves), [reason] * len(leaves)
     if [name for name, _ in doubled] != [name for name, _ in leaves]:
-        reason = f"is one of other outputs for {2 * examples} rows"
+        reason = f"is one of a different set of outputs for {2 * examples} rows"
         return [None] * len(leaves), [reason] * len(leaves)
     joins: list[bool | None] = []
     reasons = []

@@ -77,7 +77,7 @@ def division(
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
     if path := held_iterator(("dataset", inner)):
-        return f"{path}, which yields its elements once and in order: read by the index"
+        return f"{path}, which yields its elements once and in order: read by index"
     if path := held_variable(("dataset", inner)):
         return f"{path}, whose values may change between two steps: compute with it in a callback"
 
@@ -103,7 +103,7 @@ def division(
         return "it keeps random numbers that it has drawn: draw in each __getitem__, or before the training"
     if first != second:
         return (
-            "its first batch is another one each time it is read: draw from numpy.random in __getitem__, or "
+            "its first batch differs each time it is read: draw from numpy.random in __getitem__, or "
             "from numpy.random.default_rng((seed, index))"
         )
     return divided

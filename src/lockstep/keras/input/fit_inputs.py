@@ -80,7 +80,7 @@ ARRAYS = Way.by_rows("arrays")
 _sampled: "WeakKeyDictionary[Any, Any]" = WeakKeyDictionary()
 """A batch of each `PyDataset` that is not divided: reading it once more may change the following ones."""
 
-AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
+AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset returns any of them"
 """The reason for joint reading of a generator."""
 
 

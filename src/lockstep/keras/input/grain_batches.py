@@ -42,7 +42,7 @@ class GrainBatches(keras.utils.PyDataset):  # type: ignore[misc]
 def grain_batches(dataset: Any) -> "GrainBatches | str":
     """Return the batches of a dataset or loader of Grain, or why they have no indices."""
     if not isinstance(dataset, sys.modules["grain"].MapDataset):
-        return "grain reads it in its own order; a grain.MapDataset of batches gives any of them"
+        return "grain reads it in its own order; a grain.MapDataset of batches returns any of them"
     waiting = [dataset]
     while waiting:
         parent = waiting.pop()

@@ -99,7 +99,7 @@ def loader_reading(
             "of numpy.random, random or torch, which depend on the item here"
         )
     if (path := held_iterator(*code)) is not None:
-        return f"{path}, which yields its elements once and in order: read by the index"
+        return f"{path}, which yields its elements once and in order: read by index"
     if loader.num_workers:
         start = ("worker_init_fn", loader.worker_init_fn)
         if (path := refers_to("get_worker_info", *code, start)) is not None:

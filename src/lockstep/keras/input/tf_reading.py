@@ -323,7 +323,7 @@ def _prepared(parts: _Parts) -> _Maps | str:
         for operation, function in zip(parts.every_map, functions, strict=True):
             if _draws(function) and not _same_graph(function, _plainly_traced(operation)):
                 return (
-                    "a map that draws random numbers is another one when it is traced again: let it use only "
+                    "a map that draws random numbers changes when it is traced again: let it use only "
                     "Python values that do not change, as by functools.partial"
                 )
         steps = _traced_again(parts)

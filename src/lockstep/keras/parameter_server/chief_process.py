@@ -258,8 +258,8 @@ class ChiefProcess(FitProcess):
             worker, check = worker_and_check
             if check != self._checks.pop(step):
                 raise DisagreementError(
-                    f"step {step + 1} of {self.call.name}: worker {worker} has read another batch than the "
-                    "chief; give all processes the same data in the same order: seed generators and "
+                    f"step {step + 1} of {self.call.name}: worker {worker} has read a different batch "
+                    "from the chief; give all processes the same data in the same order: seed generators and "
                     "shuffles, and pass a fresh iterator to each fit"
                 )
 

@@ -714,7 +714,7 @@ class Dispatcher:
             replaced, self._workers[process] = self._worker(process), worker
             self._live.add(process)
             self._replace(process, worker)
-            note(f"{self._call_name}: worker {worker} takes the place of worker {replaced}")
+            note(f"{self._call_name}: worker {worker} replaces worker {replaced}")
         if self._expected.get(process) == worker:
             del self._expected[process]
 

@@ -268,9 +268,9 @@ class FunctionCalls(ABC):
         if passed.kind != kind:
             here, there = ("the end" if name == "close" else name for name in (kind, passed.kind))
             raise DisagreementError(
-                f"call {self._calls} of the ClusterCoordinator is {here} in this process and {there} in "
-                "the chief: all processes of the job make the same calls, so make none of them, such as "
-                "fetch, only if lockstep.is_chief()"
+                f"call {self._calls} of the ClusterCoordinator is {here} in this process but {there} in "
+                "the chief: all processes of the job must make the same calls, so do not guard any of them, "
+                "such as fetch, with lockstep.is_chief()"
             )
         return passed
 

@@ -444,7 +444,7 @@ class FunctionRunner:
                 if table is not None and self.met is not None and table not in self.met:
                     raise ModelError(
                         f"layer {table.name!r}, a ServerEmbedding, was built after functions were scheduled: "
-                        "build it before"
+                        "build it first"
                     )
 
     @property
@@ -523,7 +523,7 @@ class FunctionRunner:
             )
         if tables and (hindrance := lazy_hindrance(optimizer, update.variables)):
             raise ModelError(
-                f"layer {tables[0].name!r} is a ServerEmbedding, whose rows are updated on their own, but "
+                f"layer {tables[0].name!r} is a ServerEmbedding, whose rows are updated independently, but "
                 f"{hindrance}; use keras.layers.Embedding"
             )
         servers = max((len(table.ranges) for table in tables), default=1)
@@ -780,7 +780,7 @@ class _Watcher:
             return
         if call is not None and call.name == "apply" and call.others:
             raise ModelError(
-                f"a scheduled function passes arguments of its own to apply of {type(optimizer).__name__}, "
+                f"a scheduled function passes custom arguments to apply of {type(optimizer).__name__}, "
                 "which the servers call without them"
             )
         if call is not None and call.name == "apply_gradients":
@@ -802,8 +802,8 @@ class _Watcher:
         applied = all_variables if variables is None else variables
         if any(id(variable) not in positions for variable in applied) or len(gradients) != len(applied):
             raise ModelError(
-                f"a scheduled function applies {type(optimizer).__name__} to other variables than before: "
-                "apply it to all of its variables when the function first runs"
+                f"a scheduled function applies {type(optimizer).__name__} to different variables from "
+                "before: apply it to all of its variables when the function first runs"
             )
         kept = {positions[id(v)]: g for v, g in zip(applied, gradients, strict=True) if g is not None}
         tables = self._runner.tables_of(number)

@@ -74,7 +74,7 @@ class WorkerCalls(FunctionCalls):
             return None
         if label != (recorded := log.label(number)):
             self._refuse(
-                f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, and "
+                f"call {number + 1} of the ClusterCoordinator is {label} in this worker, which joins, but "
                 f"was {recorded} in the chief: base decisions of the script on values that are equal in all "
                 "processes"
             )
@@ -99,9 +99,9 @@ class WorkerCalls(FunctionCalls):
         for key, value in outcome.values.items():
             if key not in named or tuple(named[key].shape) != value.shape:
                 self._refuse(
-                    f"{self._call.name}: this worker, which joins, has created other variables in the scope "
-                    "of the strategy than the chief: build models before fit and evaluate, for example with "
-                    "keras.Input"
+                    f"{self._call.name}: this worker, which joins, has created different variables in the "
+                    "scope of the strategy from the chief: build models before fit and evaluate, for "
+                    "example with keras.Input"
                 )
             named[key].assign(value)
         assigned = {id(named[key]) for key in outcome.values}

@@ -188,8 +188,8 @@ def refuse_optimizer(update: Update, shards: Sequence[Shard]) -> None:
     path = weights[divided].path
     if name not in _BY_ELEMENT or not type(optimizer).__module__.startswith("keras."):
         raise ModelError(
-            f"the partitioner divides {path!r}, but {name} may not update each element on its own; use one "
-            f"of {', '.join(_BY_ELEMENT)}, or no variable_partitioner"
+            f"the partitioner divides {path!r}, but {name} may not update each element independently; use "
+            f"one of {', '.join(_BY_ELEMENT)}, or no variable_partitioner"
         )
     excluded = variables_without_decay(optimizer) or names_without_decay(optimizer)
     if optimizer.clipnorm is not None or excluded:
@@ -217,7 +217,7 @@ def lazy_hindrance(optimizer: Any, variables: Sequence[Any]) -> str:
     """Return why an optimizer cannot update only some rows of a variable, or an empty string if it can."""
     name = type(optimizer).__name__
     if name not in _BY_ELEMENT or not type(optimizer).__module__.startswith("keras."):
-        return f"{name} may not update each row on its own"
+        return f"{name} may not update each row independently"
     if optimizer.use_ema or optimizer.gradient_accumulation_steps:
         return f"{name} has use_ema or gradient_accumulation_steps, which are for all rows"
     rate = int(isinstance(rate_object(optimizer), keras.Variable))

@@ -305,7 +305,7 @@ def _first_row(layer: Any, ids: Any) -> Any:
 def _refuse_gradient(path: str, *_: Any, **__: Any) -> NoReturn:
     raise ModelError(
         f"layer {path!r} is a ServerEmbedding, whose rows have gradients in fit and in scheduled functions "
-        "only; use keras.layers.Embedding in another loop of your own"
+        "only; use keras.layers.Embedding in your own loops"
     )
 
 
