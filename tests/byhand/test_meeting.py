@@ -187,7 +187,7 @@ while me.worker == 1 and not os.path.exists("go"):
 def test_a_worker_that_arrives_as_a_job_ends_begins_the_next_job(host: Any) -> None:
     script = host.script(MEET + ONE_WAITS)
     first, other = [host.start(host.config(index), script) for index in range(2)]
-    assert "lockstep: the script of worker 0 has finished; the others run on, " in first.end()
+    assert "lockstep: the script of worker 0 has finished; the others continue, " in first.end()
     again = host.start(host.config(0), script)
     again.until("lockstep: worker 0 waits for main-")
     (host.folder / "go").touch()

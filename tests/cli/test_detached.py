@@ -130,7 +130,7 @@ def test_a_job_whose_processes_were_killed_says_so(lockstep: Any, is_gone: Gone,
             for process in processes:
                 os.kill(process, number)
         _, notes = follower.communicate(timeout=600)
-    killed = f"lockstep: no end of {name} is recorded: its processes were killed\n"
+    killed = f"lockstep: the end of {name} is not recorded: its processes were killed\n"
     assert (follower.returncode, notes) == (1, killed)
     assert is_gone(workers, 300)
 
@@ -151,7 +151,7 @@ def test_a_job_that_starts_again_stays_what_it_is(lockstep: Any, is_gone: Gone, 
     assert follower.returncode == 143
     assert rest.splitlines()[-2:] == [
         "lockstep: stopped by SIGTERM",
-        "lockstep: until then: started again 1 time, and all figures are of the last start",
+        "lockstep: until then: started again 1 time, and all figures are from the last start",
     ]
     assert is_gone([*workers, *again], 300)
 

@@ -155,7 +155,7 @@ REFUSALS = [
     (
         "--standby",
         "--standby needs --checkpoint with a URL, such as s3://bucket/job, without --one-writer: if two "
-        "hosts do not hear each other, only the store can decide which of them leads the job",
+        "hosts cannot reach each other, only the store can decide which of them leads the job",
     ),
     (
         "--detach --ui",

@@ -73,13 +73,13 @@ FULL = "cannot write a checkpoint to /c: No space left on device"
         (JobTotals(lost=1, joined=1, pauses=1, paused=1.0, checkpoints=3, saved=9, steps=9), []),
         (
             JobTotals(failed_checkpoints=22, checkpoint_failure=FULL, saved=40, steps=60),
-            [f"22 checkpoints failed, the newest complete one has step 40 of 60 ({FULL})"],
+            [f"22 checkpoints failed, the newest complete one is from step 40 of 60 ({FULL})"],
         ),
         (
             JobTotals(failed_checkpoints=1, checkpoint_failure=FULL, saved=60, steps=60),
-            [f"1 checkpoint failed, the newest complete one has step 60 ({FULL})"],
+            [f"1 checkpoint failed, the newest complete one is from step 60 ({FULL})"],
         ),
-        (JobTotals(job_restarts=1), ["started again 1 time, and all figures are of the last start"]),
+        (JobTotals(job_restarts=1), ["started again 1 time, and all figures are from the last start"]),
         (JobTotals(lost_outputs=3), ["3 outputs could not be written"]),
         (JobTotals(failed_checkpoints=2), ["2 checkpoints failed, none is complete"]),
         (
@@ -146,7 +146,7 @@ def test_the_steps_of_a_job_that_did_not_finish_are_those_that_are_known() -> No
         (
             None,
             JobTotals(failed_verifications=1, not_finite={"loss": 3}, lost_gpus=("GPU 1: it is lost",)),
-            "no end is recorded: it was killed, its host was lost, or the disk was full",
+            "the end is not recorded: the run was killed, its host was lost, or the disk was full",
             [
                 "mend the script; the same command begins again, because no checkpoint was written",
                 "look for the Xid of the GPU in the kernel's log ",

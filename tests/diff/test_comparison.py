@@ -92,7 +92,7 @@ def test_the_rows_that_differ_are_named() -> None:
         (3, "input", {1: [0, 1]}),
     ]
     assert "different examples are read: row 1 of replica 1" in detail(one)
-    assert "in another order: row 0 of replica 1, row 1 of replica 1" in detail(both)
+    assert "in a different order: row 0 of replica 1, row 1 of replica 1" in detail(both)
 
 
 def test_a_gradient_of_one_replica_is_named_with_its_variable() -> None:

@@ -97,7 +97,7 @@ def test_a_killed_job_has_an_end(tmp_path: Path, clock: VirtualClock) -> None:
     record(tmp_path, job(), started(0))
     one, contact = followed(tmp_path, clock, lambda *asked: None)
     contact.look()
-    assert one.look().end == "no end of train-1 is recorded: its processes were killed"
+    assert one.look().end == "the end of train-1 is not recorded: its processes were killed"
 
 
 def test_a_job_that_ends_while_its_folder_is_read_has_its_last_event(
@@ -165,7 +165,8 @@ def test_the_folder_of_a_run_that_has_ended(tmp_path: Path, clock: VirtualClock)
     assert one.contact is None
     assert (view.job, view.averages, view.time) == ("train-7", True, 1020.0)
     assert (
-        view.end == "no end of train-7 is recorded: its processes were killed, or it runs on another machine"
+        view.end
+        == "the end of train-7 is not recorded: its processes were killed, or it runs on another machine"
     )
     assert view.remedies == ("the same command begins again, because no checkpoint was written",)
     lock = try_lock(folder / "lock")

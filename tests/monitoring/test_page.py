@@ -241,7 +241,7 @@ def test_the_first_look_says_how_a_run_went_what_it_cost_and_what_to_do(
         "good": ("✓", "Finished without problems", "", ""),
         "night": (
             *("!", "Finished with 2 problems"),
-            "2 checkpoints failed, the newest complete one has step 40 of 60 (No space left on device)",
+            "2 checkpoints failed, the newest complete one is from step 40 of 60 (No space left on device)",
             "Free space on the disk of the checkpoints",
         ),
         "bad": (

@@ -86,7 +86,7 @@ def test_a_run_that_finished() -> None:
             "failed (1): worker 1 exited with status 1: ValueError: no",
         ),
         ({"status": 137, "message": "two\nlines\x1b[2J"}, "failed (137): two?lines?[2J"),
-        (None, "no end is recorded: it was killed, its host was lost, or the disk was full"),
+        (None, "the end is not recorded: the run was killed, its host was lost, or the disk was full"),
     ],
 )
 def test_a_run_that_did_not_finish(end: dict[str, Any] | None, said: str) -> None:
@@ -115,7 +115,7 @@ def test_a_torn_last_line_and_lines_that_are_no_events() -> None:
     whole = lines((*EVENTS, *END))
     for cut in range(len(whole) - len(lines(END[-1:])), len(whole) - 1):
         torn = summarize("a", whole[:cut], bytes, None)
-        assert torn.end.startswith("no end is recorded")
+        assert torn.end.startswith("the end is not recorded")
         assert (torn.began, torn.workers) == (BEGAN, 2)
     found = whole[:-5] + b"\n[]\n{\n\xff\n" + lines([event(100.0, "job", **SIZE)])
     again = summarize("a", found, bytes, None)
@@ -215,7 +215,7 @@ def test_the_last_event_has_what_a_run_did() -> None:
     assert (run.effective, run.lost, run.joined, run.epoch, run.warnings) == (0.75, 2, 1, 3, 4)
     assert (run.metrics, run.tags, run.seconds) == ({"loss": 0.25}, ("lr=0.1", "night"), 100.0)
     assert run.end == (
-        "finished; 22 checkpoints failed, the newest complete one has step 40 of 60 (the disk is full); "
+        "finished; 22 checkpoints failed, the newest complete one is from step 40 of 60 (the disk is full); "
         "not finite: loss, first seen at step 7"
     )
 

@@ -211,8 +211,8 @@ def test_uneven_numbers_of_replicas_are_the_cause_of_waiting() -> None:
         1: times(measured(replicas=1, compute=1.0, wait=1.0)),
     }
     assert describe("fit 1", workers).endswith(
-        "; worker 0 computes 2 of 3 replicas, and others wait for it: let the number of replicas be a "
-        "multiple of the number of workers"
+        "; worker 0 computes 2 of 3 replicas, and others wait for it: use a number of replicas that "
+        "is a multiple of the number of workers"
     )
     # Waiting has another cause where the numbers are almost even.
     workers = {worker: times(measured(replicas=8 - worker, compute=2.0, wait=1.0)) for worker in (0, 1)}

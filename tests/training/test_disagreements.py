@@ -54,6 +54,6 @@ def test_both_workers_name_the_difference(errors: list[dict[str, str]], case: st
 def test_a_difference_that_only_one_worker_finds_fails_the_job(run: Any) -> None:
     assert run.status == 1
     assert re.search(
-        r"worker [01] saves .*unlike\.weights\.h5 with other weights, or arguments, than worker [01]",
+        r"worker [01] saves .*unlike\.weights\.h5 with different weights, or arguments, from worker [01]",
         run.stderr,
     )

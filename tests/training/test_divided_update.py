@@ -301,7 +301,7 @@ def test_workers_whose_optimizers_differ_are_named(pool: SharedPool) -> None:
     for thread in threads:
         thread.join(PATIENCE)
     assert [error.workers for error in raised] == [(1,), (1,)]
-    assert "step 1 of fit 1: the optimizers of the workers have other variables" in str(raised[0])
+    assert "step 1 of fit 1: the optimizers of the workers have different variables" in str(raised[0])
     assert "worker 1 6 blocks of int64 with 2 slots, 16 elements each" in str(raised[0])
 
 

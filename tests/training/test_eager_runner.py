@@ -430,7 +430,10 @@ def test_an_update_of_the_program_keeps_its_parameters(strategy: lockstep.Strate
 
 @pytest.mark.parametrize(
     ("scale", "refusal"),
-    [(lambda number: ops.convert_to_tensor(2.0) + number, "or a tensor"), (float, "with other arguments")],
+    [
+        (lambda number: ops.convert_to_tensor(2.0) + number, "or a tensor"),
+        (float, "with different arguments"),
+    ],
 )
 def test_arguments_that_replicas_pass_to_an_update_are_equal_numbers(
     strategy: lockstep.Strategy, scale: Callable[[int], Any], refusal: str
@@ -523,7 +526,7 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
         (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
         (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
-        (apply_different_optimizers, "applies another optimizer than before"),
+        (apply_different_optimizers, "applies a different optimizer from before"),
         (partial(set_an_update_on_an_optimizer, "apply"), "has set apply of the optimizer 'sgd'"),
         (partial(set_an_update_on_an_optimizer, "apply_gradients"), "has set apply_gradients of"),
         (lambda s: s.run(lambda: change(ARRAY)), "changes an array or a tensor in place, in .* 'ARRAY'"),

@@ -45,8 +45,8 @@ def test_a_night_is_told_the_same_everywhere(launch: Callable[..., Any], disk: P
     saved = written[-1]["step"]
     assert len(failures) >= 20
     failed = (
-        f"{len(failures)} checkpoints failed, the newest complete one has step {saved} of 30 (cannot write a "
-        f"checkpoint to {disk}/kept: No space left on device)"
+        f"{len(failures)} checkpoints failed, the newest complete one is from step {saved} of 30 (cannot "
+        f"write a checkpoint to {disk}/kept: No space left on device)"
     )
 
     # The command: one note for each chief that has written, and one for the tenth failure of one of them.

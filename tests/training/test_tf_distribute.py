@@ -131,8 +131,8 @@ def test_strategies_of_tensorflow_are_refused_by_name(launch: Callable[..., Any]
     assert re.fullmatch(
         r"lockstep: worker \d: ConfigError: tf.distribute.MirroredStrategy is TensorFlow's own and does not "
         r"know about this job: each worker would train by itself, not as a part of "
-        r"the 2 replicas; run it with `lockstep run --tf-distribute`, or write lockstep.MirroredStrategy "
-        r"for it \(tf_strategies.py:\d+\)",
+        r"the 2 replicas; run it with `lockstep run --tf-distribute`, or use lockstep.MirroredStrategy "
+        r"instead \(tf_strategies.py:\d+\)",
         message,
     )
 

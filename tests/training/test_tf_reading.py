@@ -547,14 +547,14 @@ JOINT: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "SampleDistortedBoundingBoxV2",
     ),
-    "rebound": (rebound, "another one when it is traced again"),
+    "rebound": (rebound, "changes when it is traced again"),
     "ragged rows": (
         lambda: source().map(lambda image, _: tf.RaggedTensor.from_tensor(image)).batch(8),
         "make them dense",
     ),
     "traced": (
         lambda: source().map(lambda *_: tf.random.uniform(()) + np.random.uniform()).batch(8),
-        "another one when it is traced again",
+        "changes when it is traced again",
     ),
 }
 

@@ -178,6 +178,6 @@ def _status(folder: Path) -> int:
             case {"event": "finished", "status": int(recorded)}:
                 status = recorded
     if status is None:
-        note(f"no end of {folder.name} is recorded: its processes were killed")
+        note(f"the end of {folder.name} is not recorded: its processes were killed")
         return 1
     return status

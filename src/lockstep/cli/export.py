@@ -93,8 +93,8 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
 
     The manifests are a Secret, a Service and an indexed Job, or a Secret and a JobSet, or a Secret, a
     TrainingRuntime and a TrainJob. SCRIPT is a path in the image, or with -m the name of a module there. The
-    options below --user are those of lockstep run. The output contains a new key, which is nowhere else and
-    expires as early as one of lockstep key. A process that has it can join the job.
+    options below --user are those of lockstep run. The output contains a new key, which is stored nowhere
+    else, and expires as early as a key of lockstep key. A process that has it can join the job.
     """
     from lockstep.transport.keys import JobKey
 
@@ -108,7 +108,7 @@ def kubernetes(context: click.Context, /, **options: Any) -> None:
 @export.command(context_settings={"allow_interspersed_args": False})
 @click.pass_context
 def systemd(context: click.Context, /, **options: Any) -> None:
-    """Write a service of systemd that runs a job on this machine, and again after a reboot.
+    """Write a systemd service that runs a job on this machine, and again after a reboot.
 
     \b
     lockstep export systemd -n 2 --checkpoint saved train.py > ~/.config/systemd/user/train.service

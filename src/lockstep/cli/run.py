@@ -313,7 +313,7 @@ _GROUPS = {
     "--notify",
     metavar="RECEIVER",
     help="Send RECEIVER a message, in JSON, when the job ends, a lost worker is not replaced, a metric is "
-    "NaN or the training stalls. exec:COMMAND reads the message from stdin. env:NAME and file:PATH contain a "
+    "NaN or training stalls. exec:COMMAND reads the message from stdin. env:NAME and file:PATH contain a "
     "URL that receives it by POST.",
 )
 @click.option(
@@ -740,7 +740,7 @@ def refuse_without_checkpoint(context: click.Context) -> None:
     if context.params.get("standby") and (not in_store or context.params["one_writer"]):
         raise ConfigError(
             "--standby needs --checkpoint with a URL, such as s3://bucket/job, without --one-writer: if two "
-            "hosts do not hear each other, only the store can decide which of them leads the job"
+            "hosts cannot reach each other, only the store can decide which of them leads the job"
         )
 
 

@@ -13,7 +13,7 @@ from lockstep.protocol.host import WorkerEvidence
 from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.system.prose import count, duration_text, percent, printable
 
-NO_END = "no end is recorded: it was killed, its host was lost, or the disk was full"
+NO_END = "the end is not recorded: the run was killed, its host was lost, or the disk was full"
 _FIRST_SECONDS = 60.0
 """Seconds in which a job mostly starts and compiles: its share of effective training says nothing yet."""
 
@@ -96,13 +96,13 @@ def troubles(totals: JobTotals) -> list[str]:
     texts = []
     if totals.job_restarts:
         texts.append(
-            f"started again {count(totals.job_restarts, 'time')}, and all figures are of the last start"
+            f"started again {count(totals.job_restarts, 'time')}, and all figures are from the last start"
         )
     if totals.failed_checkpoints:
         why = _in_parentheses(printable(totals.checkpoint_failure))
         newest = "none is complete"
         if totals.saved is not None:
-            newest = f"the newest complete one has step {totals.saved}"
+            newest = f"the newest complete one is from step {totals.saved}"
             newest += f" of {totals.steps}" if totals.steps and totals.saved < totals.steps else ""
         texts.append(f"{count(totals.failed_checkpoints, 'checkpoint')} failed, {newest}{why}")
     if totals.removed_checkpoints:

@@ -248,7 +248,7 @@ def parse_where(options: Mapping[str, Any], others: int) -> Where:
             *most, last = _WAYS.values()
             raise ConfigError(refusal.why.format(way=way and _WAYS[way], ways=f"{', '.join(most)} or {last}"))
     if (standby := options["standby"]) and not split_address(standby)[1]:
-        raise ConfigError(f"--standby {standby} needs a port that is known before, such as 7001")
+        raise ConfigError(f"--standby {standby} needs a fixed port, such as 7001")
     if standby and options["restart_job"]:
         raise ConfigError(
             "--restart-job cannot be combined with --standby: the job may continue on another host when this "

@@ -148,10 +148,11 @@ class FollowedJob:
             end = f"{self.name} runs in another container: the figures are averages of the whole run so far"
         elif contact is None:
             end = (
-                f"no end of {self.name} is recorded: its processes were killed, or it runs on another machine"
+                f"the end of {self.name} is not recorded: its processes were killed, or it runs on another "
+                "machine"
             )
         elif gone:
-            end = f"no end of {self.name} is recorded: its processes were killed"
+            end = f"the end of {self.name} is not recorded: its processes were killed"
         silent = contact.answered if contact is not None and contact.is_silent and not end else None
         return overview(
             run,

@@ -110,7 +110,7 @@ def _refuse_in(replicas: int, tensorflow: ModuleType) -> None:
 def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
     replacement = REPLACED.get(name, "").replace(":", ".")
     remedy = (
-        f"run it with `lockstep run --tf-distribute`, or write {replacement} for it"
+        f"run it with `lockstep run --tf-distribute`, or use {replacement} instead"
         if replacement
         else REFUSED[name]
     )

@@ -472,10 +472,10 @@ def refuse_own_update(name: str) -> NoReturn:
 def _refuse_another(update: Update, expected: Update | None) -> None:
     if not update.is_like(expected):
         raise ModelError(
-            "a replica applies a different optimizer from before in the same step, or applies it to other "
-            "variables, or with other arguments: all replicas must make the same updates in the same "
-            "order, in each round; look for conditions on their examples, on the time or on what the step "
-            "itself has changed in Python"
+            "a replica applies a different optimizer from before in the same step, or applies it to "
+            "different variables, or with different arguments: all replicas must make the same updates in "
+            "the same order, in each round; look for conditions on their examples, on the time or on what "
+            "the step itself has changed in Python"
         )
 
 
