@@ -19,6 +19,21 @@ PAGES = [REPOSITORY / "docs" / f"{name}.md" for name in ("design", "rooms", "asy
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]*\w/?)`")
 LIMIT = re.compile(r"`([\w/]+\.py)` ((?:`\w+`(?:, )?)+)")
 NAMED = re.compile(r"`([\w/]+\.py)` \(((?:`\w+`(?:, )?)+)\)")
+POLICY = re.compile(
+    "ATTEMPT|EVERY|FAREWELL|GRACE|KEPT|LIMIT|LONGEST|MAX|MOST|NAMED|NICE|PATIENCE|PAUSE|QUIET|REPORT|RETRY|"
+    "SECONDS|SHOWN|SILENCE|STALL|TRIES|WITHIN"
+)
+"""The names of constants that say how long, how often or how many."""
+NOT_POLICY = {
+    "hosts/indexed_job.py": {"_LONGEST_NAME"},
+    "launcher/fork_server.py": {"_MOST_ANSWER"},
+    "protocol/admin.py": {"_MOST_SIGNAL", "_MOST_WORKERS"},
+    "system/load.py": {"_MOST_BYTES"},
+    "system/prctl.py": {"_ATTEMPTS", "_PAUSE"},
+    "transport/keys.py": {"_MOST_TEXT"},
+    "worker/downloads.py": {"_MOST_HOLDER"},
+}
+"""Such constants that a format, a protocol or a system fixes."""
 WALKED = re.compile(r"^    ([\w/]+\.py) +(\w+)? ", re.MULTILINE)
 
 
@@ -83,12 +98,38 @@ def test_the_row_of_a_command_has_its_options() -> None:
         assert [option for option in options if f"`{option}`" not in row] == [], name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_name_is_in_its_file(page: Path) -> None:
-    text = page.read_text()
+def names_of_files(text: str) -> list[tuple[str, str]]:
+    """Return the names that a page says are in a file, with the file."""
     pairs = [(file, name) for file, name in WALKED.findall(text) if name]
     for file, names in NAMED.findall(text) + LIMIT.findall(text):
         pairs += [(file, name) for name in re.findall(r"\w+", names)]
+    return pairs
+
+
+def policies(file: str) -> set[str]:
+    """Return the constants of a module that are a number of seconds, times, bytes or the like."""
+    names = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name, numbers = (
+                node.targets[0].id,
+                [each for each in ast.walk(node.value) if isinstance(each, ast.Constant)],
+            )
+            if POLICY.search(name) and any(isinstance(each.value, int | float) for each in numbers):
+                names.add(name)
+    return names - NOT_POLICY.get(file, set())
+
+
+def test_the_map_names_every_limit() -> None:
+    named = {pair for page in PAGES for pair in names_of_files(page.read_text())}
+    modules = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py")]
+    limits = {(file, name) for file in modules for name in policies(file)}
+    assert sorted(limits - named) == [], "name them in a table of limits in docs/rooms.md"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_name_is_in_its_file(page: Path) -> None:
+    pairs = names_of_files(page.read_text())
     assert [(file, name) for file, name in pairs if name not in names_in(file)] == []
     if page.stem in ("design", "rooms"):
         assert len(pairs) > 10

@@ -26,6 +26,10 @@ from lockstep.system.socket_owners import is_of_another_user, is_of_this_user, p
 
 _SOCKETS = Path("/proc/net/unix")
 _LISTENS = (b"00010000", b"0005")
+_PATIENCE = 5.0
+"""Seconds that a job has to reply to a request."""
+_LIST_PATIENCE = 2.0
+"""The same for each job in a list of all jobs."""
 _PAUSE = 0.05
 _MOST_AT_ONCE = 64
 _NAMED = 3
@@ -46,7 +50,7 @@ class RunningJobs(NamedTuple):
     silent: tuple[str, ...]
 
 
-def running_jobs(patience: float = 2.0) -> RunningJobs:
+def running_jobs(patience: float = _LIST_PATIENCE) -> RunningJobs:
     """Return the state of every job of this user; each has `patience` seconds to reply.
 
     Raises:
@@ -60,7 +64,7 @@ def running_jobs(patience: float = 2.0) -> RunningJobs:
     return RunningJobs(tuple(sorted(running, key=lambda status: status.since)), tuple(silent))
 
 
-def send(job: str, request: AdminRequest, patience: float = 5.0) -> Reply:
+def send(job: str, request: AdminRequest, patience: float = _PATIENCE) -> Reply:
     """Send a request to a job of this user, and return its reply.
 
     Args:

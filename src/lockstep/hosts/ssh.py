@@ -15,6 +15,8 @@ from lockstep.transport.stream_channel import StreamChannel
 
 _OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 _PIECE = 4096
+_ENDS_WITHIN = 5.0
+"""Seconds from the end of its output in which ssh ends."""
 _NOT_FOUND = 127
 
 
@@ -93,7 +95,7 @@ class SshAgent:
     def why_lost(self) -> str:
         """Return why the channel ended before the agent answered."""
         try:
-            status = self.process.wait(5.0)
+            status = self.process.wait(_ENDS_WITHIN)
         except subprocess.TimeoutExpired:
             return "ssh has closed its output but not ended"
         install = "Lockstep must be installed there, with Python at the same path"

@@ -16,6 +16,7 @@ from lockstep.ray.sealing import JobSecrets, Opener, Sealed, seal
 _UNUSED = 600.0
 """Seconds without a call of a coordinator's actor after which this one ends, and the agent with it. Ray needs
 less to start another coordinator."""
+_LOOK_EVERY = 1.0
 
 
 class AgentState(NamedTuple):
@@ -134,7 +135,7 @@ class AgentActor:
 
     def _end_unused(self) -> None:
         while True:
-            time.sleep(1.0)
+            time.sleep(_LOOK_EVERY)
             if time.monotonic() - self._used > _UNUSED:
                 # Processes of the agent end with this one.
                 os._exit(0)
