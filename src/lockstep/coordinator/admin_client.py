@@ -102,13 +102,13 @@ def accepted(reply: Reply) -> Status:
 
 
 class JobWatch:
-    """Watches a job until no job, or another one, has its name.
+    """Watches a job until its name is free or belongs to another job.
 
     Args:
         name: the name of the job, complete.
 
     Attributes:
-        owner: id of the process that takes the requests to the job; 0 as long as it is unknown.
+        owner: id of the process that receives the requests to the job; 0 while it is unknown.
     """
 
     def __init__(self, name: str) -> None:
@@ -116,7 +116,7 @@ class JobWatch:
         self._name = name
 
     def is_running(self) -> bool:
-        """Whether the job still runs, or has only just ended; asks its socket, not the job."""
+        """Whether the job still runs, or has just ended. This asks the job's socket, not the job."""
         owner = _owner(self._name)
         if owner is None or (owner and self.owner and owner != self.owner):
             return False
@@ -125,9 +125,9 @@ class JobWatch:
 
 
 def wait_until_gone(name: str) -> None:
-    """Wait until no job, or another one, has this name; print a note every few seconds.
+    """Wait until no job, or a different one, has this name; print a note every few seconds.
 
-    This has no limit: Ctrl-C ends the wait, and the note names the process to kill.
+    This wait has no limit: Ctrl-C ends it, and the note names the process to kill.
     """
     watch = JobWatch(name)
     begun = said = time.monotonic()
@@ -154,7 +154,7 @@ def _row(status: Status, wall: float) -> tuple[str, ...]:
 
 
 def job_names() -> list[str]:
-    """Return the names of the running jobs of this user, sorted; asks no job, so none can delay it.
+    """Return the sorted names of this user's running jobs. This does not ask a job, so no job can delay it.
 
     Raises:
         UnfitError: the system does not list its sockets.
@@ -185,7 +185,7 @@ def choose(job: str, names: Sequence[str]) -> str | None:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the end of a message that says which jobs run."""
+    """Return the end of a message that lists the running jobs."""
     return f"running jobs: {', '.join(names)}" if names else "no job is running"
 
 
@@ -207,7 +207,7 @@ def call_job(name: str, request: AdminRequest, patience: float) -> Reply | None:
 
     Raises:
         TimeoutError: it did not reply in time.
-        ValueError: it sent something that is not a reply.
+        ValueError: it sent data that is not a reply.
     """
     deadline = time.monotonic() + patience
     while (left := deadline - time.monotonic()) > 0:
@@ -228,7 +228,7 @@ def call_job(name: str, request: AdminRequest, patience: float) -> Reply | None:
 
 
 def _owner(name: str) -> int | None:
-    """Return the id of the process that takes the requests to a job, or None if there is no such job."""
+    """Return the id of the process that receives the requests to a job, or None if there is no such job."""
     try:
         connection = _connect(name)
     except BlockingIOError:

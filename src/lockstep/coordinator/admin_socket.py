@@ -1,8 +1,8 @@
-"""The socket on which a running job takes requests of its owner: it has a name, but no file.
+"""The socket on which a running job receives requests from its owner. It has a name, but no file.
 
 It is an abstract Unix socket, which disappears with its process. Both sides ask the kernel for the user of
-the other process, and accept only the same user. Any user can take such a name, so connecting never blocks,
-and the kernel's list of sockets names the owner of a socket that accepts no connection
+the other process, and accept only the same user. Any user can take such a name. So connecting never blocks,
+and the kernel's list of sockets names the owner of a socket that does not accept connections
 (`system/socket_owners.py`).
 """
 
@@ -47,14 +47,14 @@ class PendingReply:
 
 
 class AdminSocket:
-    """Takes requests of this user's processes, one per connection.
+    """Receives requests from this user's processes, one per connection.
 
     `fileno` is readable when there is something to `serve`. A client that sends nothing costs a descriptor;
     if there are more than `MOST_OPEN` such clients, the one that connected first is disconnected.
 
     Attributes:
         name: the job's name, by which clients find it.
-        answer: see `over`; may be replaced.
+        answer: see `over`; it may be replaced.
     """
 
     def __init__(
@@ -80,13 +80,13 @@ class AdminSocket:
         answer: Callable[[AdminRequest], Reply | PendingReply],
         trusts: Callable[[socket.socket], bool] = is_of_this_user,
     ) -> "AdminSocket":
-        """Take the requests to a job.
+        """Receive the requests to a job.
 
         Args:
-            listener: has the name of the job, see `take_name`; belongs to the result.
-            answer: carries out a request and returns the reply, or one that follows; must not close this
-                socket, or block, unless it calls `serve` meanwhile.
-            trusts: whether to read from a client.
+            listener: a socket with the name of the job, see `take_name`; it belongs to the result.
+            answer: carries out a request and returns the reply, or a reply that follows. It must not close
+                this socket, or block, unless it calls `serve` meanwhile.
+            trusts: returns whether to read from a client.
 
         Raises:
             UnfitError: this process has too many descriptors.
@@ -108,19 +108,19 @@ class AdminSocket:
         """Answer all pending requests; never blocks, and raises only exceptions of `answer`."""
         self._arrivals.poll(0)
         for connection in tuple(self._silent):
-            # An answer may have served others.
+            # An answer may have served other clients.
             if connection in self._silent:
                 self._hear(connection)
         for connection in arrived(self._listener, self._arrivals, MOST_OPEN):
             self._admit(connection)
 
     def close(self) -> None:
-        """Take no more requests, and disconnect all clients without a reply."""
+        """Stop receiving requests, and disconnect all clients without a reply."""
         while self._silent:
             self._drop(self._silent[0])
         while self._waiting:
             self._waiting.pop().close()
-        # Another process may have the listener too. The clients need not wait until that process ends.
+        # Another process may also have the listener. The clients need not wait until that process ends.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
             while True:

@@ -120,7 +120,7 @@ class Coordinator:
         pid: process id of the command, which other terminals show.
         agents: the agents of all hosts of the job, including lost hosts. The index of a host never changes.
         command: the channel to the command; it closes when the command ends.
-        loop: serves this coordinator.
+        loop: the loop that serves this coordinator.
         console: shows notes to the user.
         events: publishes the events of the run.
         clock: for deadlines.
@@ -128,16 +128,16 @@ class Coordinator:
         before_loss: called before a closed connection counts as the loss of its host; may raise SystemExit.
         when_lost: called with the index of each host that is lost.
         keep: called with each record of the job, before agents get the instructions that follow from it.
-        announce: called with each view before agents hear of it, with a function to call every second
-            meanwhile, which returns a stop that another terminal has requested, and with the seconds left to
-            a job that the user has stopped, otherwise infinity. If it raises CheckpointError, this
-            coordinator may not lead the job any more. If it returns the request of the user to stop the job,
-            that cannot wait for the view.
+        announce: called with each view before agents get it, with a function to call every second meanwhile,
+            which returns a stop that another terminal has requested, and with the seconds left to a job that
+            the user has stopped, otherwise infinity. If it raises CheckpointError, this coordinator must no
+            longer lead the job. If it returns the user's request to stop the job, this request cannot wait
+            for the view.
         notifies: whether the agents of other hosts show the notes of this process.
-        term: the term of this coordinator; each one that takes over a job has a higher one.
+        term: the term of this coordinator; a coordinator that takes over a job has a higher term.
         record: the record of the job that this coordinator takes over; None for a new job.
-        requests: where other terminals connect, or why none can; None for a socket with the name of the run
-            folder.
+        requests: the socket to which other terminals connect, or why they cannot; None for a socket with the
+            name of the run folder.
     """
 
     spec: JobSpec
@@ -276,13 +276,13 @@ class Coordinator:
         self._tell_all(PauseOutput(()))
 
     def _commit(self) -> None:
-        """Have the record of the job kept, then send the instructions that follow from it."""
+        """Let agents keep the record of the job, then send the instructions that follow from it."""
         now = self.clock.now()
         due = [
             agent for agent in self._owing if agent.owed > _MOST_OWED or now - agent.acknowledged > _OWED_FOR
         ]
         if self._queue and now < self._record_due and self._outcome is None:
-            # One record for all decisions until then.
+            # One record is enough for all decisions up to this point.
             return
         if self._queue or self._outcome is not None or (due and self._changed):
             self._keep_record()
@@ -348,7 +348,7 @@ class Coordinator:
         times = (self.state.due, self._narrator.due, stop, sends, self._watch.due)
         dues = [due for due in times if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
-        # The turn may have taken the report of the first stop.
+        # The turn may have received the report of the first stop.
         if self._stops and self.clock.now() >= self._stops[0][1] + _REPORT_PATIENCE:
             self._stop()
         if self.state.due is not None and self.clock.now() >= self.state.due:
@@ -361,7 +361,7 @@ class Coordinator:
 
     def _decide(self, event: job_events.Event) -> None:
         if self._outcome is not None and isinstance(event, run_events.StopRequested):
-            # It ends already, perhaps because of this stop, which did not wait for a view.
+            # The job is already ending, perhaps because of this stop, which did not wait for a view.
             return
         now, was_elastic = self.clock.now(), self.state.elastic
         decision = decide(self.state, event, now)
@@ -381,7 +381,7 @@ class Coordinator:
         self._changed = self._changed or decision.state != self.state
         self.state = decision.state
         if self.state.elastic and not was_elastic:
-            # From now on the job survives the loss of this host: agents get the record without delay.
+            # From now on the job survives the loss of this host, so agents get the record without delay.
             self._watch.hasten()
         for action in decision.actions:
             self._act(action)
@@ -454,7 +454,7 @@ class Coordinator:
         self._stopped, self._outcome = True, replace(outcome, message=text)
 
     def _show_life(self) -> StopRequest | None:
-        """Tell other hosts and terminals that this process lives, while it cannot decide anything.
+        """Tell other hosts and terminals that this process is alive while it cannot make decisions.
 
         Returns:
             A stop that another terminal has requested since the last call.
@@ -469,7 +469,7 @@ class Coordinator:
         return HostMembers(members.host, members.workers, *where)
 
     def _drop_output(self) -> None:
-        """Drop output that waits for a slow terminal, once the user wants the job to end."""
+        """Drop output that waits for a slow terminal when the user wants the job to end."""
         self.console.drops = self._stopped or self.state.stage is Stage.SAVING
 
     def _watch_console(self) -> None:
@@ -490,11 +490,11 @@ class Coordinator:
                 agent.send(PauseOutput(paused))
 
     def _keep_hosts(self) -> None:
-        """Tell the agents of other hosts that this process lives, and give up silent agents."""
+        """Tell the agents of other hosts that this process is alive, and give up silent agents."""
         now = self.clock.now()
         self._watch.serve(self._keep_changes)
         before: State | None = None
-        # One decision for each lost host, as if they were lost one after the other.
+        # There is one decision for each lost host, as if they were lost one after the other.
         while self.state != before and self.state.silent(heard := self._watch.heard(), now):
             before = self.state
             self._decide(job_events.HostsHeard(heard))
@@ -528,7 +528,7 @@ class Coordinator:
         self._requests.answer(stop)
 
     def add_host(self, agent: HostAgent, workers: int, cores: int) -> None:
-        """Let a host take part from now on. Its agent already knows the job.
+        """From now on, let a host take part. Its agent already knows the job.
 
         Args:
             agent: the agent of the host.
@@ -565,7 +565,7 @@ class Coordinator:
                 agent.send(ReportAll())
 
     def _first_stop(self) -> StopRequest:
-        """Return the first stop that is not decided yet, as it is now."""
+        """Return the first stop that is not yet decided, with its present age."""
         stop, since = self._stops[0]
         return stop.after(self.clock.now() - since)
 
@@ -580,7 +580,7 @@ class Coordinator:
 
     def _take_requests(self) -> None:
         if self.spec.checks:
-            # Without requests: commands without a name are for the only job that runs.
+            # This does not apply to requests: commands without a name are for the only running job.
             return
         try:
             if isinstance(self.requests, UnfitError):
@@ -705,7 +705,7 @@ class Coordinator:
         told = replace(outcome, message=f"{outcome.message}{where}")
         self._narrator.announce(told)
         ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers, outcome.status))
-        # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
+        # No process is left, so `lockstep stop` need not wait until a slow terminal has shown the output.
         self._requests.close()
         names = (agent.name for agent in self.agents)
         self._narrator.conclude(told, list(zip(names, ended, strict=True)))
@@ -724,7 +724,7 @@ class Coordinator:
         self._tell_all(end)
         begun, patience = self.clock.now(), end.grace + _END_PATIENCE
         while late := [agent for agent in self.agents if agent.ended is None]:
-            # A slow connection may still bring the output before the last report.
+            # A slow connection may still deliver output before the last report.
             left = {agent.name: max(begun, agent.wrote) + patience - self.clock.now() for agent in late}
             self.loop.turn(max(0.0, min(left.values())))
             for agent in late:
@@ -735,7 +735,7 @@ class Coordinator:
         return tuple(agent.ended for agent in self.agents if agent.ended is not None)
 
     def _flush(self) -> None:
-        # A reader that has paused, such as a pager, gets all output, unless the user has stopped the job.
+        # A paused reader, such as a pager, gets all output, unless the user has stopped the job.
         while self.console.pending:
             busy = [sink.descriptor for sink in self.console.sinks if sink.pending]
             patience = _LAST_FLUSH if self._stopped else None

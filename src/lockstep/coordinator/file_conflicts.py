@@ -12,15 +12,15 @@ _UNLESS = (
 
 
 class FileConflicts:
-    """Detects files that several workers write; warns once per file, and only of the first few.
+    """Detects files that several workers write; warns once per file, and only about the first few files.
 
-    Files to which workers append are counted apart, because their content is there several times.
+    Files to which workers append are counted separately, because they contain the data several times.
 
     Args:
         folder: the user's current folder; messages name files in it by relative paths.
 
     Attributes:
-        unnamed: number of files that several workers write and of which no message has the name.
+        unnamed: number of files that several workers write and that no message names.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -43,7 +43,8 @@ class FileConflicts:
     ) -> tuple[bool, str]:
         """Note that a worker opens a file for writing.
 
-        Return whether it is the first conflict about this file, and the warning to show; empty for none.
+        Return whether it is the first conflict about this file, and the warning to show, if any; otherwise
+        empty.
 
         Args:
             worker: its id.

@@ -19,13 +19,13 @@ class HostAgent:
     agents keep a record of the job before they carry out the instructions that follow from it.
 
     Attributes:
-        channel: to the agent.
+        channel: the channel to the agent.
         name: the name of its host, for messages; empty if the job has one host.
-        peer: where workers of other hosts connect; None if the job has one host.
+        peer: the address for workers of other hosts; None if the job has one host.
         remote: whether it runs in another process, so that the coordinator writes the logs of its workers.
-        ended: its last report, once it has ended.
-        heard: when its last report arrived.
-        wrote: when output of its workers last arrived.
+        ended: its last report, if it has ended.
+        heard: the time at which its last report arrived.
+        wrote: the time at which output of its workers last arrived.
         paused: its workers that wait with their output, because the terminal shows it and is slow.
         has_reported: whether it has sent all reports that the coordinator has asked for with `ReportAll`.
         received: the number of numbered reports of a remote agent that were processed.
@@ -33,8 +33,8 @@ class HostAgent:
         outbox: the last of these instructions, which the agent has not acknowledged.
         queue: the agents of the job with instructions that wait for `flush`.
         owed: the bytes of output that were processed and not yet acknowledged.
-        acknowledged: when reports were last acknowledged.
-        alive: when the agent sent the newest `KeepAlive` that was processed, by its own clock.
+        acknowledged: the time at which reports were last acknowledged.
+        alive: the time, by the agent's clock, at which it sent the newest processed `KeepAlive`.
     """
 
     channel: Channel[Instruction, HostReport]
@@ -85,12 +85,12 @@ class HostAgent:
             self._waiting -= 1
 
     def acknowledge(self, now: float) -> None:
-        """Tell a remote agent which reports it may drop, and that this process has heard from it."""
+        """Tell a remote agent which reports it may drop, and that its messages arrive."""
         self.owed, self.acknowledged = 0, now
         self.channel.send(KeepAlive(self.received, self.alive))
 
     def take_over(self, received: int) -> None:
-        """Send again the instructions that an agent lacks, which has the first `received`."""
+        """Send the instructions that the agent lacks again; it has the first `received` ones."""
         self._waiting = self.sent - received
         self._forget(received)
         self.flush()

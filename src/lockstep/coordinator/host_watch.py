@@ -10,7 +10,7 @@ from lockstep.system.clock import Clock
 
 @dataclass
 class HostWatch:
-    """Tells the agents of other hosts that this process lives, and notes when something arrives from them.
+    """Tells the agents of other hosts that this process is alive, and notes when messages arrive from them.
 
     Supervision decides when a silent host is lost.
 
@@ -18,7 +18,7 @@ class HostWatch:
         agents: the agents of the job, including those of lost hosts. The coordinator adds agents.
         clock: for deadlines.
         silence: seconds without a message after which a host is lost.
-        due: when to call `serve` next; None if there is no other host.
+        due: the time of the next call of `serve`; None if there is no other host.
     """
 
     agents: list[HostAgent]
@@ -33,7 +33,7 @@ class HostWatch:
         return [agent for agent in self.agents if agent.remote and agent.ended is None]
 
     def heard(self) -> dict[int, float]:
-        """Return when something last arrived from each of these agents, by the index of its host."""
+        """Return when a message last arrived from each of these agents, by the index of its host."""
         agents = enumerate(self.agents)
         return {host: agent.heard for host, agent in agents if agent.remote and agent.ended is None}
 

@@ -3,15 +3,15 @@
 It contains the state of supervision, and for each host the number of reports on which that state is based,
 and the instructions that the agent may not have taken yet. The keeper and the first eight agents get the
 newest record before the coordinator sends the instructions that follow from it. So no agent has an
-instruction that follows from a record newer than the newest one, and every report and every instruction
-counts once, wherever a coordinator is lost. If the keeper is lost too, an agent that has such an instruction
+instruction that follows from a newer record than the newest kept one. Every report and every instruction
+counts once, whenever a coordinator is lost. If the keeper is lost too, an agent that has such an instruction
 is left behind.
 
-A record that does not fit into a message (more than 500 hosts whose views change) is at the keeper only.
-Output, load, stacks and `KeepAlive` do not change the record, so they need none. The coordinator sends one
-record for all decisions of a turn of its loop, one a second if something has changed, and one at once when
-the job begins to survive losses. Reports of the agent of a lost host that arrived after the last record are
-lost with the host.
+A record that does not fit into a message (more than 500 hosts whose views change) is only at the keeper.
+Output, load, stacks and `KeepAlive` do not change the record, so they do not cause one. The coordinator sends
+one record for all decisions of a turn of its loop, one a second if something has changed, and one at once
+when the job begins to survive losses. Reports of the agent of a lost host that arrived after the last record
+are lost with the host.
 
 The clock of a coordinator that takes over continues from the record, so limits do not run while the job has
 no coordinator.
@@ -39,10 +39,10 @@ class HostRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         name: the name of the host.
-        peer: where workers of other hosts connect.
+        peer: the address for workers of other hosts.
         lost: whether the host is lost.
-        received: how many numbered reports of its agent the state contains.
-        sent: how many numbered instructions were or will be sent to its agent.
+        received: the number of numbered reports of its agent that the state contains.
+        sent: the number of numbered instructions that were or will be sent to its agent.
         outbox: the last of these instructions, which the agent may not have.
     """
 
@@ -60,17 +60,17 @@ class JobRecord(msgspec.Struct, frozen=True):
     Attributes:
         spec: the job.
         state: the state of supervision.
-        hosts: by their index.
+        hosts: the hosts, by their index.
         view: the view that the agents were sent last; its number is 0 before the first.
         tally: the totals of the job.
         doing: the distributed call in which the workers are.
         chief_writes: paths that callbacks of the chief write.
         used_strategy: whether the script has created a strategy.
-        stops: how often the user has stopped the job.
-        outcome: how the job ends, once that is certain.
+        stops: the number of times that the user has stopped the job.
+        outcome: how the job ends, if that is certain.
         at: the coordinator's clock, in seconds; times in the state are on it.
-        begun: when the job began, on that clock.
-        since: when it began, in seconds since 1970.
+        begun: the time at which the job began, on that clock.
+        since: the same time, in seconds since 1970.
         remaining: the paths or URLs of older checkpoints that could not be removed.
     """
 
@@ -91,10 +91,10 @@ class JobRecord(msgspec.Struct, frozen=True):
 
 
 class PackedRecord(msgspec.Struct, frozen=True):
-    """A record in which an instruction occurs once, even if many agents may not have it, such as a view.
+    """A record that contains each instruction once, even if many agents may not have it, such as a view.
 
     Attributes:
-        record: without its view and its outboxes.
+        record: the record without its view and its outboxes.
         instructions: the view, then the instructions in the outboxes.
         outboxes: the outboxes of the hosts, as indices of instructions.
     """
@@ -141,9 +141,9 @@ def decode_record(data: bytes) -> JobRecord:
 
 
 def without_excess(kept: KeepRecord) -> KeepRecord:
-    """Return a record as an agent keeps it: without its bytes if they do not fit into a message.
+    """Return a record for an agent to keep: without its bytes if they do not fit into a message.
 
-    Such an agent drops the previous record, which would be wrong by now.
+    Such an agent drops the previous record, which has become wrong.
     """
     return kept if len(kept.record) <= MOST_SENT else replace(kept, record=b"")
 

@@ -1,4 +1,4 @@
-"""What people read of a job: how it ended, what it cost, what to do. Its last line; why it failed. Pure."""
+"""Texts about a job for users: how it ended, what it cost, what to do, and why it failed. Pure."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -26,7 +26,7 @@ def fields_of_end(totals: JobTotals, seconds: float) -> dict[str, Any]:
 
 
 def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, compared: str = "") -> str:
-    """Return the last line of a job, or an empty string if it trained nothing.
+    """Return the last line of a job, or an empty string if it did not train.
 
     Without the chief's report, for example because the script called `os._exit`, there may be more steps.
 
@@ -35,7 +35,7 @@ def last_line(totals: JobTotals, seconds: float, workers: int, failed: int = 0, 
         seconds: its duration.
         workers: the number of workers with which it ended.
         failed: the number of workers on which the script ended with an error.
-        compared: the verdict of the comparison with one process; empty if none was wanted.
+        compared: the verdict of the comparison with one process; empty if none was requested.
     """
     if totals.steps is None and not totals.reached:
         return ""
@@ -65,7 +65,7 @@ def _in_parentheses(*texts: str) -> str:
 
 
 def how_it_goes(totals: JobTotals, seconds: float) -> list[str]:
-    """Return how a job goes after `seconds`, in a few words, or an empty list if there is nothing to say."""
+    """Return the progress of a job after `seconds`, in a few words, or an empty list if there is none."""
     texts = [_time_spent(totals, seconds), _membership(totals), *troubles(totals), *_verified(totals)]
     return list(filter(None, texts))
 
@@ -220,7 +220,7 @@ _DECIDED = {
 
 
 def decided(reason: str, actions: Iterable[Any]) -> str:
-    """Return a decision of supervision in words: its reason, and what follows from it."""
+    """Describe a decision of supervision: its reason, and its consequences."""
     texts = filter(None, (_DECIDED.get(str(action), "") for action in actions))
     follows = ", ".join(dict.fromkeys(texts))
     return "; Lockstep ".join(filter(None, [printable(reason), follows]))
@@ -232,7 +232,7 @@ def explain(
     shown: Callable[[int], bool],
     name_log: Callable[[int], str],
 ) -> str:
-    """Return the message of a failed job with its evidence, and how to have an error of Lockstep explained.
+    """Return the message of a failed job with its evidence, and how to report an error of Lockstep.
 
     Args:
         outcome: how the job ended.

@@ -1,4 +1,4 @@
-"""Tells the user about a job: notes while it runs, and why it has ended. It decides nothing."""
+"""Tells the user about a job: notes while it runs, and why it has ended. It makes no decisions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -42,8 +42,8 @@ class Narrator:
         record: the record of the job that the coordinator takes over; None for a new job.
 
     Attributes:
-        begun: when the job began, on the clock.
-        since: when it began, in seconds since 1970.
+        begun: the time at which the job began, on the clock.
+        since: the same time, in seconds since 1970.
         run: the state of the run.
         doing: the distributed call in which the workers are.
         chief_writes: paths that callbacks of the chief write.
@@ -89,7 +89,7 @@ class Narrator:
 
     @property
     def due(self) -> float | None:
-        """When to call `serve` next, or None after the first step."""
+        """The time of the next call of `serve`, or None after the first step."""
         return self._progress.due if self._progress else None
 
     def how_it_goes(self) -> str:
@@ -97,7 +97,7 @@ class Narrator:
         return "; ".join(how_it_goes(self.run.totals, self._clock.now() - self.begun))
 
     def serve(self) -> None:
-        """Say how far each worker is before the first step, if it is time."""
+        """Report the progress of each worker before the first step, if due."""
         if self._state().stage is not Stage.RUNNING or self.run.stepped:
             self._progress = None
         if self._progress is not None:
@@ -110,7 +110,7 @@ class Narrator:
         self._console.say("\n".join((text, *(f"  log: {self._name_log(worker)}" for worker in named))))
 
     def warn(self, text: str) -> None:
-        """Show a warning, which the run's page has, too."""
+        """Show a warning, also on the run's page."""
         self._events.publish(run_events.WarningShown(text))
         self._console.say(text)
 
@@ -128,7 +128,7 @@ class Narrator:
             self._console.say(text)
 
     def tell_of_moved_files(self, old: HostMembers, new: HostMembers) -> None:
-        """Say where files of the chief are, if the chief is now on another host."""
+        """Report where files of the chief are, if the chief is now on another host."""
         if old.host != new.host and self.chief_writes:
             self._console.say(
                 f"worker {new.workers[0]} on {new.name} is the chief now: files that callbacks have written "
@@ -159,7 +159,7 @@ class Narrator:
             case run_events.StrategyInstalled(backend):
                 self.used_strategy = True
                 if self._spec.replicas == 1:
-                    # Keras's own loop follows, which reports nothing.
+                    # Keras's own loop follows, which does not report anything.
                     self._progress = None
                 self._tell_of_backend(worker, backend)
             case run_events.StepsSkipped():
@@ -184,26 +184,26 @@ class Narrator:
                     self._console.say(f"training resumed after {where}")
 
     def _tell_of_backend(self, worker: int, backend: str) -> None:
-        """Correct the first line of the job if the script selects another backend than predicted."""
+        """Correct the first line of the job if the script does not select the predicted backend."""
         actual, predicted = BACKEND_NAMES.get(backend), BACKEND_NAMES.get(self._spec.backend or "")
         if worker == self._state().view.chief and actual and predicted and actual != predicted:
             self.warn(f"the script selects {actual} itself, so it runs on {actual}, not on {predicted}")
 
     def _tell_of_skipped_steps(self, worker: int, event: run_events.StepsSkipped) -> None:
-        """Say how far a worker is. Before the first step, one note says that for all of them."""
+        """Report a worker's progress. Before the first step, one note reports that of all workers."""
         if event.steps < event.of and not (self._progress is not None and prepares(self.run, worker)):
             skips = skipping(event.call, event.steps, event.of, event.what)
             self._console.say(f"worker {worker} is {skips}")
 
     def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
-        """Say for which download a worker waits: once for several workers, then repeatedly."""
+        """Report for which download a worker waits: once for several workers, then repeatedly."""
         last, now = self._downloads.get(file), self._clock.now()
         if last is None or now - last >= _DOWNLOAD_REPEAT:
             self._downloads[file] = now
             waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_REPEAT else "waits"
             self._console.say(f"worker {worker} {waits} for {of} to download {file}")
 
-    # At its end.
+    # This is at its end.
 
     def tell_success(self) -> None:
         """Show the last line of the job while the workers that were started by hand still have terminals."""
@@ -217,7 +217,7 @@ class Narrator:
                 read(last)
 
     def conclude(self, outcome: JobOutcome, hosts: Sequence[tuple[str, HostEnded]]) -> None:
-        """Say how the job has ended.
+        """Report how the job has ended.
 
         Args:
             outcome: how it has ended.
@@ -260,7 +260,7 @@ class Narrator:
         self._events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
 
     def _has_shown(self, worker: int) -> bool:
-        """Whether the terminal has shown the output of a worker, or another one's with the same error."""
+        """Whether the terminal has shown a worker's output, or that of another worker with the same error."""
         error = self._errors.get(worker)
         alike = [other for other, text in self._errors.items() if text == error]
         return any(map(self._console.shows, (worker, *alike)))
@@ -271,7 +271,7 @@ class Narrator:
         return last_line(self.run.totals, seconds, len(state.members), len(state.failures), compared)
 
     def _what_remains(self) -> str:
-        """Return how a stopped job can continue; an empty string if it saves checkpoints, but has none."""
+        """Return how a stopped job can continue; empty if it saves checkpoints, but does not have one."""
         if saved := self.run.totals.saved:
             return f"; the same command resumes from step {saved}"
         return "" if self._state().keeps else "; no checkpoint was requested (--checkpoint)"

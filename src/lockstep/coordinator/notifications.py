@@ -1,8 +1,8 @@
 """Turns the events of a run into messages to the notifier of `lockstep run --notify`.
 
 The process of the coordinator only sends short packets, and never waits for the notifier: another process,
-which the command has started (`cli/notifier.py`), delivers the messages, and sees when no sign of progress
-follows.
+which the command has started (`cli/notifier.py`), delivers the messages, and detects missing signs of
+progress.
 """
 
 import contextlib
@@ -53,8 +53,8 @@ class Notifications:
 
     Args:
         name: the name of the job, with which each text begins.
-        replicas: number of replicas: Keras takes the steps of one replica, and only the ends of its epochs
-            are signs of progress.
+        replicas: number of replicas. With one replica, Keras takes the steps, and only the ends of epochs are
+            signs of progress.
         members: the first workers of the job, or those with which another coordinator continues.
         compared: returns the verdict of the comparison with one process.
     """
@@ -148,7 +148,7 @@ def notified(
 
     Args:
         events: the bus of the job.
-        notifier: descriptor of the socket to the notifier, closed after the block; None for none.
+        notifier: descriptor of the socket to the notifier, closed after the block; None without a notifier.
         paths: the paths of the run, absolute.
         replicas: number of replicas.
         members: the workers at the beginning.

@@ -26,12 +26,12 @@ WAITS = "the job waits for the object store, which decides whether its coordinat
 
 @dataclass
 class Requests:
-    """Takes requests, and answers them.
+    """Receives requests, and answers them.
 
     Attributes:
         loop: serves the socket of the job.
         state: returns the state of supervision.
-        decide: has supervision decide on a request.
+        decide: lets supervision decide on a request.
         pass_on: sends a request for a stack to the agent of its worker.
         status: returns the state of the job of this name, for other terminals.
     """
@@ -47,13 +47,13 @@ class Requests:
     _stacks: dict[int, list[PendingReply]] = field(default_factory=dict, init=False)
 
     def open(self, admin: AdminSocket) -> None:
-        """Take the requests of a socket."""
+        """Receive the requests of a socket."""
         self.admin = admin
         admin.answer = self.answer
         self.loop.watch(admin.fileno(), admin.serve)
 
     def serve_in_wait(self) -> StopRequest | None:
-        """Answer requests while supervision can decide nothing; return a stop among them, or None."""
+        """Answer requests while supervision cannot make decisions; return a stop among them, or None."""
         self._waits, self._stop = True, None
         try:
             if self.admin is not None:
@@ -63,7 +63,7 @@ class Requests:
         return self._stop
 
     def close(self) -> None:
-        """Take no more requests; safe to call more than once."""
+        """Stop receiving requests; safe to call more than once."""
         if self.admin is not None:
             self.loop.unwatch(self.admin.fileno())
             self.admin.close()

@@ -43,7 +43,7 @@ def find_run(text: str) -> FoundRun:
 
 
 def name_or_folder(text: str) -> str | Path:
-    """Return the name of the running job, or else the run folder, that the user means; asks no job.
+    """Return the running job's name, or else the run folder, that the user means; this does not ask jobs.
 
     Arguments and errors are those of `find_run`.
     """
@@ -94,7 +94,7 @@ def run_folders() -> list[str]:
 
 
 def known_jobs() -> list[str]:
-    """Return the names of running jobs as `job_names`, but none if they cannot be listed."""
+    """Return the names of running jobs like `job_names`, but none if they cannot be listed."""
     try:
         return job_names()
     except UnfitError:

@@ -1,4 +1,4 @@
-"""Reports how far workers are before the first step, while the terminal is silent. Pure."""
+"""Reports the progress of workers before the first step, while the terminal is silent. Pure."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def skipping(call: str, steps: int, of: int, unit: str) -> str:
 
 
 def prepares(state: RunState, worker: int) -> bool:
-    """Whether one of the first workers lives, and no worker has completed a step."""
+    """Whether one of the first workers is alive, and no worker has completed a step."""
     info = state.workers.find(worker)
     return (
         not state.stepped
@@ -31,7 +31,7 @@ def prepares(state: RunState, worker: int) -> bool:
 
 
 def preparations(state: RunState, now: float) -> str:
-    """Return how far each worker is that has not taken its first step, or an empty string if all have.
+    """Return the progress of each worker without a first step, or an empty string if there is none.
 
     Args:
         state: the state of the run.
@@ -47,7 +47,7 @@ def preparations(state: RunState, now: float) -> str:
 
 
 def _described(state: RunState, sign: Happening | None, now: float) -> str:
-    """Return how far a worker is, given its newest event before the first step."""
+    """Describe the progress of a worker, from its newest event before the first step."""
     if sign is None:
         resumes = (state.job.get("checkpoints") or {}).get("resume") is not None
         return _LOADING if resumes else _STARTING
@@ -68,15 +68,15 @@ def _first_step(call: str) -> str:
 
 
 class Progress:
-    """Reports how far each worker is: after 5 silent seconds, then every 10 seconds.
+    """Reports the progress of each worker: after 5 silent seconds, then every 10 seconds.
 
     Args:
         say: shows a note.
-        shown: returns how many bytes the terminal has shown so far, including notes.
-        now: the time when the job begins.
+        shown: returns the number of bytes that the terminal has shown so far, including notes.
+        now: the time at which the job begins.
 
     Attributes:
-        due: when to call `serve` next.
+        due: the time of the next call of `serve`.
     """
 
     def __init__(self, say: Callable[[str], None], shown: Callable[[], int], now: float) -> None:
@@ -87,7 +87,7 @@ class Progress:
         self._since = now
 
     def serve(self, now: float, doing: Callable[[], str]) -> None:
-        """Report the texts of `doing`, if it is time and the terminal was silent."""
+        """Report the texts of `doing`, if due and if the terminal was silent."""
         if now < self.due:
             return
         quiet = self._shown() == self._seen

@@ -1,4 +1,4 @@
-"""Shows the output of a job in the program that has started it."""
+"""Shows the output of a job in the program that started it."""
 
 import codecs
 import sys

@@ -14,7 +14,7 @@ class RunHistory:
     Args:
         folder: the folder of the run.
         on: text that follows each path in messages, such as " on <host>".
-        whole: whether the events before are of this run too.
+        whole: whether the earlier events also belong to this run.
     """
 
     def __init__(self, folder: Path, on: str = "", *, whole: bool = False) -> None:
@@ -24,7 +24,7 @@ class RunHistory:
         self._start = events.stat().st_size if events.exists() and not whole else 0
 
     def error(self, status: int) -> JobError:
-        """Return the error for a job that has ended with an exit status, and without a result."""
+        """Return the error for a job that has ended with an exit status but without a result."""
         run = self._read()
         end = run.finished
         if end is None:

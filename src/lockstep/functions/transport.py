@@ -1,12 +1,12 @@
 """A function for other processes, and its result, in anonymous memory that only they inherit.
 
-This is the only module that pickles: for processes that this one or its parent starts, or for the actors of a
-Ray cluster, where Ray passes pickled functions around anyway.
+This is the only module that pickles. It does so for processes that this one or its parent starts, or for the
+actors of a Ray cluster, where Ray itself passes pickled functions.
 
-With `lockstep.launch`, the command is a child process that dies with its caller. With `lockstep.ray.fit`,
-the actor of each agent holds function and result: its agent and all workers of the node inherit them, so a
-worker that starts later finds the same function, and nothing remains of a node's actor that is killed. At
-the end of the job, the actor of the coordinator passes the chief's result to the caller.
+With `lockstep.launch`, the command is a child process that dies with its caller. With `lockstep.ray.fit`, the
+actor of each agent holds function and result. Its agent and all workers of the node inherit them, so a worker
+that starts later gets the same function, and a killed actor leaves nothing behind. At the end of the job, the
+actor of the coordinator passes the chief's result to the caller.
 """
 
 import dis
@@ -68,18 +68,18 @@ def pack(
 ) -> int:
     """Return a descriptor of sealed memory with a call.
 
-    The memory also contains the module search path of this process and the source of code that is in no file,
-    such as a notebook's cells.
+    The memory also contains the module search path of this process and the source of code that is not in a
+    file, such as a notebook's cells.
 
     Args:
         caller: the public function that sends the call, for messages.
         function: the function to call.
         args: its arguments.
         kwargs: its keyword arguments.
-        named_arguments: the arguments again, or parts of them, by their names in messages.
+        named_arguments: the same arguments, or parts of them, by their names in messages.
 
     Raises:
-        InputError: something cannot be pickled; the message names it.
+        InputError: a part cannot be pickled; the message names it.
         UnfitError: cloudpickle is not installed.
     """
     cloudpickle = _cloudpickle(caller)
@@ -119,10 +119,10 @@ def held(descriptor: int) -> bytes:
 
 
 def unpack(descriptor: int) -> Callable[[], Any]:
-    """Return the call in the memory of a descriptor; search modules first where its sender does."""
+    """Return the call in a descriptor's memory; search modules first in the folders of its sender."""
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
         path, sources = pickle.load(memory)
-        # On another host, packages may lie elsewhere. The first entry is the folder of the job.
+        # On another host, packages may be in other folders. The first entry is the folder of the job.
         sys.path[:] = [*path, *(entry for entry in sys.path[1:] if entry not in path)]
         linecache.cache.update(sources)
         try:
@@ -163,12 +163,13 @@ class ResultBox:
         Args:
             value: see `Returned`.
             giver: this process.
-            metrics: see `Returned`; None for none.
+            metrics: see `Returned`; None if there are none.
 
         Raises:
             InputError: the result cannot be pickled.
         """
-        # Opened again, because forked processes share the lock and the position of an open file.
+        # The memory is opened again, because forked processes share the lock and the position of an open
+        # file.
         with Path(f"/proc/self/fd/{self.descriptor}").open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if giver is Giver.WORKER and self._header()[2] != Giver.NONE:
@@ -200,7 +201,7 @@ class ResultBox:
         return Giver(self._header()[2])
 
     def packed(self) -> bytes:
-        """Return the current result, if there is one, as a program on another host can unpack it."""
+        """Return the current result, if any, in a form that a program on another host can unpack."""
         start, length, giver = self._header()
         return bytes([giver]) + os.pread(self.descriptor, length, start)
 
@@ -231,7 +232,7 @@ def _cloudpickle(caller: str) -> ModuleType:
 
 
 def _dump(cloudpickle: ModuleType, value: Any, file: BinaryIO) -> None:
-    """Pickle a value whose code keeps the names of its files for tracebacks: cloudpickle 3.1.3 drops them."""
+    """Pickle a value whose code keeps its file names for tracebacks, which cloudpickle 3.1.3 drops."""
 
     class Pickler(cloudpickle.CloudPickler):  # type: ignore[misc, name-defined]
         def reducer_override(self, value: Any) -> Any:
@@ -261,7 +262,7 @@ Why = Callable[[Any], str]
 
 
 def name_culprit(function: Any, named_arguments: Mapping[str, Any], why: Why) -> str:
-    """Return which part of a function or its arguments cannot be pickled, and why, if one is found."""
+    """Return the part of a function or its arguments that cannot be pickled, and why, if one is found."""
     for name, value in named_arguments.items():
         if reason := why(value):
             return f"{name}, of type {type(value).__name__} ({reason}); pass the values from which it is made"
@@ -278,7 +279,7 @@ def name_culprit(function: Any, named_arguments: Mapping[str, Any], why: Why) ->
 def used_by_class_bodies(function: Any) -> dict[str, Any]:
     """Return the globals used by the bodies of classes that a function of a notebook or script defines.
 
-    cloudpickle includes the globals that functions use, but misses these.
+    cloudpickle includes the globals that functions use, but not these.
     """
     used: dict[str, Any] = {}
     for each in _reached(plain(function), []):

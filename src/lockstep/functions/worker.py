@@ -18,7 +18,7 @@ WORKER = "lockstep.functions.worker"
 def main(arguments: Sequence[str]) -> None:
     """Run the function, and write its result."""
     call_file, result = map(int, arguments)
-    # The function sees no arguments, as in a program without any.
+    # The function gets no arguments, as in a program that is started without any.
     del sys.argv[1:]
     call = unpack(call_file)
     value = call()

@@ -1,7 +1,7 @@
 """Requests of `lockstep list`, `scale`, `stop` and `top` to a job, and its replies: JSON, one per packet.
 
 The coordinator passes a `StackRequest` on to the agent of the worker, and a `ScaleRequest` to supervision.
-The command that has started the job sends it a `StopRequest` over a channel of its own.
+The command that started the job sends it a `StopRequest` over a separate channel.
 """
 
 from signal import SIGTERM
@@ -36,14 +36,14 @@ class StopRequest(msgspec.Struct, frozen=True, tag="end"):
 
     Attributes:
         signal: the signal that the command has received; SIGTERM if another terminal requests the end.
-        waited: the seconds for which the request has waited for a coordinator that could take it.
+        waited: the seconds for which the request has waited for a coordinator that could receive it.
     """
 
     signal: Annotated[int, msgspec.Meta(ge=1, le=_MOST_SIGNAL)] = int(SIGTERM)
     waited: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
     def after(self, seconds: float) -> "StopRequest":
-        """Return the request as it is so many seconds later."""
+        """Return the request as it is after so many seconds."""
         return StopRequest(self.signal, self.waited + max(0.0, seconds))
 
 
@@ -71,7 +71,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
         joining: ids of the joiners.
         wanted: the number of workers that it should have.
         where: its current call, such as "fit 1"; may be empty.
-        went: how it goes, in a few words, such as "2 checkpoints failed".
+        went: its troubles, in a few words, such as "2 checkpoints failed".
     """
 
     job: str
@@ -155,5 +155,5 @@ def _decode(decoder: msgspec.json.Decoder[Packet], packet: bytes) -> Packet:
 
 
 def _clip(text: str) -> str:
-    # A lone surrogate, as in an undecodable file name, has no UTF-8 encoding.
+    # A lone surrogate, such as one in an undecodable file name, does not have a UTF-8 encoding.
     return text.encode(errors="backslashreplace")[:MAX_TEXT].decode(errors="ignore")

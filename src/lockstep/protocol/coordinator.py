@@ -1,6 +1,7 @@
 """The messages between the process that keeps the connections of a job over hosts, and its coordinator.
 
-The coordinator is a process of its own, so that it can be lost and started again while the connections live.
+The coordinator is a separate process, so that it can be lost and started again while the connections stay
+open.
 """
 
 import msgspec
@@ -11,20 +12,20 @@ from lockstep.protocol.host import KeepAlive, KeepRecord, PeerAddress, ShowNote
 
 
 class Coordinate(msgspec.Struct, frozen=True, tag="coordinate"):
-    """The first message to a coordinator; as many `HostChannel` as `hosts` follow.
+    """The first message to a coordinator. As many `HostChannel` messages as `hosts` follow.
 
     Attributes:
         kept: the newest record of the job that the keeper has, without its bytes.
         record: its bytes.
-        term: the term of the coordinator: 1 for the first, and higher for each one that takes over.
+        term: the term of the coordinator: 1 for the first one, and higher for each one that takes over.
         hosts: number of hosts that are, or were, in the job.
         run_dir: the run folder, as the user wrote it.
         notifies: whether the agents show the notes of the coordinator.
-        address: HOST:PORT where agents connect; empty if they do not.
-        requests: a socket that has the name of the job, where other terminals connect; None if there is none.
+        address: HOST:PORT to which agents connect; empty if they do not.
+        requests: a socket with the name of the job, to which other terminals connect; None if there is none.
         tensorboard: see `Exports`.
-        metrics: the socket of `Exports`; None for none.
-        notifier: the socket to the notifier; None for none.
+        metrics: the socket of `Exports`, or None.
+        notifier: the socket to the notifier, or None.
     """
 
     kept: KeepRecord
@@ -46,7 +47,7 @@ class HostChannel(msgspec.Struct, frozen=True, tag="host"):
     Attributes:
         host: the index of the host.
         name: the name of the host.
-        peer: where workers of other hosts connect.
+        peer: the address for workers of other hosts.
         workers: the number of workers that it should have.
         cores: number of its cores.
         channel: a connected socket for a `StreamChannel`; None if the host is lost.
@@ -90,7 +91,8 @@ class JobEnded(msgspec.Struct, frozen=True, tag="ended"):
 
     Attributes:
         status: the exit status of the job.
-        error: why the coordinator cannot continue, as its own terminal shows it; empty at the end of a job.
+        error: why the coordinator cannot continue, in the form for its own terminal; empty at the end of a
+            job.
     """
 
     status: int

@@ -16,8 +16,9 @@ class StartCoordinator(msgspec.Struct, frozen=True, tag="start_coordinator"):
     Attributes:
         key: the key of the job.
         address: HOST:PORT to listen at; port 0 means any free one.
-        again: whether the engine has started a coordinator of this job before, so that agents may run it.
-        lease: see `LeaseRenewed`; None for a coordinator that is the only one as long as it lives.
+        again: whether the engine has already started a coordinator of this job, so that agents may be running
+            it.
+        lease: see `LeaseRenewed`; None for a coordinator that is the only one while it runs.
     """
 
     key: str
@@ -27,7 +28,7 @@ class StartCoordinator(msgspec.Struct, frozen=True, tag="start_coordinator"):
 
 
 class LeaseRenewed(msgspec.Struct, frozen=True, tag="lease_renewed"):
-    """The engine starts no other coordinator for now.
+    """For now, the engine does not start another coordinator.
 
     Attributes:
         until: the time at which this coordinator must have stopped coordinating, by the monotonic clock of
@@ -38,10 +39,10 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="lease_renewed"):
 
 
 class WorkersFound(msgspec.Struct, frozen=True, tag="workers_found"):
-    """So many workers fit on the hosts that the engine has now: a job can begin with them.
+    """This many workers fit on the engine's present hosts: a job can begin with them.
 
     Attributes:
-        workers: how many; 0 for none yet.
+        workers: the number of workers; 0 if there are none yet.
     """
 
     workers: int
@@ -54,8 +55,8 @@ class StartAgent(msgspec.Struct, frozen=True, tag="start_agent"):
         key: the key of the job.
         coordinator: HOST:PORT of the coordinator.
         workers: the number of workers that this host offers.
-        address: the address of this host, where the workers of other hosts connect.
-        inherited: descriptors of the agent that its workers inherit; they get the numbers as last arguments.
+        address: the address of this host, to which the workers of other hosts connect.
+        inherited: descriptors of the agent that its workers inherit; their last arguments are the numbers.
     """
 
     key: str
@@ -72,7 +73,7 @@ class CoordinatorMoved(msgspec.Struct, frozen=True, tag="moved"):
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire"):
-    """The host of this agent will go soon, so its workers leave at the end of a step.
+    """The host of this agent is about to leave, so its workers leave at the end of a step.
 
     Attributes:
         reason: the reason, for the user.

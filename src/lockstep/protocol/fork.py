@@ -20,7 +20,7 @@ class ForkServerSetup(msgspec.Struct, frozen=True):
         agent: process id of the agent.
         connection: inherited descriptor of the socket to the agent.
         imports: modules to import, in this order.
-        folder: where the script searches for modules first; None if no modules are imported.
+        folder: the folder in which the script searches for modules first; None if no modules are imported.
     """
 
     agent: int
@@ -49,7 +49,8 @@ class ForkRequest(msgspec.Struct, frozen=True):
     """Requests a fork; the descriptors of the worker are sent with it.
 
     Attributes:
-        environment: how the worker's environment differs from the fork server's; None removes a variable.
+        environment: the differences of the worker's environment from the fork server's; None removes a
+            variable.
     """
 
     environment: dict[str, str | None]

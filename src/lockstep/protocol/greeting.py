@@ -4,7 +4,8 @@
 
 It states the purpose of the connection, and proves that the sender holds the key of the job. So a listener
 refuses a stranger after `SIZE` bytes, and knows which worker gets the connection. A recorded greeting that is
-sent again proves nothing: the listener refuses copies, and an encrypted connection checks certificates next.
+sent again does not prove anything: the listener refuses copies, and an encrypted connection checks
+certificates next.
 """
 
 import hmac
@@ -48,12 +49,12 @@ class Greeting(msgspec.Struct, frozen=True):
         kind: the kind of the connection.
         job: the id of the job, `JOB` bytes; zeros if the sender does not know it yet.
         term: the term of the view.
-        view: the number of the view; 0 if the connection belongs to no view.
+        view: the number of the view; 0 if the connection does not belong to a view.
         incarnation: the incarnation of the agent of the sender's host.
         host: the index of the sender's host in the view.
         lane: the number of the lane, of the state, or of the worker that answers questions.
         nonce: random bytes, which `connect` chooses.
-        receiver: the index of the host that accepts the connection, so that no other host takes a copy.
+        receiver: the index of the host that accepts the connection, so that no other host accepts a copy.
     """
 
     kind: ConnectionKind
@@ -103,7 +104,7 @@ def decode_greeting(data: bytes, key: bytes) -> Greeting:
     """Return the greeting of `SIZE` bytes, if it was signed with `key`.
 
     Raises:
-        ValueError: it was not signed so; the message says why the sender is refused.
+        ValueError: it was not signed with the key; the message says why the sender is refused.
     """
     if not may_begin(data) or len(data) != SIZE:
         raise ValueError("it is not a process of Lockstep")

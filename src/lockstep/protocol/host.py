@@ -42,14 +42,14 @@ CHECKPOINT_PART = 256 * 1024
 
 
 class PeerAddress(NamedTuple):
-    """Where an agent accepts connections of workers on other hosts, and its incarnation."""
+    """The address at which an agent accepts connections of workers on other hosts, and its incarnation."""
 
     address: str
     port: int
     incarnation: int
 
 
-# Between the coordinator and the agent of another host, before the job begins.
+# These messages pass between the coordinator and the agent of another host, before the job begins.
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -63,9 +63,9 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
         module: whether `target` is a module.
         arguments: the arguments of the script.
         backend: the Keras backend.
-        folder: the current folder of the job; empty to stay in that of the agent.
+        folder: the current folder of the job; empty for the agent's current folder.
         environment: variables that the workers have on all hosts.
-        checkpoints: the folder of checkpoints, as the user wrote it; empty for none.
+        checkpoints: the folder of checkpoints, as the user wrote it; empty if there is none.
     """
 
     job: bytes
@@ -101,7 +101,7 @@ class KeepRecord(msgspec.Struct, frozen=True, tag="keep record"):
 
 
 class RunningJob(msgspec.Struct, frozen=True):
-    """The knowledge of an agent about its job, for a coordinator that is started again.
+    """What an agent knows of its job, for a coordinator that is started again.
 
     Attributes:
         prepare: the first message to the agent.
@@ -115,7 +115,7 @@ class RunningJob(msgspec.Struct, frozen=True):
 
 
 class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
-    """The first message of an agent that joins a coordinator; sent again when something in it changes.
+    """The first message of an agent that joins a coordinator. It is sent again when a part of it changes.
 
     The coordinator answers with `KeepWaiting`, with `Rejected`, or, once its hosts are complete, with
     `Prepare`.
@@ -126,8 +126,8 @@ class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
             as places. None if the agent starts the workers.
         slots: the tasks for which a process waits on the host.
         running: the job that runs on the host, whose coordinator was lost; None before a job.
-        tasks: the tasks of the cluster that the agent is one of, with their addresses as places; empty if it
-            is in none.
+        tasks: the tasks of the agent's cluster, with their addresses as places; empty if it is not in a
+            cluster.
         task: the index of the agent's task in `tasks`: hosts of a new job are placed in this order.
     """
 
@@ -143,7 +143,7 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
     """The facts about a host that the coordinator needs before the job begins.
 
     Attributes:
-        name: the name of the host, as it names itself.
+        name: the name that the host gives itself.
         python: the version of Python.
         machine: the kind of processor, such as x86_64.
         libraries: the versions of installed libraries, by distribution.
@@ -153,8 +153,9 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
         port: its port.
         incarnation: a random number of this agent.
         problem: why the host cannot run the job; empty if it can.
-        open_files: the limit on open files of its processes; None without one.
-        processes_left: how many more processes and threads the user may start there; None without a limit.
+        open_files: the limit on open files of its processes; None without a limit.
+        processes_left: the number of processes and threads that the user may still start there; None without
+            a limit.
         checkpoint: the newest complete checkpoint there; None if there is none.
         damaged: a message for each newer checkpoint that is damaged.
     """
@@ -180,7 +181,7 @@ class SendCheckpoint(msgspec.Struct, frozen=True, tag="send checkpoint"):
 
 
 class TakeCheckpoint(msgspec.Struct, frozen=True, tag="take checkpoint"):
-    """Write a checkpoint, whose parts follow; the answer is `CheckpointTaken`.
+    """Write a checkpoint, whose parts follow. The answer is `CheckpointTaken`.
 
     Attributes:
         held: its description by its host.
@@ -204,7 +205,7 @@ class CheckpointPart(msgspec.Struct, frozen=True, tag="checkpoint part"):
 
 
 class CheckpointTaken(msgspec.Struct, frozen=True, tag="checkpoint taken"):
-    """A checkpoint has been written, or cannot be read or written for the reason `failure`."""
+    """A checkpoint has been written; or it cannot be read or written, for the reason `failure`."""
 
     failure: str = ""
 
@@ -216,7 +217,7 @@ class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
         spec: the job.
         host: the index of the agent's host.
         here: the host, with the number of workers that it should have.
-        first_slot: the slot of the first of them.
+        first_slot: the slot of the first of these workers.
     """
 
     spec: JobSpec
@@ -225,15 +226,15 @@ class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
     first_slot: int
 
 
-# From the coordinator to an agent.
+# These messages go from the coordinator to an agent.
 
 
 class StartView(msgspec.Struct, frozen=True, tag="start view"):
     """End the current view, if there is one, and begin another.
 
     Supervision decides it. The coordinator adds its term, and the names and addresses of the hosts. The agent
-    tells the members how to reach the new exchange (`EnterView`), and members that have not started yet when
-    they start. Members that are not in the current view also get a state that was given in it.
+    tells the members how to reach the new exchange (`EnterView`); it tells members that have not started yet
+    when they start. Members that are not in the current view also get a state that was given in it.
 
     Attributes:
         number: the number of the view.
@@ -302,16 +303,16 @@ class SendState(msgspec.Struct, frozen=True, tag="send state"):
 
 
 class SignalWorker(msgspec.Struct, frozen=True, tag="signal"):
-    """Send a signal to the main process of a worker; a worker that has not started yet never starts."""
+    """Send a signal to a worker's main process. If the worker has not started yet, it never starts."""
 
     worker: int
     signal: int
 
 
 class KillWorker(msgspec.Struct, frozen=True, tag="kill"):
-    """Kill the main process of a worker; a worker that has not started yet never starts.
+    """Kill a worker's main process. If the worker has not started yet, it never starts.
 
-    It is not a `SignalWorker`, because the end of a job whose members are killed is not a normal one.
+    It is not a `SignalWorker`, because a job whose members are killed does not end normally.
     """
 
     worker: int
@@ -324,13 +325,13 @@ class DumpStack(msgspec.Struct, frozen=True, tag="dump stack"):
 
 
 class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
-    """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts.
+    """The sender is alive. Both ends of a connection between hosts send this every `ALIVE_EVERY` seconds.
 
     Attributes:
-        received: how many numbered messages of the other end the sender has processed, and will not need
-            again.
-        sent: when the agent sent this, by its own clock. The coordinator answers with the time of the newest
-            one that it has processed; 0 for none.
+        received: the number of numbered messages of the other end that the sender has processed, and will not
+            need again.
+        sent: the time at which the agent sent this, by its own clock. The coordinator answers with the time
+            of the newest `KeepAlive` that it has processed; 0 before the first.
     """
 
     received: int = 0
@@ -380,7 +381,7 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
     status: int = 0
 
 
-# From an agent to the coordinator.
+# These messages go from an agent to the coordinator.
 
 
 class AgentStanding(msgspec.Struct, frozen=True, tag="standing"):
@@ -388,9 +389,9 @@ class AgentStanding(msgspec.Struct, frozen=True, tag="standing"):
 
     Attributes:
         term: the term that `TakeOver` began.
-        received: how many numbered instructions the agent has processed.
-        acknowledged: how many numbered reports were acknowledged, so that the agent does not have them any
-            more.
+        received: the number of numbered instructions that the agent has processed.
+        acknowledged: the number of numbered reports that were acknowledged, so that the agent no longer has
+            them.
         kept: the newest record of the job that it has; None if it has none.
     """
 
@@ -407,7 +408,7 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
         worker: its id.
         joins: whether it was to join a running job.
         reason: why it cannot be started.
-        recurs: whether its host cannot start another worker instead, either.
+        recurs: whether its host cannot start another worker either.
     """
 
     worker: int
@@ -435,7 +436,7 @@ class WorkerArrived(msgspec.Struct, frozen=True, tag="arrived"):
 
 
 class HostRetires(msgspec.Struct, frozen=True, tag="host retires"):
-    """A host will go soon, for `reason`; this may come twice, or for a lost host."""
+    """A host is about to leave, for `reason`. This may arrive twice, or for a lost host."""
 
     host: int
     reason: str
@@ -456,7 +457,7 @@ class WorkerSaid(msgspec.Struct, frozen=True, tag="said"):
 
 
 class StateArrived(msgspec.Struct, frozen=True, tag="state arrived"):
-    """The state that was given in a view has reached another host, or has not, because of `failure`."""
+    """The state given in a view has reached another host, or has not, because of `failure`."""
 
     host: int
     view: int
@@ -486,8 +487,8 @@ class ExitReport(msgspec.Struct, frozen=True, tag="exited"):
 
     Attributes:
         event: the event that the coordinator publishes. Its status may be `UNKNOWN_STATUS`.
-        memory_kills: how many processes the kernel has killed for lack of memory in the last seconds; 0 if
-            this one was not killed.
+        memory_kills: the number of processes that the kernel has recently killed for lack of memory; 0 if
+            this process was not killed.
         stack: lines for its log with its stack, if that was requested; otherwise empty.
     """
 
@@ -517,7 +518,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
 
 
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
-    """A view cannot begin on a host, where the current one continues."""
+    """A view cannot begin on a host. There, the current view continues."""
 
     view: int
     reason: str
@@ -544,7 +545,7 @@ class WorkerEvidence(msgspec.Struct, frozen=True):
 
 
 class HostEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """No process of the job runs on the host; the last message.
+    """No process of the job runs on the host. This is the last message.
 
     Attributes:
         left: ids of processes that even SIGKILL did not end.

@@ -41,7 +41,7 @@ BACKEND_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 
 
 def default_threads(hosts: Iterable[tuple[int, int]]) -> int:
-    """Return how many threads compute a replica, so that those of a host can all compute at the same time.
+    """Return the number of threads per replica with which all replicas of a host can compute at once.
 
     Args:
         hosts: the cores of each host, and the number of replicas that it computes.
@@ -121,9 +121,9 @@ class JobLimits(msgspec.Struct, frozen=True):
         timeout: seconds after which a worker that others wait for counts as stuck.
         grace: seconds that a stopped job has to complete its step and write a checkpoint.
         min_workers: training waits while there are fewer workers.
-        max_restarts: how many lost workers are replaced.
-        avoid_host_after: how often verifications name workers of a host until no worker starts there; 0 for
-            never.
+        max_restarts: the number of lost workers that are replaced.
+        avoid_host_after: the number of times that verifications name workers of a host before no worker
+            starts there; 0 for never.
     """
 
     timeout: float = TIMEOUT
@@ -135,7 +135,7 @@ class JobLimits(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """The settings of a job that all its workers know; the agent's first message to a worker contains them.
+    """The job's settings that all its workers know. The agent's first message to a worker contains them.
 
     The defaults are those of a process that is not a worker of a job.
 
@@ -143,26 +143,27 @@ class JobSettings:
         workers: the number of workers with which the job begins.
         replicas: the number of replicas.
         threads: the number of threads that compute one replica; 0 until the cores of all hosts are known.
-        seed: determines everything random in the job.
+        seed: the seed of all random numbers in the job.
         limits: how long the job waits, and how many workers it may lose.
         joint_input: whether each worker reads whole datasets, even if reading could be divided.
         divided_update: whether the workers of a host divide the update of a step.
         adopts: whether models that a script compiles without a strategy are distributed.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
-        checkpoints: the checkpoints to save; None for none.
+        checkpoints: the checkpoints to save, if any.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         verification: the parts of steps that are computed twice.
         exact_batch: whether replicas also exchange large rows for losses and metrics that compare examples.
-        local_steps: the value of `--local-steps`; empty if each step is of all replicas.
+        local_steps: the value of `--local-steps`; empty if replicas take each step together.
         allow_unlike: whether hosts may compute different bits.
-        parameter_servers: how many of the workers are parameter servers; one of the others is then the chief.
+        parameter_servers: the number of workers that are parameter servers. If there are any, one of the
+            others is the chief.
         digests: the steps to record: empty for the usual ones, `off`, `all`, or the last step to record.
         checks: for a job that only compares the first steps of calls with plain Keras in one process, these
             calls: `first` of each kind of each compiled model, or `every-fit`. Empty for other jobs.
-        kept_steps: the folder in which such a job keeps its steps for jobs on other backends; None for none.
-        order: the folder of the run whose order of arrivals this job follows; None for none.
-        env: the variables of the script on all hosts; None for a value that is not recorded, as it may be a
-            secret.
+        kept_steps: the folder in which such a job keeps its steps for jobs on other backends, if any.
+        order: the folder of the run whose order of arrivals this job follows, if any.
+        env: the variables of the script on all hosts; None for a value that is not recorded, because it may
+            be a secret.
     """
 
     workers: int = 1
@@ -202,13 +203,13 @@ class JobSpec(JobSettings):
         module: whether `target` is a module.
         arguments: the arguments of the script.
         run_dir: the run folder, as the user wrote it.
-        run_store: the URL to which it is uploaded; empty for none.
+        run_store: the URL to which the run folder is uploaded; empty if there is none.
         tee: the workers whose output the terminal shows.
         backend: the Keras backend; None to leave it unchanged.
         chosen: the backend and the reason for it, for messages.
         devices: the GPUs of each worker, then those of workers that join; empty to leave them unchanged.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
-        job_restarts: how often the command has started the job before (`--restart-job`).
+        job_restarts: the number of times that the command has restarted the job (`--restart-job`).
         named_hosts: the hosts whose workers verifications have named before the job was started again, once
             for each verdict.
         tags: words of the user, by which `lockstep runs` finds the run.
@@ -216,7 +217,7 @@ class JobSpec(JobSettings):
         hold: seconds for which the hosts train without an answer of the coordinator before they pause. None
             if the address of the coordinator is a lock, so that no other one can lead the job meanwhile.
         standby: HOST:PORT at which the agent of that host starts another coordinator if that of the job is
-            lost; empty for none. The store of the checkpoints decides which of them leads.
+            lost; empty if there is none. The store of the checkpoints decides which of them leads.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 

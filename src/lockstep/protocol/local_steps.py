@@ -1,4 +1,4 @@
-"""Local steps: how many steps each replica takes by itself, and how the results become one."""
+"""Local steps: how many steps each replica takes by itself, and how the results are combined."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -31,8 +31,8 @@ class LocalSteps:
         steps: H, 1 or more.
         outer: `average` adds the mean change to the weights. `nesterov` makes it the gradient of an outer
             optimizer, SGD with Nesterov momentum.
-        learning_rate: that of the outer optimizer; more than 0.
-        momentum: that of the outer optimizer; at least 0, and less than 1.
+        learning_rate: the outer optimizer's learning rate; more than 0.
+        momentum: the outer optimizer's momentum; at least 0, and less than 1.
         changes: `int8` sends the changes of weights as small integers, in a quarter of the bytes. Each is
             rounded by about 1 % of the largest change near it.
         slots: `reset` begins each outer step with the optimizer's initial state, and does not send its slots.
@@ -84,7 +84,7 @@ class LocalSteps:
         """Return the local steps that a value of `--local-steps` describes.
 
         Raises:
-            ConfigError: it does not have the form of one, or a value is wrong.
+            ConfigError: it does not have this form, or a value is wrong.
         """
         steps, *rest = text.split(",")
         slots = rest.pop() if rest and rest[-1] == "reset" else "average"

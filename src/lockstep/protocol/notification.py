@@ -9,7 +9,7 @@ What = Literal["finished", "failed", "stopped", "not_replaced", "nan", "stalled"
 
 
 class Notification(msgspec.Struct, frozen=True, kw_only=True, tag="notification"):
-    """Something that a person who does not watch the job wants to hear of.
+    """News for a person who does not watch the job.
 
     Attributes:
         what: its kind; `not_replaced`: a lost worker is not replaced; `nan`: a metric is not a finite number.
@@ -29,11 +29,11 @@ class Notification(msgspec.Struct, frozen=True, kw_only=True, tag="notification"
 
 
 class ProgressMade(msgspec.Struct, frozen=True, tag="progress"):
-    """Training goes on, or a call of the script has ended.
+    """Training continues, or a call of the script has ended.
 
     Attributes:
-        patience: seconds without another sign of progress after which the job counts as stalled; None if it
-            may be silent for any time.
+        patience: seconds without another sign of progress after which the job counts as stalled; None if the
+            job may be silent for any time.
         steps: training steps so far; None if they are unknown.
     """
 

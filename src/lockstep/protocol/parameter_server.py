@@ -1,7 +1,7 @@
 """The messages between the chief, the workers and the parameter servers of a job.
 
-Workers and the chief ask. Parameter servers and the chief answer each question once, perhaps later. Arrays
-travel beside the messages; see `lockstep.transport.array_channel`.
+Workers and the chief ask questions. Parameter servers and the chief answer each question once, perhaps later.
+Arrays travel beside the messages; see `lockstep.transport.array_channel`.
 """
 
 import msgspec
@@ -20,7 +20,7 @@ class Introduction(msgspec.Struct, frozen=True, tag="hello"):
         process: the id of the task of the process that asks.
         server: the number of the parameter server whose shards the questions are about; -1 for the chief.
         worker: the worker id of the process.
-        call: the number of the call in which it asks from now on; 0 for none.
+        call: the number of the call in which it asks from now on; 0 outside of calls.
     """
 
     process: int
@@ -30,7 +30,7 @@ class Introduction(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Does the process run? The answer is `Applied`, whatever the process waits for.
+    """Does the process run? The answer is `Applied`, even while the process waits.
 
     As the first message of a connection, it is the only one.
     """
@@ -41,8 +41,8 @@ class Pull(msgspec.Struct, frozen=True, tag="pull"):
 
     Attributes:
         step: the number of the step.
-        common: whether it also asks for the variables of the optimizers that belong to no weight.
-        part: how often the step has applied an optimizer before.
+        common: whether it also asks for the variables of the optimizers that do not belong to a weight.
+        part: the number of times that the step has already applied an optimizer.
         tables: the positions of the shards from which it requests rows, whose numbers are in the arrays.
     """
 
@@ -75,9 +75,9 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
         step: the step for which they were computed.
         shards: the positions of the server's shards that have a gradient, in the order of the arrays.
         updates: the numbers of the optimizers that are applied.
-        part: how often the step has applied an optimizer before.
-        tables: the positions of the shards of which some rows have a gradient, whose numbers follow in the
-            arrays.
+        part: the number of times that the step has already applied an optimizer.
+        tables: the positions of the shards in which only some rows have a gradient. The numbers of these rows
+            follow in the arrays.
     """
 
     step: int
@@ -122,9 +122,9 @@ class ReadRows(msgspec.Struct, frozen=True, tag="read_rows"):
     Attributes:
         table: its number.
         slot: the number of a slot of the optimizer to read instead of the rows; -1 for the rows.
-        loads: how often the process has loaded rows of the table, outside of `fit`.
-        in_turn: whether the server answers in turn with the other questions of the call, which may change
-            its shards. Otherwise a thread answers, whatever the server does.
+        loads: the number of times that the process has loaded rows of the table, outside of `fit`.
+        in_turn: whether the server answers in turn with the other questions of the call, which may change its
+            shards. Otherwise a thread answers at any time.
     """
 
     table: int
@@ -187,15 +187,15 @@ class EndCall(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class AtCall(msgspec.Struct, frozen=True, tag="call"):
-    """A process waits for the chief at a call, or for a work between calls.
+    """A process waits for the chief at a call, or for work between calls.
 
-    The chief answers `Passed` once it has made the call itself, or gives a worker a work with `Assigned`. In
-    `fit`, a call is the beginning, or the end of an epoch; the works are its steps.
+    The chief answers `Passed` when it has made the call itself, or gives a worker a unit of work with
+    `Assigned`. In `fit`, a call is the beginning, or the end of an epoch; the units of work are its steps.
 
     Attributes:
         call: the number of the call, from 0; -1 for a worker that visits batches, and waits for a step.
-        scheduled: the number of works that the process can do now, including earlier ones; -1 for any. In
-            `fit`, a worker gives back the steps that it has not begun.
+        scheduled: the number of units of work that the process can do now, including earlier ones; -1 for
+            any. In `fit`, a worker gives back the steps that it has not begun.
     """
 
     call: int
@@ -224,16 +224,16 @@ class FunctionFailure(msgspec.Struct, frozen=True):
 
 
 class WorkDone(msgspec.Struct, frozen=True, tag="returned"):
-    """A worker has done a work, and all servers have its gradients; the answer is as for `AtCall`.
+    """A worker has done a unit of work, and all servers have its gradients. The answer is as for `AtCall`.
 
     Attributes:
         at: where the worker waits now.
-        step: the number of the work.
+        step: the number of the unit.
         changed: the names of the variables that a function changes. The arrays begin with their values before
-            it, and those after it.
-        names: the names of the next arrays, of a step: changes of the layers' state, metrics, logged values.
-        staleness: the number of changes of the weights between reading and changing them, the largest of all
-            servers.
+            the function, and those after it.
+        names: for a step, the names of the next arrays: changes of the layers' state, metrics, logged values.
+        staleness: the largest number, on any server, of changes of the weights between reading and changing
+            them.
         check: a hash that identifies the batch of a step.
         result: the result of a function, whose arrays are the last ones; None if the function has failed.
         failure: why the function has failed.
@@ -262,11 +262,11 @@ class FunctionResult(msgspec.Struct, frozen=True):
 
 
 class ServedValues(msgspec.Struct, frozen=True, tag="values"):
-    """The server's shards are in the arrays, and after them the variables of its optimizer, if asked for.
+    """The arrays have the server's shards, and then the variables of its optimizer, if requested.
 
     Attributes:
         slots: the variables of optimizers in the arrays, with the positions of the server's shards.
-        tables: the positions of the shards of which only some rows are given, with their slots. The numbers
+        tables: the positions of the shards that have only some of their rows, with their slots. The numbers
             of these rows follow in the arrays.
         digests: the positions of the shards that only servers have; the array of such a shard is the digest
             of its rows and of their slots, which are not in `slots`.
@@ -282,9 +282,9 @@ class CopiedRows(msgspec.Struct, frozen=True, tag="copied_rows"):
 
     Attributes:
         slots: for each array after the first one, the number of the optimizer and of the slot. The optimizer
-            -1 is the one that has trained the rows last, or whose slots were loaded.
-        optimizer: the number of the optimizer that has trained the rows last; -1 if there is none.
-        loaded: whether rows were loaded since.
+            -1 is the one that last trained the rows, or whose slots were loaded.
+        optimizer: the number of the optimizer that last trained the rows; -1 if there is none.
+        loaded: whether rows have been loaded since then.
     """
 
     slots: tuple[tuple[int, int], ...]
@@ -304,15 +304,15 @@ class Applied(msgspec.Struct, frozen=True, tag="applied"):
 
 
 class Assigned(msgspec.Struct, frozen=True, tag="assigned"):
-    """A worker has to do a work: a step of `fit`, or a scheduled function.
+    """A unit of work for a worker: a step of `fit`, or a scheduled function.
 
     The arrays are the layers' state, or the variables that functions have changed.
 
     Attributes:
-        step: the number of the work, from 0.
-        incomplete: the earlier works that are not complete; the worker keeps the data that they need.
+        step: the number of the unit, from 0.
+        incomplete: the earlier units that are not complete; the worker keeps their data.
         names: the names of the arrays.
-        replacement: the worker id of the process that replaces a lost worker and does the work; in a replay,
+        replacement: the worker id of the process that replaces a lost worker and does this unit; in a replay,
             the id in the recorded run. -1 if the worker is not a replacement.
     """
 
@@ -326,9 +326,9 @@ class Passed(msgspec.Struct, frozen=True, tag="passed"):
     """The chief has made a call; see `AtCall`.
 
     Attributes:
-        until: the chief has also made all calls before this one, which had no result. At the beginning of
-            `fit`, it has opened the epoch with the number before.
-        kind: the name of the call on the chief; "close" if there are no more works.
+        until: the chief has also made all calls before this number, which had no result. At the beginning of
+            `fit`, it has opened the epoch with the previous number.
+        kind: the name of the call on the chief; "close" if there is no more work.
         state: whether the arrays begin with the weights, the variables of the optimizers, and other
             variables.
         variables: the positions of the other variables.

@@ -53,7 +53,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
         gpus: the GPUs that are visible to the process.
         target: the script or module that it runs.
         module: whether `target` is a module.
-        here: the tasks on the same host, by index; empty if all are.
+        here: the tasks on the same host, by index; empty if all tasks are.
     """
 
     tasks: tuple[Task, ...]
@@ -84,7 +84,7 @@ class KeepWaiting(msgspec.Struct, frozen=True, tag="patience"):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag="turned away"):
-    """The process cannot take part, for `reason`; `again` tells whether it may try again later."""
+    """The process cannot take part, for `reason`; `again` says whether it may try again later."""
 
     reason: str
     again: bool = False
@@ -96,7 +96,7 @@ class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     Attributes:
         worker: its id.
         joins: whether it joins a running job.
-        seed: determines everything random in the job.
+        seed: the seed of all random numbers in the job.
         threads: number of threads that compute one replica.
         run_dir: the run folder, absolute.
         coordinator: process id of the coordinator.

@@ -19,10 +19,10 @@ class EventReport(msgspec.Struct, frozen=True, tag="report"):
 
 
 class ViewBroken(msgspec.Struct, frozen=True, tag="view broken"):
-    """The worker has left the exchange of a view for `reason`, or cannot enter it; no view has followed.
+    """The worker has left a view's exchange for `reason`, or cannot enter it; no view has followed.
 
-    A connection between hosts has broken, although the workers of both hosts live. If this is fatal, the next
-    view would break too.
+    A connection between hosts has broken, although the workers of both hosts are alive. If this is fatal, the
+    next view would break too.
     """
 
     worker: int
@@ -32,7 +32,7 @@ class ViewBroken(msgspec.Struct, frozen=True, tag="view broken"):
 
 
 class LastLineAwaited(msgspec.Struct, frozen=True, tag="awaits last line"):
-    """A worker that a user has started has done its last work, and waits for the last line of the job."""
+    """A worker that a user started has completed its last work, and waits for the last line of the job."""
 
     worker: int
 
@@ -63,7 +63,7 @@ class FailureReport(msgspec.Struct, frozen=True, tag="failure"):
         status: the exit status.
         blames: whether the error only says that another worker is lost or stuck.
         prints: whether the worker prints the traceback; otherwise the agent writes it to the worker's log.
-        recurs: whether the other workers would meet the error too, perhaps later, because they take over the
+        recurs: whether the other workers would raise the error too, perhaps later, because they take over the
             work of this worker, or because they differ from it.
     """
 
@@ -85,7 +85,7 @@ class StateSource(msgspec.Struct, frozen=True):
     Attributes:
         view: the number of the view in which the chief has given it.
         number: the number of the state; those that are given in one view are numbered from 1.
-        size: in bytes.
+        size: its size in bytes.
         host: the index of the host of the chief.
         address: the IP address at which the agent there accepts connections; empty if the job has one host.
         port: its port.
@@ -102,7 +102,7 @@ class StateSource(msgspec.Struct, frozen=True):
 class StateGiven(msgspec.Struct, frozen=True, tag="given"):
     """The chief gives the state or the position that joiners have requested.
 
-    Its agent keeps the memory until the next view, and reports where that is.
+    Its agent keeps the memory until the next view, and reports the location.
 
     Attributes:
         view: the number of the view in which the chief gives it.
@@ -150,7 +150,7 @@ class HostMembers(msgspec.Struct, frozen=True):
         address: the IP address at which the host's agent accepts connections for them; empty if the job has
             one host.
         port: its port.
-        incarnation: the number that the agent has drawn at its start.
+        incarnation: the random number that the agent drew at its start.
     """
 
     host: int
@@ -162,7 +162,7 @@ class HostMembers(msgspec.Struct, frozen=True):
 
 
 class NetworkEndpoint(msgspec.Struct, frozen=True, tag="network"):
-    """An exchange of members on several hosts: in memory within a host, over connections between hosts.
+    """An exchange of members on several hosts: in memory within a host, over connections between them.
 
     Attributes:
         control: the control segment of the members on this host.
@@ -203,7 +203,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
         job: the id of the job, random bytes; empty if it has one host.
         credentials: the credentials with which the worker connects to other hosts; None if the job has one
             host.
-        state_pool: the memory for the state that workers divide, which they share, too; None if they do not.
+        state_pool: the memory for the state that workers divide, which they also share; None if they do not
+            divide it.
     """
 
     pool: Attachment
@@ -254,7 +255,7 @@ class Leave(msgspec.Struct, frozen=True, tag="leave"):
 
 
 class AbortExchange(msgspec.Struct, frozen=True, tag="abort exchange"):
-    """The exchange of the view is aborted because the job ends, for `reason`; no other view follows."""
+    """The view's exchange is aborted because the job ends, for `reason`; no other view follows."""
 
     reason: str
 

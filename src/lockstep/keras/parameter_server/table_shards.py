@@ -1,10 +1,10 @@
-"""Tables of embeddings on one parameter server: arrays of NumPy, of which an update changes some rows.
+"""Tables of embeddings on one parameter server: NumPy arrays in which an update changes some rows.
 
 An update copies the rows, and the rows of their slots, into a *block*: variables of the size of the next
-power of two, with an optimizer of their own. So there are few compiled updates. The gradient of the padding
-is zero, and its results are thrown away. The blocks also get the common variables of the optimizer, with
-their values from before the update. `lazy_hindrance` of `served_optimizers.py` refuses optimizers that need
-more than that.
+power of two, with an optimizer of their own. So few updates are compiled. The gradient of the padding is
+zero, and its results are discarded. The blocks also get the common variables of the optimizer, with their
+values from before the update. `lazy_hindrance` of `served_optimizers.py` refuses optimizers that need more
+than that.
 """
 
 import weakref
@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 class TableShard:
-    """Rows of an embedding's table, updated lazily: an update touches the rows that have a gradient.
+    """Rows of an embedding's table, updated lazily: an update touches only the rows with a gradient.
 
     A copy of the optimizer has a variable for a block of rows, which is padded to one of a few sizes.
 
@@ -59,7 +59,7 @@ class TableShard:
         Args:
             numbers: the numbers of the rows, all different.
             gradients: the gradients of the rows.
-            common: the optimizer's variables that belong to no weight, as they are before the update.
+            common: the optimizer's variables that do not belong to a weight, as they are before the update.
         """
         count = len(numbers)
         if not count:
@@ -99,7 +99,7 @@ class TableShard:
         """Return the numbers of the rows that were updated since the last call.
 
         Args:
-            again: whether to return the rows of the last call, too.
+            again: whether to return the rows of the last call again.
         """
         if again:
             self._changed |= self._reported
@@ -141,7 +141,7 @@ class TableShard:
 
 
 class TableSnapshot:
-    """The rows of a shard as they were at a moment. It keeps the rows that have changed since.
+    """The rows of a shard as they were at a moment. It keeps the rows that have changed since then.
 
     Args:
         table: the shard.
@@ -191,7 +191,7 @@ class LastingTableShard(TableShard):
 
     @property
     def state(self) -> list[Array]:
-        """Empty, because the standby has the rows, too."""
+        """Empty, because the standby also has the rows."""
         return []
 
     def _note(self, numbers: Array) -> None:
@@ -213,8 +213,8 @@ class _Block:
     Attributes:
         slots: the numbers of the slots.
         variables: the rows, and the slots of the rows in this order.
-        common: the optimizer's variables that belong to no weight, by their numbers.
-        update: updates all from the gradient of the rows.
+        common: the optimizer's variables that do not belong to a weight, by their numbers.
+        update: updates all of them from the gradient of the rows.
     """
 
     slots: tuple[int, ...]

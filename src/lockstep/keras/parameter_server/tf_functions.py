@@ -73,7 +73,7 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def looked_up(ids: Any) -> Any:
-        # Shows the tape that the result depends on the variable.
+        # This shows the tape that the result depends on the variable.
         tf.convert_to_tensor(variable)
         rows = call_python(lambda ids: look_up(ids.numpy()), [ids], variable.dtype)
         rows.set_shape(ids.shape.concatenate(shape[1]))
@@ -99,7 +99,7 @@ def exchanged_in_graph(
         exchange: makes the exchange.
         gradients: the gradients of the function.
         variables: the variables that get the new values.
-        shared: all variables that other functions, which may run meanwhile, change too.
+        shared: all variables that other functions also change, which may run meanwhile.
     """
     targets = natives(variables)
 
@@ -125,8 +125,8 @@ class OptimizerGradients:
         tables: the positions of the variables that represent tables, whose gradients are those of lookups.
 
     Attributes:
-        state: variables of TensorFlow: how often the optimizer was applied, and each variable had a gradient;
-            the gradients; and the ids of the lookups.
+        state: variables of TensorFlow: the number of times that the optimizer was applied and that each
+            variable had a gradient, the gradients, and the ids of the lookups.
     """
 
     def __init__(self, variables: Sequence[Any], tables: Sequence[int]) -> None:
@@ -157,7 +157,7 @@ class OptimizerGradients:
         tf.raw_ops.AssignAddVariableOp(resource=self._counts.handle, value=tf.constant(present, tf.int32))
 
     def times(self) -> int:
-        """Return how often the optimizer was applied since `reset`."""
+        """Return the number of times that the optimizer was applied since `reset`."""
         return int(self._counts.numpy()[0])
 
     def reset(self) -> None:
@@ -165,9 +165,9 @@ class OptimizerGradients:
         tf.raw_ops.AssignVariableOp(resource=self._counts.handle, value=self._zeros)
 
     def kept_in(self, state: Sequence[Array]) -> list[dict[int, Array | tuple[Array, Array]]]:
-        """Return the gradients, given the values of `state`, once for each time the optimizer was applied.
+        """Return the gradients in the values of `state`, once for each time that the optimizer was applied.
 
-        Those of tables are pairs of the ids of lookups and their gradients.
+        The gradients of tables are pairs of the ids of lookups and their gradients.
         """
         counts, *arrays = state
         times, *present = counts.tolist()

@@ -81,13 +81,13 @@ class StandIns:
             return
         self._before[id(parameter)] = parameter, type(parameter), parameter.data, parameter.grad
         self._added.append((parameter, layer, shape))
-        # This takes no memory. If code reads a value nevertheless, NaNs show it.
+        # This takes no memory. If code reads a value anyway, NaNs show it.
         values = parameter.data.new_full((1, 1), torch.nan).expand(shape)
         _reshape(parameter, values)
         parameter.__class__ = _class_for(layer)
 
     def end(self) -> None:
-        """Give all parameters their shapes, values and gradients from before."""
+        """Restore the shapes, values and gradients of all parameters."""
         for parameter, original_class, values, gradient in self._before.values():
             parameter.__class__ = original_class
             _reshape(parameter, values)
@@ -97,7 +97,7 @@ class StandIns:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Within the block, all are as before. Afterwards, they are without gradients."""
+        """Within the block, all parameters have their old state. Afterwards, they do not have gradients."""
         added = list(self._added)
         self.end()
         try:
@@ -113,9 +113,9 @@ def _class_for(layer: str) -> type:
 
 
 def _reshape(parameter: Any, values: torch.Tensor) -> None:
-    """Replace the values of a parameter by those of another shape, and remove its gradient."""
+    """Replace the values of a parameter with those of another shape, and remove its gradient."""
     parameter.grad = None
-    # With another dtype, PyTorch forgets the node that accumulates gradients of the former shape, which
+    # With another dtype, PyTorch forgets the node that accumulates gradients of the former shape. That node
     # exists as long as the program keeps a result that depends on the parameter.
     parameter.data = values[:0].to(torch.float16 if values.dtype != torch.float16 else torch.float32)
     parameter.data = values
@@ -131,7 +131,7 @@ class _Lookup(torch.autograd.Function):  # type: ignore[misc]
     def backward(ctx: Any, upstream: torch.Tensor) -> Any:
         ids, rows = ctx.ids.reshape(1, -1), upstream.reshape(-1, ctx.shape[1])
         with warnings.catch_warnings():
-            # PyTorch 2.11 warns that it checks nothing, even if the caller asks for that.
+            # PyTorch 2.11 warns that it does not check anything, even if the caller requests that.
             warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
             gradient = torch.sparse_coo_tensor(ids, rows, ctx.shape, check_invariants=False)
         return gradient, None, None, None
@@ -147,10 +147,10 @@ def rows_looked_up(look_up: Callable[[Array], Array], ids: Any, variable: Any, s
         shape: the shape of the table.
     """
     if ids.is_meta:
-        # Keras asks for shapes only.
+        # Keras asks only for shapes.
         return torch.empty((*ids.shape, shape[1]), dtype=variable.dtype, device="meta")
     rows = borrowed(look_up(to_numpy(ids)), variable.device)
-    # Positions in the table: in a trial, nothing is looked up, so the ids have not been checked.
+    # These are positions in the table. A trial does not look up rows, so the ids have not been checked.
     positions = ids.to(variable.device, torch.int64).remainder(shape[0])
     return _Lookup.apply(variable, positions, rows, shape)
 

@@ -1,4 +1,4 @@
-"""Reads and assigns many variables: with a small model, this takes most of a step's time."""
+"""Reads and assigns many variables. With a small model, this takes most of a step's time."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,8 +1,8 @@
 """A worker in a call, between the chief and the servers.
 
-It asks the chief for works: steps of `fit`, or scheduled functions. It does each work with the weights of the
-servers, and gives them its gradients. Between two works, `worker_process.py` visits the batches of `fit`, and
-`function_worker.py` makes the calls of a `ClusterCoordinator`.
+It asks the chief for work: steps of `fit`, or scheduled functions. It does each unit of work with the weights
+of the servers, and gives them its gradients. Between two units, `worker_process.py` visits the batches of
+`fit`, and `function_worker.py` makes the calls of a `ClusterCoordinator`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ Array = npt.NDArray[Any]
 
 
 class DoneWork(NamedTuple):
-    """The results of a work.
+    """The results of a unit of work.
 
     Attributes:
         message: the message to the chief.
@@ -42,9 +42,9 @@ class Worker:
         trained: number of training steps of the job before the call.
 
     Attributes:
-        servers: the servers, once connected.
+        servers: the servers, after `connect`.
         kept: the batch of each step, or the function, that this worker may be assigned, by number.
-        assigned: the work that it was assigned last; None after a call.
+        assigned: the last unit of work that it was assigned; None after a call.
         values: the arrays of the assignment, by name.
     """
 
@@ -66,10 +66,10 @@ class Worker:
     def ask(
         self, question: AtCall | WorkDone, arrays: Sequence[Array] = ()
     ) -> tuple[Passed, list[Array]] | None:
-        """Wait for the chief, and return the outcome of the call, or None if a work is assigned instead.
+        """Wait for the chief; return the outcome of the call, or None if it assigns work instead.
 
-        The measured time of a work begins with its assignment. Batches and functions that no worker needs any
-        more are forgotten.
+        The measured time of a unit of work begins with its assignment. Batches and functions that no worker
+        needs any more are forgotten.
         """
         answer, answer_arrays = self._chief.ask(question, arrays)
         self._timer.lap("wait")
@@ -101,11 +101,11 @@ class Worker:
         self._timer.lap("exchange")
 
     def end(self, done: DoneWork, *, compiled: bool, examples: int = 0) -> tuple[WorkDone, Sequence[Array]]:
-        """Give the gradients of a work to the servers, and return the message to the chief, with its arrays.
+        """Give a unit's gradients to the servers, and return the message to the chief, with its arrays.
 
         Args:
-            done: the results of the work.
-            compiled: whether something was compiled for it.
+            done: the results of the unit.
+            compiled: whether functions were compiled for it.
             examples: the number of examples of its batch, if that is known.
         """
         if done.message.failure is not None:

@@ -1,4 +1,4 @@
-"""A worker's run of a scheduled function. `worker_step.py` has the same for a step of `fit`."""
+"""A worker's run of a scheduled function. `worker_step.py` is the counterpart for a step of `fit`."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ class FunctionPulls:
 
     Attributes:
         whole: the numbers of the variables over all optimizers, without tables that only servers have.
-        rows: no rows of each of these tables: functions look up rows while they run.
-        common: the slots that belong to no variable.
+        rows: no rows of each of these tables, because functions look up rows while they run.
+        common: the slots that do not belong to a variable.
         variables: the variables of `whole`, and then those of the optimizers for `common`.
     """
 
@@ -58,7 +58,7 @@ class WorkerFunction:
     """One run of a scheduled function.
 
     Args:
-        runner: runs it.
+        runner: the runner that runs it.
         scheduled: the function.
         step: its number.
         seed: the seed of all functions of the calls.
@@ -83,11 +83,11 @@ class WorkerFunction:
         self._errors: list[BaseException] = []
 
     def attach(self) -> None:
-        """Let the runner look up rows, and exchange gradients, for this function from now on."""
+        """From now on, let the runner look up rows, and exchange gradients, for this function."""
         self._runner.pull_rows, self._runner.exchange = self._pull_rows, self._exchange
 
     def run(self, at: AtCall, worker: int) -> DoneWork:
-        """Run it, and return its results.
+        """Run the function, and return its results.
 
         Args:
             at: the call at which the worker waits afterwards.
@@ -108,7 +108,7 @@ class WorkerFunction:
             ran = self._runner.run(function, call, step, seed, self._exchange)
             result, result_arrays = pack_result(ran.result)
         except Exception as raised:
-            # If one of our errors passes through a graph, TensorFlow raises another error instead.
+            # If an error of Lockstep passes through a graph, TensorFlow raises another error instead.
             if self._errors:
                 raise self._errors[0] from None
             failure = report_failure(self._runner.failure or raised, step, function, worker)

@@ -2,8 +2,8 @@
 
 Each step of the loop only visits a batch: the worker keeps it, and asks the chief for work. Then it computes
 the steps that it is assigned, as long as it has visited their batches. If the next assigned step is a later
-one, it lets the loop go on. At the end of an epoch it waits, and computes steps that other workers leave
-undone when they are lost. So it keeps a batch until its step is complete, on whichever worker.
+one, it lets the loop continue. At the end of an epoch it waits, and computes steps that lost workers leave
+undone. So it keeps a batch until a worker has completed its step.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _BEGINNING = AtCall(0, 0)
 
 
 class _TrainingEnded(BaseException):
-    """Ends Keras's loop in a worker: the chief has stopped the training within an epoch."""
+    """Ends Keras's loop in a worker, because the chief has stopped training within an epoch."""
 
 
 class WorkerProcess(FitProcess):
@@ -43,7 +43,7 @@ class WorkerProcess(FitProcess):
         self._asked_at = time.monotonic()
 
     def train(self, keras_fit: Callable[[Sequence[Any]], Any], arguments: dict[str, Any]) -> None:
-        """Run Keras's loop until the chief ends the training.
+        """Run Keras's loop until the chief ends training.
 
         Raises:
             PeerLostError: the chief or a server has ended.
@@ -123,7 +123,7 @@ class WorkerProcess(FitProcess):
 
     def _end_epoch(self, epoch: int) -> None:
         """Wait until the next epoch begins, and compute steps that lost workers have left undone."""
-        # Workers wait while the chief evaluates: that time belongs to no step.
+        # Workers wait while the chief evaluates. That time does not belong to a step.
         self.job.timer.stop()
         while (passed := self._worker.ask(AtCall(epoch + 1, self._steps))) is None:
             self._compute_visited()
@@ -139,5 +139,5 @@ class _EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
         self._act = act
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Call it."""
+        """Call the function."""
         self._act(epoch)

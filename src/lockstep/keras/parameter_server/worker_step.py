@@ -43,7 +43,7 @@ class WorkerStep:
 
     @property
     def traced(self) -> int:
-        """How many times the backend has traced the step; see `Program`."""
+        """The number of times that the backend has traced the step; see `Program`."""
         return 0 if self._program is None else self._program.traced
 
     def look_up(self, data: Batch) -> dict[int, Array]:
@@ -80,7 +80,7 @@ class WorkerStep:
             data: its batch.
             rows: the distinct rows that it looks up.
             weights: the weights; of tables, the distinct rows that `look_up` has returned.
-            layers: the layers' state. The states of random generators are replaced by those of this step.
+            layers: the layers' state. This step's states of random generators replace those in it.
 
         Raises:
             ModelError: parameter servers do not support the step.
