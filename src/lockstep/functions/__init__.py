@@ -1,1 +1,1 @@
-"""Runs a function in a job instead of a script: how the function travels, its result, errors and output."""
+"""Runs a function in a job instead of a script: sends it, and returns its result, errors and output."""

@@ -277,7 +277,7 @@ def name_culprit(function: Any, named_arguments: Mapping[str, Any], why: Why) ->
 
 
 def used_by_class_bodies(function: Any) -> dict[str, Any]:
-    """Return the globals used by the bodies of classes that a function of a notebook or script defines.
+    """Return the globals used in the bodies of classes that a notebook's or script's function defines.
 
     cloudpickle includes the globals that functions use, but not these.
     """

@@ -54,7 +54,7 @@ class PartialLayout:
 
     @cached_property
     def zeros(self) -> Sequence[Array]:
-        """The partial of a replica that contributes nothing, in the order of the names."""
+        """The partial of a replica that does not contribute, in the order of the names."""
         return [np.zeros(*self.leaves[name]) for name in self.names]
 
     @cached_property
@@ -94,7 +94,7 @@ class PartialLayout:
 
     @cached_property
     def limited(self) -> tuple[str, ...]:
-        """The names of arrays of which all replicas sum something first; see `Round.limits_of`."""
+        """The names of arrays for which all replicas first sum limits; see `Round.limits_of`."""
         return (*self.scaled, *self.rare)
 
     @cached_property
@@ -120,17 +120,17 @@ class Round(ABC):
         label: names the round in messages.
         worker: the id of this worker.
         number: the number of the round in its step, from 0.
-        advice: what to do if replicas compute different things.
+        advice: the remedy if replicas compute different things.
         anywhere: whether each worker can compute all replicas; equal on all workers.
-        layout: that of the partials, once it is known.
-        layouts: those of rounds like this one, by the names of the arrays.
+        layout: the layout of the partials, if it is known.
+        layouts: the layouts of rounds like this one, by the names of the arrays.
         started: the partials of the replicas whose computation has begun on this worker.
-        verified: whether other workers have computed some of its partials, too, as far as that was due.
+        verified: whether other workers have also computed some of its partials, if that was due.
         contributed: the arrays of the replicas that this worker has given to a sum, in the order of the
             layout's names, valid until the next round.
-        limits: what the last sum of the round has returned for the results of `limits_of`.
-        sums: what it has returned for the arrays of `summed`, in their order, valid until the next call of
-            the exchange.
+        limits: the last sum's results for `limits_of`.
+        sums: its results for the arrays of `summed`, in their order, valid until the next call of the
+            exchange.
     """
 
     advice = "every replica has to compute the same things"
@@ -164,13 +164,14 @@ class Round(ABC):
         self._zeros: frozenset[str] | None = None
         self._differs = False
 
-    # What subclasses define.
+    # Subclasses define these methods.
 
     @abstractmethod
     def compute(self, replica: int) -> Partial:
-        """Begin the computation of a replica; return its partial, arrays of NumPy or of the backend by name.
+        """Begin the computation of a replica; return its partial: arrays of NumPy or the backend, by name.
 
-        For replica 0, also if it contributes nothing: its partial shows the layout to a worker without any.
+        Replica 0 computes even if it does not contribute: its partial shows the layout to a worker without
+        one.
         """
 
     def contributes(self, replica: int) -> bool:
@@ -201,7 +202,7 @@ class Round(ABC):
         return ()
 
     def outputs_of(self, replica: int) -> Mapping[str, Array]:
-        """Return what a replica that contributes has computed besides its partial, by names for people."""
+        """Return a contributing replica's results besides its partial, by names for messages."""
         return {}
 
     def catching_up(self) -> AbstractContextManager[None]:
@@ -253,16 +254,16 @@ class Round(ABC):
         )
 
     def entered(self) -> None:
-        """Note that this worker is in the view, and computes next."""
+        """Note that this worker is in the view, and is about to compute."""
         self._lap("wait")
 
     def settle(self) -> None:
-        """Note that this worker has computed; return once nothing reads the memory of the last total."""
+        """Note that this worker has computed; return when nothing reads the memory of the last total."""
         self._settle()
         self._lap("compute")
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
-        """Wait for the partials of replicas, which have begun or contribute nothing.
+        """Wait for the partials of replicas that have begun or do not contribute.
 
         Returns:
             The arrays of each replica, in the order of the layout's names.
@@ -285,8 +286,8 @@ class Round(ABC):
     def sum(self, view: View, communicator: Communicator) -> Total:
         """Compute the replicas that this worker owns in a view, and return the total over all replicas.
 
-        The act of an exchange: in the next view, the round keeps its partials, and computes the replicas that
-        this worker did not own before.
+        This is the act of an exchange: in the next view, the round keeps its partials, and computes the
+        replicas that this worker did not own before.
 
         Returns:
             Arrays by the names of the partials, valid until the next sum: the sum over all replicas along
@@ -308,14 +309,14 @@ class Round(ABC):
         self.contributed.update(partials)
         self.settle()
         if layout.joined and not self._joined:
-            # Complete for all members: the next view does not repeat it.
+            # This is complete for all members, so the next view does not repeat it.
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
             contributions = {r: arrays for r, arrays in named.items() if r in self.started}
             self._joined, self._differs = _joined(layout, contributions, communicator, check, self.label)
         if self._joined and not layout.summed and not self._differs:
             return self._joined
         if len(self.sums):
-            # A sum that is repeated may be of other partials.
+            # A repeated sum may be of other partials.
             self._zeros, self.sums = None, ()
         try:
             self._reduce(partials, view.replicas, communicator, check)
@@ -323,7 +324,7 @@ class Round(ABC):
             self._refuse_other_shapes(partials)
             raise
         except DisagreementError:
-            # So do all members.
+            # All members do this.
             self._refuse_other_forms(communicator)
             if not self._differ_in_zeros(communicator):
                 raise
@@ -339,7 +340,7 @@ class Round(ABC):
         return xxhash.xxh3_128_digest(self.digest_of_inputs() + self.layout.names_digest + form)
 
     def forget(self) -> None:
-        """Forget what other workers have computed and sent: a worker has joined that takes part from here."""
+        """Forget other workers' results and messages, because a joined worker takes part from here."""
         self.verified, self.sums = False, ()
         self._zeros, self._joined, self._differs = None, {}, False
 
@@ -353,7 +354,7 @@ class Round(ABC):
         layout = self.layout
         assert layout is not None
         if layout.limited and self._zeros is None:
-            # Complete for all members, too.
+            # This is also complete for all members.
             limits = {Span(r, r + 1): arrays for r, arrays in self.limits_of(partials).items()}
             self.limits = [
                 array.copy() for array in communicator.reduce(limits, check=check, what=self.label)
@@ -366,11 +367,11 @@ class Round(ABC):
         )
 
     def _differ_in_zeros(self, communicator: Communicator) -> bool:
-        """Whether the workers differ in which rare arrays are zeros; all call this after a failed reduce."""
+        """Whether workers differ in which rare arrays are zeros; all call this after a failed reduce."""
         return len(set(communicator.gather(msgspec.msgpack.encode(sorted(self._zeros or ()))))) > 1
 
     def limits_of(self, partials: Mapping[int, Sequence[Array]]) -> dict[int, list[Array]]:
-        """Return, for each replica, the limits of arrays, and whether arrays have others than zeros.
+        """Return, for each replica, the limits of arrays, and whether rare arrays are not zeros.
 
         Args:
             partials: see `Round.partials`.
@@ -469,7 +470,7 @@ class Round(ABC):
 
 
 def differing_parts(forms: Iterable[str]) -> list[str]:
-    """Return the parts that not all of several forms have, without values such as those of attributes."""
+    """Return the parts in which several forms differ, without values such as those of attributes."""
     parts = [frozenset(form.split("; ")) for form in forms]
     differing = frozenset[str]().union(*parts).difference(frozenset.intersection(*parts))
     return sorted({_VALUE.split(part)[0] for part in differing if part})
@@ -512,7 +513,7 @@ def _joined(
 
 
 def evidence(array: Array, counts: bool) -> Array:
-    """Return numbers whose sum over the replicas has the array, if it is the same on all that count.
+    """Return numbers whose sum over the replicas shows the array, if it is equal on all that count.
 
     They are its bytes, their squares, and a 1: by Cauchy's inequality, n numbers are equal if and only if n
     times the sum of their squares is the square of their sum. Up to 2 ** 16 replicas, all sums are exact.
@@ -532,7 +533,7 @@ def equal_value(total: Array, dtype: np.dtype[Any]) -> Array | None:
 
 
 def spread(array: Array, replica: int, replicas: int) -> Array:
-    """Return an array of R numbers: at a replica's position the bits of its number, otherwise zeros.
+    """Return an array of R numbers: the bits of the replica's number at its position, otherwise zeros.
 
     The sum of such arrays has the bits of all numbers.
     """

@@ -1,16 +1,16 @@
-"""Verification of the state: in a verified step, all workers compare theirs before the step and after it.
+"""Verification of the state: in a verified step, all workers compare their states before and after it.
 
-An update is a function of the state and the total, and every worker applies the same total to the same
-state. A worker whose update is wrong, or whose memory has changed since, has another state than the others.
+An update is a function of the state and the total, and every worker applies the same total to the same state.
+If a worker's update is wrong, or its memory has changed since then, its state differs from the others'.
 
 * If states differ after the update, but not before it, each worker restores its copy of the state before the
   step and updates it again. `judge` decides from both attempts of all workers, as it does for partials: the
   worker at fault ends, and the others have the right state. A worker without others compares with itself.
 * If states differ before the step, all workers copy and hash theirs again: perhaps only a copy or a hash was
-  wrong. If the states still differ, a wrong one may have been the origin of gradients since the last
-  comparison, which are now in the totals, and so in the states of all. No worker has a right state any more.
-  The checkpoints that are later than that comparison are removed, and the job ends with `WrongStateError`;
-  the command starts it again from the newest one left. Without one, the job ends for good.
+  wrong. If the states still differ, gradients since the last comparison may come from a wrong state. They are
+  now in the totals, and so in the states of all workers. No worker has a correct state any more. The
+  checkpoints that are later than that comparison are removed, and the job ends with `WrongStateError`; the
+  command starts it again from the newest one left. Without one, the job ends for good.
 
 The copy takes as much memory as the state, during the step.
 """
@@ -49,8 +49,8 @@ class StateBefore(NamedTuple):
     """A copy of the state before a step.
 
     Attributes:
-        owners: whose state it is.
-        arrays: by name, as `TrainingState.load` takes them.
+        owners: the objects whose state it is.
+        arrays: the arrays by name, as `TrainingState.load` takes them.
         hashes: the hashes of the arrays.
         variables: the variables of TensorFlow that are not Keras's, with their values.
     """
@@ -68,12 +68,12 @@ class StateBefore(NamedTuple):
 
 
 class StateVerifier:
-    """Verifies the state of a training in its verified steps.
+    """Verifies the state of training in its verified steps.
 
     Args:
-        job: of this worker.
+        job: the job of this worker.
         backend: the backend of the model.
-        verifications: what the job verifies.
+        verifications: the verifications of the job.
     """
 
     def __init__(self, job: Job, backend: Backend, verifications: Verifications) -> None:
@@ -87,14 +87,14 @@ class StateVerifier:
         """Copy the state before a step, which all workers have; return None if it is not to be verified.
 
         Args:
-            program: whose step it is.
-            state: before the step.
+            program: the program of the step.
+            state: the state before the step.
             label: names the step.
             owners: see `Verifications.compared`.
-            compares: whether to compare it with the others', which they have not done before.
+            compares: whether to compare it with the others', which has not been done yet.
 
         Raises:
-            WrongStateError: a state is wrong, and there is a checkpoint from before.
+            WrongStateError: a state is wrong, and there is an earlier checkpoint.
             DisagreementError: a state is wrong, and there is none.
         """
         if not (self._verifications.drawn and self._verifications.trains) or self._job.joins:
@@ -133,17 +133,16 @@ class StateVerifier:
         label: str,
         again: Callable[[Any], Result] | None = None,
     ) -> Result:
-        """Return the result of a step, once the state after it is right.
+        """Return the result of a step, when the state after it is correct.
 
-        A worker that is at fault ends here.
+        A worker at fault ends here.
 
         Args:
-            before: as `begin` has returned it.
-            program: whose step it is.
+            before: the result of `begin`.
+            program: the program of the step.
             result: the result of the step.
             label: names the step.
-            again: makes the update again from the state before the step, which it is given; None if only the
-                script could.
+            again: makes the update again, given the state before the step; None if only the script could.
 
         Raises:
             WrongStateError: a state is wrong that cannot be computed again, and there is a checkpoint.
@@ -170,8 +169,8 @@ class StateVerifier:
     ) -> None:
         """Roll back if the states of workers differ, to `equal_at`, the last step after which all were equal.
 
-        In a step that was not verified, the workers of a host may have had the same wrong total. So they do
-        not outvote another host.
+        In a step that was not verified, the workers of a host may have had the same wrong total. So they
+        cannot outvote another host.
         """
         verdict, differing = _judged(answers, names, answers)
         if verdict.kind == "equal":
@@ -215,7 +214,7 @@ class StateVerifier:
 def _judged(
     answers: Sequence[Answer], names: Sequence[str], earlier: Sequence[Answer] = ()
 ) -> tuple[Verdict, list[str]]:
-    """Return who is at fault, and the names of the arrays that differ."""
+    """Return the workers at fault, and the names of the arrays that differ."""
     attempts = [hashes for answer in with_earlier(answers, earlier) for hashes in answer.attempts]
     return judge_again(answers, earlier), differing_names(names, attempts)
 

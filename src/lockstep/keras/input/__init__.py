@@ -1,1 +1,1 @@
-"""The input of replicas: inputs of Keras's own loops, and distributed datasets; it computes no step."""
+"""The input of replicas: inputs of Keras's own loops, and distributed datasets. It does not compute steps."""

@@ -1,8 +1,8 @@
 """A `PyDataset` whose batches are divided among the workers of a view, which hand over the rows.
 
 A pass consists of cycles of R batches. At the first step of a cycle, each member makes some of its batches,
-and sends each other member the rows of that member's replicas. In a new view, also within a cycle, the
-members first tell each other which batches they hold: they hand over these, and make only those that no
+and sends each other member the rows of that member's replicas. In a new view, even within a cycle, the
+members first tell each other which batches they hold. They hand over these, and make only the batches that no
 member holds. With members on several hosts, they do so at the first step of each cycle instead, because some
 enter a view one call later than others. Otherwise, a worker that lacks rows makes the batch itself, without a
 call of the exchange. So all members make the same calls, and a batch does not depend on the worker that makes
@@ -90,7 +90,7 @@ def division(
         return _digest(data), draws.drawn, _attributes(read)
 
     try:
-        read = copy.copy(inner)  # A dataset that counts what is read keeps its count.
+        read = copy.copy(inner)  # A dataset that counts its reads keeps its count.
         first, once, attributes = probe(read)
         second, again, after = probe(read)
     except Exception as error:
@@ -110,16 +110,16 @@ def division(
 
 
 class BatchDivision:
-    """The `Reading` of a dataset each of whose batches depends only on its index.
+    """The `Reading` of a dataset in which each batch depends only on its index.
 
     Args:
-        dataset: in the order in which its batches are visited.
+        dataset: the dataset, in the order in which its batches are visited.
         standardize: converts what `__getitem__` returns.
         reader: this worker.
         draws: gives the batches their random states.
 
     Attributes:
-        drawn_elsewhere: the random states from which steps draw, and batches do not.
+        drawn_elsewhere: the random states from which steps draw, but batches do not.
         divides: whether the members of the view divide batches, as they have decided together.
     """
 
@@ -149,7 +149,7 @@ class BatchDivision:
         )
 
     def begin(self) -> Iterator[PendingBatch]:
-        """Begin the next pass; yield its batches, none of which is made yet."""
+        """Begin the next pass; yield its batches, which are not made yet."""
         current = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
         for step in count() if current.count is None else range(current.count):
             try:
@@ -193,7 +193,7 @@ class BatchDivision:
         """Whether the members of a view have not decided yet whether they divide a cycle.
 
         With members on several hosts, some enter a view in the last call before a cycle, and some in its
-        first one. So what they call must not depend on the view: they decide for each cycle.
+        first one. So their calls must not depend on the view, and they decide for each cycle.
         """
         over_hosts = self.reader.job.context.over_hosts
         return over_hosts or cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
@@ -203,7 +203,7 @@ class BatchDivision:
         self.divides, self._decided_in = divides, view.number
 
     def made(self, number: int, step: int, index: int, dataset: Any = None) -> Any:
-        """Make a batch on this thread, of a copy of the dataset if it is given."""
+        """Make a batch on this thread, from a copy of the dataset if there is one."""
         read = self.dataset.inner if dataset is None else dataset
         begun = time.perf_counter()
         (data,) = self.draws.read(number, (step,), [index], lambda items: [read[item] for item in items])
@@ -235,7 +235,7 @@ class _HandOver:
         view: the number of the view.
         steps: the steps of the batches.
         makers: the worker that hands over the batch of a step.
-        plan: for Keras's workers, which read ahead; None if members already hold batches.
+        plan: the plan for Keras's workers, which read ahead; None if members already hold batches.
     """
 
     view: int
@@ -244,16 +244,16 @@ class _HandOver:
     plan: "_Plan | None"
 
     def makers_in(self, view: View) -> Mapping[int, int]:
-        """Return the makers, of which those that a later view lacks are replaced."""
+        """Return the makers, with replacements for those that a later view lacks."""
         there = {step: maker for step, maker in self.makers.items() if maker in view.workers}
         return there if view.number == self.view else with_makers(self.steps, there, view.workers)
 
 
 def with_makers(steps: range, makers: Mapping[int, int], workers: Sequence[int]) -> Mapping[int, int]:
-    """Return `makers`, and of the other steps in turn each of `workers`.
+    """Return `makers`, and one of `workers` in turn for each of the other steps.
 
-    If one step is missing, and not the first one, its batch need not delay the others: every worker makes it
-    in that step.
+    If only one step is missing, and it is not the first one, its batch need not delay the others: every
+    worker makes it in that step.
     """
     missing = [step for step in steps if step not in makers]
     if len(missing) == 1 and missing != [steps.start]:
@@ -318,7 +318,8 @@ class _Pass:
     ) -> None:
         """Hand over rows of the batches from step `first` to the end of its cycle, after making them.
 
-        What `begun` keeps was agreed in an earlier view, which has ended since: that call is complete.
+        The content of `begun` was agreed in an earlier view, which has ended since then: that call is
+        complete.
         """
         worker = self._reader.job.worker
         if len(view.workers) == 1:
@@ -332,7 +333,7 @@ class _Pass:
         if self._division.divides:
             makers = agreed.makers_in(view)
             for step in [step for step in steps if makers.get(step) == worker and not self._holds(step)]:
-                # A batch that fails now is made by every worker in its own step, and fails there.
+                # If a batch fails now, every worker makes it in its own step, where it fails again.
                 with suppress(Exception):
                     self._held[step] = self._made(step, agreed.plan if view.number == agreed.view else None)
             batches = {
@@ -380,7 +381,7 @@ class _Pass:
         )
 
     def _encoded(self, batches: Mapping[int, "HeldRows"], owned: range, replicas: int) -> list[Bytes]:
-        """Return the rows of the `owned` replicas, without batches that have no form to hand over."""
+        """Return the rows of the `owned` replicas, without batches that cannot be handed over."""
         sent = {}
         for step, held in batches.items():
             try:
@@ -422,8 +423,8 @@ class _Pass:
         """Return a batch that one of Keras's workers has read, or make it again.
 
         A thread cannot tell its own draws from those of others. If a random state has changed while it read a
-        batch, the batch is made again with the states of its place. If that gives another one, it does draw:
-        threads read no more batches, because draws in a thread would change those on this one.
+        batch, the batch is made again with the states of its place. If that gives a different batch, it does
+        draw. Then threads stop reading batches, because draws in a thread would change those on this one.
         """
         division, index = self._division, self._index(step)
         if not fetched.failed and fetched.drawn <= division.drawn_elsewhere:
@@ -445,7 +446,7 @@ class _Pass:
 
 
 class _Plan(NamedTuple):
-    """Which batches a worker makes, from step `first` on: in cycles, every batch of its position.
+    """The batches that a worker makes, from step `first` on: in each cycle, those at its position.
 
     Attributes:
         first: a step.
@@ -557,7 +558,7 @@ class _KerasWorkers:
         return fetched
 
     def stop(self, *, wait: bool = False) -> None:
-        """Stop; `wait` until no batch is being read any more."""
+        """Stop; with `wait`, return when no batch is being read any more."""
         if sys.is_finalizing():
             # A pass that was not read to its end is collected last. A thread that starts now never runs.
             return
@@ -574,11 +575,11 @@ class _KerasWorkers:
 
 @dataclass(eq=False, slots=True)
 class HeldPart:
-    """Rows of one part of a batch. Immutable by convention: creating a frozen object takes longer.
+    """Rows of one part of a batch. It is not changed; a frozen object would take longer to create.
 
     Attributes:
         array: the rows.
-        start: the first of them.
+        start: the number of the first of these rows.
         count: the number of rows of the whole part.
     """
 
@@ -603,9 +604,9 @@ class HeldRows:
 
     Attributes:
         parts: the parts of the batch; None for a missing one.
-        pack: packs parts, or what replaces them, in the structure of the batch.
+        pack: packs parts, or their replacements, in the structure of the batch.
         examples: the number of rows of the whole batch.
-        rows: the range that is held.
+        rows: the range of the held rows.
         state: the state of the dataset when the batch was made or handed over.
     """
 
@@ -620,7 +621,7 @@ class HeldRows:
         """Return all rows of a batch, without copying them.
 
         Raises:
-            DataError: it has none.
+            DataError: the batch has no rows.
         """
         leaves, pack = parts_of(data)
         parts: list[HeldPart | None] = []
@@ -636,7 +637,7 @@ class HeldRows:
         return cls(parts, pack, examples, slice(0, examples), state)
 
     def cover(self, rows: slice) -> bool:
-        """Whether these are among the rows held."""
+        """Whether the held rows include these."""
         return bool(self.rows.start <= rows.start and rows.stop <= self.rows.stop)
 
     def read(self, rows: slice) -> Any:
@@ -687,7 +688,7 @@ def encoded(batches: Mapping[int, HeldRows]) -> list[Bytes]:
 
 
 def decoded(sent: Bytes, state: Mapping[str, Any]) -> dict[int, HeldRows]:
-    """Return what `encoded` was given, in the memory of `sent`, or an empty dict for no bytes."""
+    """Return the argument of `encoded`, in the memory of `sent`, or an empty dict for no bytes."""
     if not sent.size:
         return {}
     size = int.from_bytes(sent[:8].tobytes(), "little")
@@ -753,12 +754,12 @@ def _digest(data: Any) -> bytes:
 
 
 def _attributes(dataset: Any) -> dict[str, Any]:
-    """Return the attributes of a dataset: which objects they are, not what these contain."""
+    """Return the identities of a dataset's attributes, not their contents."""
     return dict(getattr(dataset, "__dict__", {}))
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Return the name of an attribute that is another object, or another plain value, than before."""
+    """Return the name of an attribute that is a different object, or a different plain value, from before."""
     for name in before.keys() | now.keys():
         old, new = before.get(name), now.get(name)
         if old is not new and not (type(old) is type(new) and isinstance(old, _PLAIN) and old == new):

@@ -1,6 +1,6 @@
 """One pipeline for all replicas, whose batches they take in turn, as under `tf.distribute.MirroredStrategy`.
 
-Each replica reads the whole pipeline, and keeps its own batches: so any worker can read for any replica.
+Each replica reads the whole pipeline, and keeps its own batches. So any worker can read for any replica.
 """
 
 from collections.abc import Callable, Iterator

@@ -109,7 +109,7 @@ class Optional:
         """Return the element.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no element.
         """
         if not self._elements:
             raise DataError("the dataset has ended: ask has_value() first")

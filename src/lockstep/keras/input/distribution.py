@@ -55,7 +55,7 @@ def distribute(
 def _reading(
     job: Job, stream: Stream, dataset: Any, seed: Callable[[], int], call: Callable[[], int]
 ) -> Reading:
-    """Return how the workers read a dataset of global batches: divided if that gives the same."""
+    """Return how the workers read a dataset of global batches: divided if the result is the same."""
     if job.settings.joint_input or not (is_loader(dataset) or stream.is_tensorflow):
         return StreamReading(stream, job.view.replicas)
     reader = ReadingWorker(job, seed(), call=call)
@@ -85,13 +85,13 @@ def distribute_from_function(
     Args:
         job: the job of the replicas.
         runner: gives each replica its values.
-        dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
-            `InputContext`, with the same result on any worker. Its batches are the replica's own.
+        dataset_fn: creates the dataset of a replica from its `InputContext`. The dataset can be of any kind
+            that `distribute` accepts, must be the same on any worker, and has the replica's own batches.
         seed: returns the seed of all pipelines; called only if there are several replicas.
         in_turn: whether there is one pipeline, whose batches the replicas take in turn.
 
     Raises:
-        DataError: its elements have no examples to count.
+        DataError: its elements do not have examples to count.
     """
     if job.view.replicas == 1:
         return dataset_fn(InputContext())
@@ -155,6 +155,6 @@ _OFF = (
 
 
 def explain_sharding(job: Job, dataset: Any) -> None:
-    """Print a note, once and on the chief, on what Lockstep does with the auto-shard policy OFF."""
+    """Print a note, once and on the chief, on how Lockstep handles the auto-shard policy OFF."""
     if policy_of(dataset) == "OFF":
         note_once(job, _OFF)

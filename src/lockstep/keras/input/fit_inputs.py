@@ -1,10 +1,10 @@
 """The inputs of `fit`, `evaluate` and `predict` as global batches, in adapters like Keras's own.
 
 A `PyDataset` may change in `on_epoch_end`, so its number of batches and their order are those at the
-beginning of each pass. To find out whether a dataset that holds an iterator can be divided, nothing is read
-from it. The adapter of a generator, which reads two batches, is made when Keras makes its own: inputs may
-share a generator. Parts of a batch with different numbers of rows are shared out in proportion where that is
-possible, and refused where it is not.
+beginning of each pass. The test whether a dataset that holds an iterator can be divided does not read from
+it. The adapter of a generator, which reads two batches, is made when Keras makes its own, because inputs may
+share a generator. Parts of a batch with different numbers of rows are divided in proportion if possible, and
+refused otherwise.
 """
 
 import struct
@@ -89,12 +89,12 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     Args:
         inner: Keras's adapter, for sizes and conversions.
-        unsplit: yield Keras's own batches instead: with one replica, there is nothing to split.
+        unsplit: whether to yield Keras's own batches instead, because one replica has nothing to split.
 
     Attributes:
-        held: the number of bytes of arrays in memory that this worker reads rows of.
-        plain_first: the next pass yields only one of Keras's own batches, to call a model on.
-        before_pass: called before anything is drawn or read for a pass.
+        held: the number of bytes of arrays in memory from which this worker reads rows.
+        plain_first: whether the next pass yields only one of Keras's own batches, to call a model on it.
+        before_pass: called before drawing or reading for a pass.
         grouping: makes the batches of outer steps; None without local steps.
     """
 
@@ -107,7 +107,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         self.grouping: LocalGrouping | None = None
 
     def batches(self) -> Iterator[Batch | PendingBatch]:
-        """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
+        """Begin the next pass over the input; yield its global batches, which may not be read yet."""
         raise NotImplementedError
 
     @property
@@ -120,7 +120,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         return {"data reading": str(self.way)}
 
     def first(self) -> Any:
-        """Return a batch as Keras reads one to build a model on JAX and PyTorch; does not count as a pass.
+        """Return a batch as Keras reads one to build a model on JAX and PyTorch. It does not count as a pass.
 
         It draws from the random states as Keras does.
         """
@@ -141,7 +141,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         except StopIteration:
             return False
         except DataError as error:
-            # Of another error, the other workers may know nothing.
+            # The other workers may not know of another error.
             if str(error) != NO_EXAMPLES:
                 raise
             return False
@@ -321,7 +321,7 @@ class ArrayInput(GlobalInput):
 class DatasetInput(GlobalInput):
     """A `PyDataset`: a batch of it is a global batch.
 
-    Batches that depend on nothing but their index are divided among the workers; others are read by all.
+    Batches that depend only on their index are divided among the workers. All workers read other batches.
     """
 
     def __init__(
@@ -347,7 +347,8 @@ class DatasetInput(GlobalInput):
     def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
         """Begin the next pass; yield its global batches.
 
-        Keras's readers end with the pass: across epochs they would drop batches that they have read ahead.
+        Keras's readers end with the pass, because across epochs they would drop batches that they have read
+        ahead.
         """
         self.before_pass()
         draw_as_a_loader()
@@ -368,7 +369,7 @@ class DatasetInput(GlobalInput):
             readers.on_epoch_end()
 
     def _next_pass(self) -> Iterator[Any]:
-        """Begin a pass; if nothing is split, yield Keras's own batches, sparse ones too."""
+        """Begin a pass; if nothing is split, yield Keras's own batches, including sparse ones."""
         if not self._unsplit or self.plain_first:
             return super()._next_pass()
         self.before_pass()
@@ -376,7 +377,7 @@ class DatasetInput(GlobalInput):
         return map(_own_batch, self._read_by_keras())
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches, which are compared when they are read, and how that is done."""
+        """Describe the number of batches, which are compared when they are read, and how they are read."""
         facts = super().facts()
         facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         order = self._dataset.fact()
@@ -410,7 +411,7 @@ class DatasetInput(GlobalInput):
             _sampled[self._dataset.inner] = self._sampled[0]
 
     def get_tf_dataset(self) -> Any:
-        """Return the input of the train function; read the samples that Keras reads, unless they are divided.
+        """Return the input of the train function; read Keras's samples unless the batches are divided.
 
         A dataset that is not divided may yield other batches after each read.
         """
@@ -486,10 +487,10 @@ class JointReading:
 
 
 class LateAdapter(DataAdapter):  # type: ignore[misc]
-    """Keras's adapter of a generator, made when Keras asks for the number of batches: it reads two batches.
+    """Keras's adapter of a generator, made when Keras asks for the number of batches, for which it reads two.
 
-    Until then, another input may take batches from the same generator, as when one feeds both the training
-    and the validation.
+    Until then, another input may take batches from the same generator, for example if one generator feeds
+    both training and validation.
 
     Args:
         make: makes the adapter.
@@ -564,17 +565,17 @@ class StreamInput(GlobalInput):
         return self._inner.get_tf_dataset() if self._unsplit else self
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass: at the end of an epoch, Keras also begins one, which draws the seeds of shuffles."""
+        """Begin a pass. At the end of an epoch, Keras also begins one, which draws the seeds of shuffles."""
         return map(_tensors, self._next_pass())
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches, which are compared when they are read, and how that is done."""
+        """Describe the number of batches, which are compared when they are read, and how they are read."""
         return super().facts() | {"data": f"{self._kind} of {self.known_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
 
-        On TensorFlow, where Keras reads no batch before training, return zeros of the same kind.
+        On TensorFlow, Keras does not read a batch before training, so return zeros of the same kind.
         """
         if self._unsplit and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
@@ -584,7 +585,7 @@ class StreamInput(GlobalInput):
         """Return the first batch of the next pass, which still yields it.
 
         Raises:
-            DataError: there is none.
+            DataError: the pass has no batch.
         """
         if self._unsplit and keras.backend.backend() == "tensorflow":
             return self.first()
@@ -725,12 +726,12 @@ def global_input(
         sample_weight: their weights.
         batch_size: the global batch size, for arrays.
         steps: the number of steps in an epoch.
-        shuffle: whether arrays and a `PyDataset` are visited in another order.
+        shuffle: whether arrays and a `PyDataset` are visited in a random order.
         class_weight: weights by class.
-        seed: determines that order.
+        seed: the seed of that order.
         unsplit: see `GlobalInput`.
         reader: this worker.
-        in_order: whether the order of the examples counts, so that replicas have no shards of their own.
+        in_order: whether the order of the examples counts, so that replicas do not have their own shards.
 
     Raises:
         DataError: an input of this type, or in this combination, is not supported.
@@ -805,7 +806,7 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, class_weig
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Split off the last `fraction` of the rows, as Keras does: ((x, y, weight), (x, y, weight))."""
     data = (x, y, sample_weight)
-    # Keras would read all of an array on disk; it splits the numbers of the rows instead.
+    # Keras would read all of an array on disk. This splits the numbers of the rows instead.
     numbered = keras.tree.map_structure(
         lambda leaf: leaf if stored(leaf) is None else np.arange(len(leaf)), data
     )
@@ -821,7 +822,7 @@ def _half(leaf: Any, half: Any) -> Any:
 
 
 def _rows_of(leaf: Any) -> Any:
-    """Return a form of an array of which rows can be read: Keras's own if it is in memory. None has none."""
+    """Return an array in a form with rows that can be read, such as Keras's own; None for None."""
     array = stored(leaf)
     return sliceable(leaf) if array is None else array
 
@@ -838,11 +839,11 @@ def _reader(leaf: Any) -> Callable[[Indices], Any]:
 
 
 def _read_nothing(indices: Indices) -> None:
-    """Read a missing array: return None."""
+    """Return None for a missing array."""
 
 
 def _begin(stream: DataAdapter) -> Iterator[Any]:
-    """Begin a pass, and draw random numbers as Keras does, which begins a backend's own inputs at once."""
+    """Begin a pass, and draw random numbers as Keras does, which begins backends' own inputs at once."""
     backend = keras.backend.backend()
     if isinstance(stream, TorchDataLoaderAdapter) and backend == "torch":
         return map(keras_batch, iter(stream.get_torch_dataloader()))
@@ -880,7 +881,7 @@ def _to_the_end(batches: Iterator[Any], count: int | None) -> Iterator[Any]:
 def _read_ahead(dataset: Any) -> Any:
     """Return a dataset without autotuning that reads one element ahead, as an autotuned one would.
 
-    Reading two ahead would cost more than it gains, because the memory would not be reused.
+    Reading two elements ahead would cost more than it gains, because the memory would not be reused.
     """
     freed = easily_freed(dataset)
     return freed if freed is dataset or "Prefetch" in type(dataset).__name__ else freed.prefetch(1)
@@ -922,5 +923,5 @@ def _tensor(leaf: Any) -> Any:
 
 def _zeros(spec: Any) -> Any:
     if not hasattr(spec, "dtype"):
-        return None  # tf.data's representation of a missing leaf.
+        return None  # This is tf.data's representation of a missing leaf.
     return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)

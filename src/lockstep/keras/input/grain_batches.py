@@ -40,7 +40,7 @@ class GrainBatches(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def grain_batches(dataset: Any) -> "GrainBatches | str":
-    """Return the batches of a dataset or loader of Grain, or why they have no indices."""
+    """Return the batches of a Grain dataset or loader, or why they do not have indices."""
     if not isinstance(dataset, sys.modules["grain"].MapDataset):
         return "grain reads it in its own order; a grain.MapDataset of batches returns any of them"
     waiting = [dataset]

@@ -5,10 +5,10 @@ on the process that reads it, on the items read before, or on the number of repl
 reads twice has two positions, so it draws twice.
 
 The states are those of Python, NumPy, PyTorch (except for its devices), Keras's operations without a seed,
-and TensorFlow's eager operations. The states of the program stay as they are.
+and TensorFlow's eager operations. The program's states do not change.
 
 Comparing the states before and after a fetch costs less than seeding them for each item: only if they have
-changed, the items are read again, each with its own states.
+changed are the items read again, each with its own states.
 """
 
 import random
@@ -65,11 +65,11 @@ class ItemDraws:
 
         Args:
             number: the number of the pass, from 0.
-            positions: the positions of the items in the pass, from 0; may be iterated more than once.
+            positions: the positions of the items in the pass, from 0, which may be iterated more than once.
             items: the items to read.
-            fetch: returns a result for each of the items that it gets; is called again for each item alone
-                if one of them draws, and again if one of them imports a framework, which could not be seeded
-                before.
+            fetch: returns a result for each of its items. It is called again for each item alone if one of
+                them draws, and again if one of them imports a framework, which could not be seeded before the
+                import.
         """
         while True:
             frameworks = imported_frameworks()
@@ -110,7 +110,7 @@ def states_kept() -> Iterator[dict[str, Any]]:
 
 
 def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
-    """Return states with those of frameworks that were imported since, as they were after the import."""
+    """Return states with those of frameworks imported since then, as they were after the import."""
     if TENSORFLOW_CONTEXT in sys.modules and "tensorflow" not in before:
         seed, _ = tensorflow_random_state()
         before["tensorflow"] = seed, random.Random(seed)
@@ -122,7 +122,7 @@ def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
 class _Draws:
     """The random states in a block in which items are read: those of the program, until they are seeded.
 
-    After the block, the program's states are as they were. An object serves one block after the other.
+    After the block, the program's states have their old values. An object can serve several blocks in turn.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class _Draws:
         if self._changed:
             restore_states(_after_imports(before))
             return
-        # Takes less time than comparing all states once more.
+        # This takes less time than comparing all states once more.
         set_global_generator(before["keras"][1])
         if "tensorflow" in before:
             set_tensorflow_random_state(tensorflow_random_state()[0], before["tensorflow"][1])
@@ -184,7 +184,7 @@ class _Draws:
 
 
 class _Operations:
-    """TensorFlow's operations in a block: others replace them, which draw from the states of the block."""
+    """TensorFlow's operations in a block: replacements that draw from the states of the block."""
 
     def __init__(self) -> None:
         from lockstep.keras import tf_random_ops

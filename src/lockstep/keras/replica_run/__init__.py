@@ -1,1 +1,1 @@
-"""Runs functions of the script on replicas: `strategy.run` and `strategy.steps`; nothing of `fit`."""
+"""Runs functions of the script on replicas: `strategy.run` and `strategy.steps`. It does not know `fit`."""

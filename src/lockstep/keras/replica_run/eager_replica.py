@@ -37,7 +37,7 @@ class VariableChanges:
     Attributes:
         late: the metrics and seeds that the function has assigned although they were not prepared.
         assigned_new: whether the function has assigned variables that it has created, such as those of a
-            layer that it has built, which will exist the next time.
+            layer that it has built. They will exist the next time.
     """
 
     def __init__(self, backend: EagerBackend, prepared: Iterable[Any]) -> None:
@@ -54,7 +54,7 @@ class VariableChanges:
 
     @contextmanager
     def as_replica(self, replica: int) -> Iterator[None]:
-        """Within the block, variables have a replica's values; afterwards, their values from before."""
+        """Within the block, variables have a replica's values; afterwards, they have their old values."""
         try:
             for variable in self._prepared.values():
                 self._save(variable)
@@ -73,7 +73,7 @@ class VariableChanges:
                     variable.assign(value)
 
     def on_create(self, variable: Any) -> None:
-        """Note a variable that belongs to the computation alone."""
+        """Note a variable that belongs only to the computation."""
         self._created[id(variable)] = variable
 
     def on_assign(self, variable: Any) -> None:
@@ -155,7 +155,7 @@ def kind_of(variable: Any) -> StateKind:
     """Return how the replicas' values of a variable that a function assigns are combined.
 
     Raises:
-        ModelError: it is a weight.
+        ModelError: the variable is a weight.
     """
     if (kind := declared_kind(variable.aggregation, KERAS_SEED in variable.name)) is not None:
         return kind
@@ -191,7 +191,7 @@ class FunctionProfile:
         arrays: the arrays that it names.
         rounds: the rounds that it takes.
         prepared: the metrics and seeds that it assigns.
-        completed: whether it has run to its end before.
+        completed: whether it has already run to its end.
     """
 
     function: Any
@@ -210,7 +210,7 @@ class EagerExecution:
         profile: the profile of the function.
         arguments: its positional arguments and its keyword arguments.
         seed: determines random numbers.
-        inputs: the values among the arguments of which each replica has its own.
+        inputs: the values among the arguments that differ between replicas.
         merges: the merges of the rounds that have begun.
         nest: the function's result.
         outputs: the leaves, except None, that the replicas computed here have returned.
@@ -282,7 +282,7 @@ class ReplicaComputation:
     def _attempt(
         self, execution: EagerExecution, earlier: Sequence[Total], replica: int
     ) -> dict[str, Any] | None:
-        """Return a replica's partial, or None if it must compute again, because the profile has changed."""
+        """Return a replica's partial, or None if it must compute again because the profile has changed."""
         rounds = execution.profile.rounds
         changes = VariableChanges(self._backend, execution.profile.prepared)
         seed = seed_of_replica(execution.seed, replica)

@@ -5,7 +5,7 @@ changes that a computation makes to them are undone, and made once from the tota
 `lockstep.keras.backends.multi_update` for functions that take several rounds.
 
 The objects that a function names are treated like a model's attributes, but a function is never computed
-twice to look for state out of reach.
+twice to find state out of reach.
 """
 
 import weakref
@@ -139,7 +139,7 @@ class EagerRunner:
         return [PerReplica(values, leaf, self._rounds.owned) for leaf in range(len(values.specs))]
 
     def _profile(self, function: Any) -> FunctionProfile:
-        """Return the profile of a function object; two functions with the same code have two profiles."""
+        """Return the profile of a function object. Two functions with the same code have two profiles."""
         key = (id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function)))
         profile = self._profiles.pop(key, None) or FunctionProfile(
             function, PythonOfReplicas.of_function(function, self._backend.to_numpy), NamedArrays(function)
@@ -176,7 +176,7 @@ class EagerRunner:
 
     def _returned(self, execution: EagerExecution, last: FunctionRound, total: Total) -> Any:
         """Return the function's result, with a PerReplica for each leaf that is not None."""
-        # A replica that this worker only verifies is computed for another one.
+        # A replica that this worker only verifies is computed for another worker.
         owned = frozenset(self._rounds.owned)
         outputs = {replica: leaves for replica, leaves in execution.outputs.items() if replica in owned}
         like = next(iter(outputs.values()))
@@ -262,6 +262,6 @@ class EagerRound(FunctionRound):
 
 
 def _sources(arguments: Any) -> list[Values]:
-    """Return the values that the leaves of arguments belong to, each once."""
+    """Return the values to which the leaves of arguments belong, each once."""
     origins = [origin for leaf in keras.tree.flatten(arguments) if (origin := origin_of(leaf))]
     return list({id(source): source for source, _ in origins}.values())

@@ -4,9 +4,9 @@ The graph is built once, but the replicas that this worker computes may change w
 requests one replica after the other from Python, computes it, and passes its partial to Python, until no
 replica is left and the partials are summed.
 
-So a graph serves any number of workers, also when it changes. Python calls no function of TensorFlow
-meanwhile, because TensorFlow's only thread for operations waits for Python. Elements of datasets and results
-are in a store in Python, and the graph has their handles (`keras/per_replica.py`).
+So a graph serves any number of workers, even when the number changes. Python does not call functions of
+TensorFlow meanwhile, because TensorFlow's only thread for operations waits for Python. Elements of datasets
+and results are in a store in Python, and the graph has their handles (`keras/per_replica.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,7 +107,7 @@ class GraphRun:
         with tf.control_dependencies(self._applied(totals)):
             handle = call_python(self._finish, [], tf.int64)
         handle.set_shape(())
-        # What traces the function belongs to what computes it.
+        # The code that traces the function belongs to the code that computes it.
         self._job.timer.lap("compute")
         tensors = iter(symbolic(handle, self._scheduler.store, self._outputs))
         return keras.tree.pack_sequence_as(
@@ -322,7 +322,7 @@ class GraphRun:
         return {name: tf.convert_to_tensor(leaf) for name, leaf in merger.partial.items()}, results
 
     def _filled(self, tensors: Sequence[Any]) -> Any:
-        """Return the function's arguments, with `tensors` instead of each PerReplica and tensor."""
+        """Return the function's arguments, with `tensors` in place of each PerReplica and tensor."""
         own_values, shared = iter(tensors[: len(self._per_replica)]), iter(tensors[len(self._per_replica) :])
 
         def value(leaf: Any) -> Any:
@@ -392,7 +392,7 @@ class GraphExecution:
 
     Attributes:
         inputs: the values of each PerReplica among the arguments, and the position of its leaf in them.
-        seed: determines the random numbers that no variable determines.
+        seed: the seed of the random numbers that do not follow from a variable.
         rounds: the rounds that have begun.
         totals: the totals of the rounds that are summed.
         outputs: the results, except single numbers, of this worker's replicas.
@@ -445,7 +445,7 @@ class ReplicaScheduler:
         self._execution = GraphExecution(inputs, seed)
 
     def next_replica(self, number: int, layout: PartialLayout | None) -> int:
-        """Return the next replica to compute in round `number`; NONE_LEFT once the round is summed.
+        """Return the next replica to compute in round `number`; NONE_LEFT if the round is summed.
 
         Args:
             number: the number of the round, from 0.
@@ -489,7 +489,7 @@ class ReplicaScheduler:
                 columns.append(dict(enumerate(gathered_scalars(bits, np.dtype(spec.dtype)))))
             else:
                 at = next(local)
-                # A replica that this worker only verifies is computed for another one.
+                # A replica that this worker only verifies is computed for another worker.
                 owned = [replica for replica in self._rounds.owned if replica in execution.outputs]
                 columns.append({replica: execution.outputs[replica][at] for replica in owned})
         sources = execution.sources

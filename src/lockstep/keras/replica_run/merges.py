@@ -1,13 +1,13 @@
-"""Merges: what the replicas of a `strategy.run` compute together, such as updates, sums and joins.
+"""Merges: joint computations of the replicas of a `strategy.run`, such as updates, sums and joins.
 
 A function of `strategy.run` merges where it applies an optimizer of Keras, which sums the gradients over the
 replicas first, or calls `all_reduce` or `all_gather`. Each merge ends a round (see
 `lockstep.keras.backends.multi_update`), unless the function continues without its result.
 
-The backward pass of `all_reduce` and `all_gather` is a merge, too: the gradient of a reduce is another
+The backward pass of `all_reduce` and `all_gather` is also a merge: the gradient of a reduce is another
 reduce, so the backends' custom gradients call `all_reduce`. Gradients are summed; the loss in the function
 contains the divisor. Single numbers that the function returns travel with the last round, so
-`strategy.reduce` of a loss needs no further reduce.
+`strategy.reduce` of a loss does not need a further reduce.
 """
 
 import functools
@@ -61,7 +61,7 @@ class Replica:
 
     Attributes:
         number: its id; a scalar tensor in a graph that serves all replicas.
-        merger: merges what it computes with the other replicas.
+        merger: merges its values with those of the other replicas.
     """
 
     number: Any
@@ -84,8 +84,7 @@ def computing_as(replica: Replica | None) -> AbstractContextManager[None]:
 def install() -> None:
     """Patch the updates of all optimizers, once per process, so that replicas merge their gradients.
 
-    Those of the program's own classes are patched, too, also of later ones: what they do with gradients, they
-    do with the sum.
+    This includes the program's own classes, even those defined later: their updates get the summed gradients.
     """
     if PATCHES.has(__name__):
         return
@@ -115,7 +114,7 @@ def _patch(kind: type) -> None:
         if "stateless_apply" in vars(owner):
             _wrap(owner, "stateless_apply", _apply_separately)
     owner = definer(kind, "apply_gradients")
-    # Keras's own calls `apply`.
+    # Keras's own method calls `apply`.
     is_own = owner is not definer(keras.optimizers.Optimizer, "apply_gradients")
     if is_own and not _is_patched(owner, "apply_gradients"):
         _wrap(owner, "apply_gradients", functools.partial(_merging_apply_gradients, owner.apply_gradients))
@@ -130,7 +129,7 @@ def _wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
 
 
 def _apply_separately(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `stateless_apply`, which changes no variable, so that each replica calls it separately."""
+    """Call `stateless_apply`, which does not change variables, so each replica calls it separately."""
     with computing_as(None):
         return original(*args, **kwargs)
 
@@ -141,7 +140,7 @@ def _merging_apply(
     """Call an `apply`, in a replica with the gradients of all replicas.
 
     Args:
-        method: the `apply`, whose parameters count.
+        method: the `apply`, whose parameters apply.
         original: calls it.
         args: the optimizer, or another object that inherits the method, and other positional arguments.
         kwargs: the keyword arguments.
@@ -164,7 +163,7 @@ def _merging_apply_gradients(
         return original(*args, **kwargs)
     call = _call_of("apply_gradients", method, original, *args, **kwargs)
     result = replica.merger.apply(args[0], *call.gradients_and_variables, call)
-    # A later update returns nothing here; Keras's own method returns this.
+    # A later update does not return anything here; Keras's own method returns this.
     return args[0].iterations if result is None else result
 
 
@@ -231,7 +230,7 @@ class RoundMerger(UpdateRecorder):
         earlier: the merges of earlier rounds.
         totals: the totals of these merges.
         repeat: makes the update of the earlier round whose number it gets.
-        on_update: is called with the round's own update if the function continues after it.
+        on_update: called with the round's own update if the function continues after it.
         replica: the id of the replica; a scalar tensor in a graph that serves all replicas.
         replicas: R.
         custom_gradient: defines the gradients of merges.
@@ -263,8 +262,8 @@ class RoundMerger(UpdateRecorder):
         """See `UpdateRecorder.apply`.
 
         Raises:
-            ModelError: the program has set an update of its own on the optimizer, which has already got the
-                gradients of one replica.
+            ModelError: the program has set an update of its own on the optimizer, which has already received
+                the gradients of one replica.
         """
         if own := sorted({"apply", "apply_gradients"} & vars(optimizer).keys()):
             raise ModelError(
@@ -275,7 +274,7 @@ class RoundMerger(UpdateRecorder):
 
     @property
     def merge(self) -> Merge | None:
-        """The round's own merge, once the function has reached it."""
+        """The round's own merge, after the function has reached it."""
         if self.update is not None:
             names = (None if g is None else f"{SUMMED}{i}" for i, g in enumerate(self.gradients))
             return Merge(tuple(names), self.update)
@@ -324,7 +323,7 @@ class RoundMerger(UpdateRecorder):
         return keras.tree.pack_sequence_as(value, self._gathered(axis, leaves))
 
     def _reduced(self, op: Op, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Reduce. The gradient of a sum over the replicas is such a sum, in the backward pass."""
+        """Reduce values. The gradient of a sum over the replicas is such a sum, in the backward pass."""
 
         def merge(leaves: Sequence[Any]) -> list[Any]:
             totals = self._merged([f"{SUMMED}{i}" for i in range(len(leaves))], leaves)
@@ -333,7 +332,7 @@ class RoundMerger(UpdateRecorder):
         return self._differentiably(leaves, merge, lambda upstream: self._reduced(op, upstream))
 
     def _gathered(self, axis: int, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Join. A replica's gradient is its own slice of the sum of all replicas' gradients."""
+        """Join values. A replica's gradient is its own slice of the sum of all replicas' gradients."""
         sizes: list[Any] = []
         floats = _floating(leaves)
 

@@ -1,6 +1,6 @@
 """Arrays and tensors that a function of `strategy.run` names: replicas must not change them in place.
 
-They are in global variables and variables of enclosing functions, or in lists, tuples and dicts there. Each
+They are in global variables, in variables of enclosing functions, or in lists, tuples and dicts there. Each
 worker would change them once for each of its replicas. Arrays of JAX and tensors of TensorFlow cannot change.
 """
 
@@ -14,7 +14,7 @@ from lockstep.keras.reached_objects import places_named_by
 
 
 class NamedArrays:
-    """The arrays of NumPy and the tensors of PyTorch that a function names. Large arrays do not count."""
+    """The NumPy arrays and PyTorch tensors that a function names. Large arrays do not count."""
 
     def __init__(self, function: Any) -> None:
         self._places = places_named_by(function)

@@ -39,8 +39,8 @@ class RunRounds:
     Attributes:
         job: the job of this worker.
         to_numpy: returns an array of the backend as NumPy sees it.
-        next_seed: returns the seed of the next run. Draws from the script's random states would change what
-            it draws afterwards, such as the initial weights of its next model.
+        next_seed: returns the seed of the next run. Draws from the script's random states would change its
+            later draws, such as the initial weights of its next model.
     """
 
     def __init__(self, job: Job, to_numpy: Callable[[Any], Array], next_seed: Callable[[], int]) -> None:
@@ -83,7 +83,7 @@ class RunRounds:
     def total(self, round_: "FunctionRound") -> Total:
         """Return the total of a round of a function, valid until the next call.
 
-        If replicas contribute nothing, the total is empty, and no worker waits for another.
+        If replicas do not contribute, the total is empty, and no worker waits for another.
 
         Raises:
             PeerLostError: a worker was lost in a loop that Lockstep does not drive.
@@ -99,7 +99,7 @@ class RunRounds:
         return total
 
     def merged(self, round_: Round) -> Total:
-        """Return the total of a round that merges values which replicas have computed before."""
+        """Return the total of a round that merges values which replicas have already computed."""
         self.job.timer.lap("compute")
         return self._summed(round_, self._exchange(round_.sum, round_.catching_up))
 
@@ -118,7 +118,7 @@ class RunRounds:
         self._exchange(lambda _, communicator: compare_all(self.job, communicator, label, facts))
 
     def compare_hosts(self) -> None:
-        """Before the first call of `strategy.run` in a loop of the script, check what hosts must share.
+        """Before the first `strategy.run` in a loop of the script, check the facts that hosts must share.
 
         Raises:
             DisagreementError: hosts differ.
@@ -149,10 +149,10 @@ class FunctionRound(Round):
     """A round of `strategy.run` or `strategy.reduce`.
 
     Args:
-        rounds: sum the round.
+        rounds: the rounds of this worker, which sum the round.
         label: names it in messages.
-        sources: the values that the replicas compute from.
-        seed: 64 bits that determine the random numbers that no variable determines.
+        sources: the values from which the replicas compute.
+        seed: the seed, of 64 bits, of the random numbers that do not follow from a variable.
         layout: the layout of the partials; None if their shapes are unknown.
     """
 

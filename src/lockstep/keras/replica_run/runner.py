@@ -27,7 +27,7 @@ class Runner(Protocol):
         """Run `function` on each replica, and return its result, with a PerReplica for each leaf.
 
         Args:
-            function: the function of a replica; changes variables of Keras only as layers, metrics and
+            function: the function of a replica. It changes variables of Keras only as layers, metrics and
                 optimizers do.
             args: its arguments. Each replica gets its own value of each PerReplica in them.
             kwargs: its keyword arguments, likewise.
@@ -47,7 +47,7 @@ class Runner(Protocol):
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas of each leaf of a nest, joined along an axis.
 
-        A leaf that is the same on all replicas stays as it is, as in `tf.distribute`.
+        A leaf that is the same on all replicas is not changed, as in `tf.distribute`.
         """
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
@@ -66,14 +66,14 @@ class Runner(Protocol):
 
 
 class SingleReplicaRunner:
-    """The `Runner` of a job with one replica: nothing to split, and nothing to combine."""
+    """The `Runner` of a job with one replica, which has nothing to split or combine."""
 
     def scope(self) -> AbstractContextManager[None]:
         """Return a context that changes nothing."""
         return nullcontext()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call the function, which AutoGraph converts in a graph, as where there are several replicas."""
+        """Call the function, which AutoGraph converts in a graph, as with several replicas."""
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.backends.tf_graphs import as_in_its_graph
 

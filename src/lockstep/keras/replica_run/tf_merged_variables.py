@@ -5,7 +5,7 @@ is a merge: it assigns the sum, the mean or replica 0's value. `scatter_add` and
 all replicas, divided by R for a mean, or those of replica 0. This does not apply to variables that are
 synchronized on read.
 
-The only file that patches how TensorFlow's variables are assigned.
+This is the only file that patches how TensorFlow's variables are assigned.
 """
 
 import functools
@@ -79,7 +79,7 @@ def created_in_scope(replicas: int) -> Callable[..., Any]:
 
 
 def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
-    """Raise ModelError if a graph changes merged `variables` other than by the patched assignments."""
+    """Raise ModelError if a graph changes merged `variables` in a way other than patched assignments."""
     names = {id(variable.handle): variable.name for variable in variables if is_merged(variable)}
     inside = {id(inner): names[id(outer)] for outer, inner in graph.captures if id(outer) in names}
     for operation in graph.get_operations():
@@ -100,7 +100,7 @@ def is_on_read(variable: tf.Variable) -> bool:
 def _takes_first_value(variable: tf.Variable, *assigned_values: Any) -> bool:
     """Whether replicas merge by taking replica 0's value, because the values given to them may differ.
 
-    A value that is equal on all replicas, such as that of a counter, each replica assigns without a merge.
+    If a value is equal on all replicas, such as that of a counter, each replica assigns it without a merge.
     """
     is_first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     if not is_first or variable.dtype == tf.string or is_on_read(variable) or is_assigning():
@@ -160,7 +160,7 @@ def _scatter(method: str, original: Any, variable: Any, sparse_delta: Any, *args
 
 
 def _merging_replica(variable: tf.Variable) -> Replica | None:
-    """Return the replica whose function changes a variable of TensorFlow's, or None if nothing is to merge.
+    """Return the replica whose function changes a TensorFlow variable, or None if there is nothing to merge.
 
     Raises:
         ModelError: the function runs eagerly, and the variable belongs to the script.
@@ -181,7 +181,7 @@ def _op_of(variable: tf.Variable) -> Op:
     """Return how replicas merge the values that they assign to a merged variable.
 
     Raises:
-        ModelError: it has no mean.
+        ModelError: the variable does not have a mean.
     """
     op = _OPS[variable.aggregation]
     if op == "mean" and not (variable.dtype.is_floating or variable.dtype.is_complex):

@@ -1,8 +1,8 @@
-"""`strategy.run` on TensorFlow, also in `tf.function`.
+"""`strategy.run` on TensorFlow, including in `tf.function`.
 
 A replica's computation is a function of the graph. A loop in the graph calls it for the replicas that Python
-schedules; between rounds, Python sums. Python calls no function of TensorFlow meanwhile, because TensorFlow's
-only thread for operations waits for Python.
+schedules; between rounds, Python sums. Python does not call functions of TensorFlow meanwhile, because
+TensorFlow's only thread for operations waits for Python.
 """
 
 from collections import OrderedDict

@@ -1,8 +1,8 @@
 """The state of callbacks as plain values, so that callbacks in another process can continue with it.
 
-It excludes settings and paths, which come from the script. Of Keras's callbacks, it has the attributes listed
-here. Of others, it has the attributes that have changed since the call began, if they are numbers, arrays, or
-lists and dicts of them.
+It excludes settings and paths, which come from the script. For Keras's callbacks, it has the attributes
+listed here. For other callbacks, it has the attributes that have changed since the call began, if they are
+numbers, arrays, or lists and dicts of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def lasting(callbacks: Sequence[Any]) -> list[Any]:
 
 
 def listeners(callbacks: Any, model: Any) -> list[Any]:
-    """Return the callbacks of a call, each once, with Keras's own `History` of a `fit` of a model."""
+    """Return a call's callbacks, each once, with Keras's own `History` in a `fit` of a model."""
     listening = [*listed(callbacks), *([] if model is None else [model.history])]
     return list({id(callback): callback for callback in listening}.values())
 

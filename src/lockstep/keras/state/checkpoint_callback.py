@@ -269,7 +269,7 @@ class ScriptCheckpoints:
             return _HostFinding(job.worker, host, refusal=str(error), notes=tuple(notes))
 
     def _lock(self, claim: FolderLock) -> str:
-        """Lock the folder for this job, and return why that is impossible."""
+        """Lock the folder for this job, and return why this is impossible; empty if it is locked."""
         try:
             claim.acquire()
         except LockstepError as error:
@@ -320,7 +320,7 @@ class ScriptCheckpoints:
     def _receive_parts(
         self, label: str, parts: Iterator[tuple[int, bytes]] | None, arriving: ArrivingCheckpoint | None
     ) -> str:
-        """Send and receive the parts of a checkpoint, and return why this worker cannot do so, if it cannot.
+        """Send and receive the parts of a checkpoint; if this worker cannot, return why.
 
         Args:
             label: names the call.
@@ -350,9 +350,9 @@ class ScriptCheckpoints:
                 failure = str(error)
 
     def _complete(self, label: str, arriving: ArrivingCheckpoint | None) -> str:
-        """Complete the copies, and return why this worker cannot complete its own, if it cannot.
+        """Complete the copies; if this worker cannot complete its own, return why.
 
-        Meanwhile, the workers meet every second, so that a worker with a slow disk does not seem to be stuck.
+        Meanwhile, the workers meet every second, so that a worker with a slow disk does not seem stuck.
 
         Args:
             label: names the call.

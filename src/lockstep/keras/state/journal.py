@@ -109,12 +109,12 @@ class Journal:
         """Record a call that has finished or ended with an error, and the random states at its end.
 
         Args:
-            result: what is kept of it.
+            result: the part of its result to keep.
             methods: the number of calls of each method at its end.
             taken: the number of training steps at its end.
             failure: the error that ended it, if any.
             key: the key of its turn.
-            held: what reading changes in its inputs.
+            held: the states in its inputs that reading changes.
         """
         number = len(self._codes)
         if key:
@@ -139,9 +139,9 @@ class Journal:
         self._release(number if changed else None, held)
 
     def _release_values(self, number: int, result: Any) -> None:
-        """Release the large values of variables of Python that earlier calls have, and this one, too.
+        """Release large values of Python variables that both this call and earlier calls have.
 
-        As in `_release`, small ones stay, since the script may read them between the calls.
+        As in `_release`, small values stay, because the script may read them between the calls.
         """
         for entry in _values_of(result):
             earlier = self._values.get((entry[0], entry[1]), {})
@@ -155,14 +155,14 @@ class Journal:
                 self._values.setdefault((entry[0], entry[1]), {})[number] = entry
 
     def _release(self, number: int | None, held: Mapping[str, Any]) -> None:
-        """Release the large numbers that earlier calls have of objects of this one, which has newer ones.
+        """Release large numbers that earlier calls have of this call's objects, which have newer numbers.
 
-        A process that skips the calls restores small ones after each call, since the script may read them,
-        and large ones, such as the order of all examples, after the last call that has them.
+        A process that skips the calls restores small values after each call, because the script may read
+        them. It restores large values, such as the order of all examples, after the last call that has them.
 
         Args:
             number: the number of the call, or None if its states are those of an earlier one.
-            held: what reading changes in its inputs.
+            held: the states in its inputs that reading changes.
         """
         last = max(self._states, default=0)
         for name, numbers in held.items():
@@ -175,7 +175,7 @@ class Journal:
                         for attribute in [key for key, value in attributes.items() if _is_large(value)]:
                             del attributes[attribute]
                 elif before != (last, name, path):
-                    # These states are those of another object, too, so they stay.
+                    # These are also states of another object, so they stay.
                     self._latest = {key: latest for key, latest in self._latest.items() if latest[0] != last}
 
     @property
@@ -260,13 +260,13 @@ class Journal:
 
 
 def _values_of(result: Any) -> list[Any]:
-    """Return the values in what is kept of a `fit`; see `lockstep.keras.changed_values`."""
+    """Return the values in the kept part of a `fit`; see `lockstep.keras.changed_values`."""
     values = result.get("values") if type(result) is dict else None
     return values.get("values", []) if type(values) is dict else []
 
 
 def _size(plain: Any) -> int:
-    """Return how many numbers are in a value of `_values_of`."""
+    """Return the number of numbers in a value of `_values_of`."""
     items = plain["items"] if isinstance(plain, dict) else plain
     return sum(map(_size, items)) if isinstance(items, list) else int(np.size(items))
 

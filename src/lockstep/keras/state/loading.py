@@ -145,7 +145,7 @@ def _models(contents: Contents, manifest: _Manifest) -> dict[str, SavedModel]:
     for full, array in contents.arrays.items():
         if of_a_model := _OF_A_MODEL.fullmatch(full):
             arrays.setdefault(of_a_model[1], {})[of_a_model[2]] = array
-    # In a step on JAX, the variables are in another order: Keras puts the trainable ones first.
+    # In a step on JAX, the variables are in a different order: Keras puts the trainable ones first.
     stepping = manifest.job.backend == "jax" and manifest.training.steps > 0
     return {
         name: SavedModel(

@@ -54,7 +54,7 @@ class CompiledModels:
         return model is not None and (model.built or model in self._built)
 
     def has_built(self, model: Any, kind: StepKind) -> bool:
-        """Whether `build` has created what a step of `model` needs, since the last compilation."""
+        """Whether `build` has created the variables for a step of `model` since the last compilation."""
         return model in self._built and (kind == "predict" or self._built[model])
 
     @property
@@ -69,7 +69,7 @@ class CompiledModels:
 
     @property
     def tried(self) -> list[Any]:
-        """The models that this process has tried, or of which it has taken over what trials have shown."""
+        """The models that this process has tried, or whose trial results it has taken over."""
         models = (reference() for reference in self._models)
         return [model for model in models if model is not None and growths_of(model).tried]
 
@@ -84,7 +84,7 @@ class CompiledModels:
         }
 
     def traces(self, places: Sequence[tuple[str, str]]) -> dict[int, tuple[int, dict[str, Any]]]:
-        """The values with which the models' steps were traced, by number, with that of the compilation.
+        """The values with which the models' steps were traced, by number, with the compilation's number.
 
         Args:
             places: further places whose values count; see `Traces.saved`.
@@ -114,10 +114,10 @@ class CompiledModels:
                     traces.begin()
 
     def taken_growths(self, packed: dict[int, Any], model: Any) -> Growths | None:
-        """Take the growths of a model out of another process's value of `growths`.
+        """Take a model's growths out of another process's value of `growths`.
 
-        None means that it lacks them, or that they are of the model before it was compiled again, or before
-        the program added or removed a layer.
+        None means that the value lacks them, or that they are from before the model was compiled again, or
+        before the program added or removed a layer.
         """
         for index, reference in enumerate(self._models):
             if reference() is model and index in packed:
@@ -134,7 +134,7 @@ class CompiledModels:
                 self._built_before[model] = built[index]
 
     def was_built(self, model: Any, kind: StepKind) -> bool:
-        """Whether a call that this process has skipped has built the variables of a step of `model`."""
+        """Whether a call that this process has skipped has built a step's variables of `model`."""
         return self._built_before.get(model, False) or (kind == "predict" and model in self._built_before)
 
     def awaits(self, model: Any) -> bool:

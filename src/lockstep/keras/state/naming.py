@@ -10,7 +10,7 @@ _NUMBERED = re.compile(r"(.+)_([1-9]\d*)")
 def parts(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
     """Separate the names of one model in a checkpoint: its own variables, those of optimizers, and the rest.
 
-    They come in this order. The rest are the variables of metrics and the buffers of PyTorch modules. Every
+    The names have this order. The rest are the variables of metrics and the buffers of PyTorch modules. Every
     optimizer's first variable is its counter of steps.
     """
     start = next((index for index, name in enumerate(names) if _COUNTER.fullmatch(name)), len(names))
@@ -22,10 +22,10 @@ def parts(names: Sequence[str]) -> tuple[Sequence[str], Sequence[str], Sequence[
 
 
 def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Replace the numbers that Keras puts into paths by those in `wanted`.
+    """Replace the numbers that Keras puts into paths with those in `wanted`.
 
-    Keras numbers unnamed objects through the whole process: `dense`, `dense_1`. If other models were created
-    before, the layers of a model have other numbers, in the same order. Names whose number of occurrences
+    Keras numbers unnamed objects throughout the process: `dense`, `dense_1`. If other models were created
+    earlier, the layers of a model have other numbers, in the same order. Names whose number of occurrences
     differs in `wanted` stay unchanged.
 
     Returns:

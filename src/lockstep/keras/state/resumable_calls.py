@@ -5,8 +5,8 @@ return their earlier results. The call in progress skips completed steps, and th
 
 To skip steps, the call goes through Keras's loop without computing the steps and without calling callbacks.
 So Keras itself creates the local variables of its loops (epochs, logs, iterators), and a position in the data
-is a number of steps. The cost is one iteration of Keras's loop for each skipped step. A script whose calls
-differ, or whose call ends before the position, is refused, and so are its later calls.
+is a number of steps. The cost is one iteration of Keras's loop for each skipped step. A script with different
+calls, or with a call that ends before the position, is refused, and so are its later calls.
 
 The call in progress also rebuilds a model that finished calls had built. For this it inspects a stream
 without starting a pass that the first process did not start.
@@ -105,7 +105,7 @@ class Resumption:
 
 
 class SkippedSteps:
-    """Publishes how much of a call was skipped, every few seconds, and the end if that took long.
+    """Publishes every few seconds how much of a call was skipped, and its end if that took long.
 
     Args:
         publish: publishes the events.
@@ -137,9 +137,9 @@ class ResumableCalls:
     Attributes:
         skipping: publishes how much of a call was skipped.
         turns: the turns of the script's threads, whose calls follow each other.
-        begun_with: what trials have shown of models (`growths`), the values with which their steps were
+        begun_with: the results of trials of models (`growths`), the values with which their steps were
             compiled (`traces`), and the hashes of the program's files (`sources`), in the state with which
-            this process has begun; empty without one.
+            this process began; empty without one.
     """
 
     def __init__(self, job: Job, calls: NumberedCalls) -> None:
@@ -163,7 +163,7 @@ class ResumableCalls:
 
     @property
     def resumption(self) -> Resumption | None:
-        """Where this process resumes, or None once the script has reached that position."""
+        """The position at which this process resumes, or None after the script has reached it."""
         return self._resumption
 
     @property
@@ -173,7 +173,7 @@ class ResumableCalls:
 
     @property
     def behind(self) -> bool:
-        """Whether the script has not yet reached the position at which the training resumes."""
+        """Whether the script has not yet reached the position at which training resumes."""
         return self._resumption is not None or self._job.joins
 
     @property
@@ -183,7 +183,7 @@ class ResumableCalls:
 
     @property
     def at_its_end(self) -> bool:
-        """Whether the call in progress is the last finished one, and the training resumes after it."""
+        """Whether the call in progress is the last finished one, and training resumes after it."""
         resumption = self._resumption
         return (
             resumption is not None
@@ -205,13 +205,13 @@ class ResumableCalls:
 
     @property
     def before_repeated_prediction(self) -> bool:
-        """Whether the training resumes in a `predict`, of which a step is repeated."""
+        """Whether training resumes in a `predict`, a step of which is repeated."""
         resumption = self._resumption
         return resumption is not None and resumption.steps > 0 and resumption.call.startswith("predict ")
 
     @property
     def may_sample(self) -> bool:
-        """Whether every process reads a sample batch here in the current call, not only one that resumes.
+        """Whether every process, not only one that resumes, reads a sample batch here in the current call.
 
         In a process that has skipped the calls that built a model, the model is not built yet. Such a process
         reads one more sample batch, which must not affect a stream.
@@ -223,7 +223,7 @@ class ResumableCalls:
 
         Returns:
             The result of a call that finished before this process began, to replay it. Otherwise the number
-            of its steps that were completed before, to skip them: 0 for a new call.
+            of steps that were completed before that, to skip them: 0 for a new call.
 
         Raises:
             DisagreementError: the members of the job have not made this call.
@@ -258,8 +258,8 @@ class ResumableCalls:
         """Resume from `contents` when the script reaches its position.
 
         Raises:
-            CheckpointError: the checkpoint is not from a training, or its script requested checkpoints at
-                another position.
+            CheckpointError: the checkpoint does not come from training, or its script requested checkpoints
+                at another position.
         """
         training = unpack(contents.manifest.get("training"), contents.arrays)
         if not isinstance(training, dict):
@@ -292,7 +292,7 @@ class ResumableCalls:
         """Number a call of `method`, and make it the current one for the block; note an error that ends it.
 
         Raises:
-            LockstepError: an earlier call could not continue the training, and the script caught that error.
+            LockstepError: an earlier call could not continue training, and the script caught that error.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -307,7 +307,7 @@ class ResumableCalls:
                 raise
 
     def resume(self) -> FinishedCall | None:
-        """Move the current call to the position of the training, and return its result if it has finished.
+        """Move the current call to the training's position, and return its result if it has finished.
 
         If it has not, its first steps are skipped. A joiner waits until the members send the position.
 
@@ -328,9 +328,9 @@ class ResumableCalls:
         return None
 
     def resume_validation(self, training: NumberedCall) -> None:
-        """If the members wait for this worker in the validation that begins, skip its steps before that.
+        """If the members wait for this worker in the validation that begins, skip its earlier steps.
 
-        The members have begun to read its data with other random states: set these.
+        The members have begun to read its data with other random states, so this sets them.
 
         Args:
             training: the `fit` that validates.
@@ -383,7 +383,7 @@ class ResumableCalls:
         return False
 
     def arrive(self) -> None:
-        """Note that the script has reached the position of the training, and that the state is restored."""
+        """Note that the script has reached the position of training, and that the state is restored."""
         assert self._resumption is not None
         self._journal, self._resumption = self._resumption.journal, None
 
@@ -391,7 +391,7 @@ class ResumableCalls:
         """Record that the top-level call in progress has returned `result`.
 
         Raises:
-            CheckpointError: it did not reach the position at which the training resumes.
+            CheckpointError: it did not reach the position at which training resumes.
         """
         call = self._calls.current
         if self._resumption is not None:
@@ -405,8 +405,8 @@ class ResumableCalls:
     def begin_pass(self) -> None:
         """Record the random states at the beginning of a pass over the examples of the call in progress.
 
-        They determine the order of the examples. If the training resumes within this pass, they are first set
-        to the recorded ones, because a process that skips calls has drawn other random numbers until then.
+        They determine the order of the examples. If training resumes within this pass, they are first set to
+        the recorded ones, because a process that skips calls has drawn other random numbers until then.
         """
         call, resumption = self._calls.current, self._resumption
         call.passes += 1
@@ -417,7 +417,7 @@ class ResumableCalls:
         call.states = random_states(call.held_by_inputs)
 
     def _settle_held_state(self, method: str) -> None:
-        """Copy the state that `hold_late` holds before a call of `method` that may change it."""
+        """Copy the state that `hold_late` holds before a call of `method`, which may change it."""
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._calls.current.number == 0:
             if method == "train_on_batch":
@@ -434,7 +434,7 @@ class ResumableCalls:
         return finished
 
     def _move_past(self, finished: FinishedCall) -> None:
-        """Set everything that calls change to its value at the end of the call in progress."""
+        """Set all values that calls change to their values at the end of the call in progress."""
         self._again = finished.error
         if finished.states is not None:
             set_random_states(finished.states, self._calls.current.held_by_inputs)
@@ -444,7 +444,7 @@ class ResumableCalls:
         """Resume from the members' state, regardless of where checkpoints were requested.
 
         Raises:
-            DisagreementError: this host cannot compute the same bits as theirs.
+            DisagreementError: this host cannot compute the same bits as the members' hosts.
         """
         compare_with_member(self._job, contents.manifest["host"])
         training = unpack(contents.manifest["training"], contents.arrays)
@@ -506,7 +506,7 @@ class ResumableCalls:
         return resumption is not None and (resumption.journal.has_keys or bool(resumption.key))
 
     def _next_key(self, waiting: Callable[[], list[str]]) -> str:
-        """Return the key of the next call of several threads: the recorded one, or as the chief decides."""
+        """Return the key of the next call among threads: the recorded one, or as the chief decides."""
         if self._resumption is None and self._job.joins:
             self._follow(self._job.membership.position())
         resumption = self._resumption

@@ -1,4 +1,4 @@
-"""The settings of a training, recorded in its checkpoints and compared with those of a script that resumes.
+"""The settings of training, recorded in its checkpoints and compared with those of a script that resumes.
 
 Settings are compared as texts by name, such as `layer dropout: rate`. Values that change in training are not
 settings, such as the learning rate of an optimizer that has trained, and counters of callbacks. Paths and
@@ -41,9 +41,9 @@ def settings_of_call(model: Any, callbacks: Sequence[Any], *, first: bool) -> Se
     """Return the settings of a call: of the model's optimizer and loss, and of callbacks.
 
     Args:
-        model: at the beginning of the call.
+        model: the model at the beginning of the call.
         callbacks: the callbacks of the call.
-        first: whether no call has trained before: then the learning rate is a setting.
+        first: whether no earlier call has trained; then the learning rate is a setting.
     """
     settings: dict[str, str] = {}
     if (optimizer := getattr(model, "optimizer", None)) is not None:
@@ -90,7 +90,7 @@ def settings_of_parts(parts: Mapping[str, Any]) -> Settings:
 
 
 def differences(before: Settings, now: Settings) -> str:
-    """Return a text on the settings that differ, or an empty string if none does."""
+    """Return a text on the settings that differ, or an empty string if they are equal."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     names = [name for name in names if not _is_incomparable(name, before, now)]
     texts = [f"{name} was {before.get(name, 'absent')}, and is {now.get(name, 'absent')}" for name in names]
@@ -135,7 +135,7 @@ def _config(thing: Any) -> Any:
         with tensorflow_not_imported():
             return _plain(thing.get_config())
     except Exception:
-        # A custom class may have no config, and may raise any error. Its code is compared instead.
+        # A custom class may not have a config, and may raise any error. Its code is compared instead.
         return {}
 
 
@@ -153,7 +153,7 @@ def _connections(model: Any) -> Any:
 
 
 def _renamed(value: Any, numbers: Mapping[str, int]) -> Any:
-    """Replace the layers' names by their numbers."""
+    """Replace the layers' names with their numbers."""
     if isinstance(value, dict):
         return {key: _renamed(item, numbers) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -175,7 +175,7 @@ def _without_rate(config: Any, *, keep: bool) -> Any:
 def _parameters(callback: Any) -> dict[str, Any]:
     """Return the attributes of a callback that are named like parameters of its constructor.
 
-    Text of the program's own callbacks is omitted, as it may be a path.
+    Text of the program's own callbacks is omitted, because it may be a path.
     """
     of_keras = is_of_keras(type(callback).__module__)
     recorded_types = type(None) | bool | int | float | (str if of_keras else bool)
@@ -186,7 +186,7 @@ def _parameters(callback: Any) -> dict[str, Any]:
         for name in inspect.signature(vars(base)["__init__"]).parameters:
             value = vars(callback).get(name)
             if isinstance(value, recorded_types) and name in vars(callback):
-                # Keras changes its sign once it knows which direction is better.
+                # Keras changes its sign when it learns which direction is better.
                 parameters[name] = abs(value) if name == "min_delta" and value else value
             elif inspect.isfunction(value) and of_keras:
                 parameters[name] = _plain(value)
@@ -214,7 +214,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_code(owner: type) -> str:
-    """Return a hash of the code of a class and its bases, as far as they are the program's own."""
+    """Return a hash of the code of a class and its bases, if this code is the program's own."""
     owned = [base for base in owner.__mro__ if _is_programs(base.__module__)]
     functions = [(name, part) for base in owned for name, part in sorted(vars(base).items())]
     digests = [f"{name} {_digest(part)}" for name, part in functions if inspect.isfunction(_function(part))]

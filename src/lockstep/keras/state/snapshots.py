@@ -87,7 +87,7 @@ class Snapshots:
         self.models.add(model)
 
     def end_step(self, take_snapshot: Callable[[bool], Contents]) -> None:
-        """Let workers join and leave, and save a checkpoint, if due; exit if this worker was asked to.
+        """Let workers join and leave, and save a checkpoint if due; exit if this worker was asked to.
 
         Args:
             take_snapshot: `self.take` for the completed step.
@@ -104,7 +104,7 @@ class Snapshots:
                 sys.exit(128 + signal.SIGTERM)
 
     def change_workers(self, take_snapshot: Callable[[bool], Contents]) -> None:
-        """Let workers join and leave before a step that is taken again; see `Verifications.doubt`."""
+        """Let workers join and leave before a repeated step; see `Verifications.doubt`."""
         self._job.change_workers(lambda whole: self._for_joiners(take_snapshot(whole)))
 
     def kept(self, program: TrainingState, state: Any) -> Contents:
@@ -116,7 +116,7 @@ class Snapshots:
         )
 
     def admit(self, kept: Contents) -> None:
-        """Let a worker join within a step, before which it begins; see `Verifications.admit`."""
+        """Let a worker join within a step and begin before that step; see `Verifications.admit`."""
         late = {"doubt": verifications_of(self._job).packed_doubt, "sources": own_sources()}
         entries, arrays = pack(late, "training")
         manifest = {**kept.manifest, "training": {**kept.manifest["training"], **entries}}
@@ -187,9 +187,9 @@ class Snapshots:
         call, calls, models, resumable = self._calls.resumable, self._calls, self.models, self.resumable
         verified, to_numpy = verifications_of(self._job), self._backend.to_numpy
         callbacks = listeners(call.callbacks, call.model) if program is not None else []
-        # A process that skips steps reads the examples again, but validates nothing.
+        # A process that skips steps reads the examples again, but does not validate.
         held = call.held_by_validation
-        # A worker that joins for a step that is taken again goes up to it, past the callbacks before it.
+        # A worker that joins for a repeated step advances to it, past the earlier callbacks.
         validation = calls.current if verified.doubt is not None and calls.current is not call else None
         steps = call.steps + (verified.doubt is not None and validation is None) if program is not None else 0
         heard = heard or validation is not None
@@ -292,7 +292,7 @@ class Snapshots:
         return {"training": packed}, {**converted, **values}
 
     def _join(self, parts: Mapping[str, Part], resumption: Resumption, where: str) -> None:
-        """Continue with the parts of another process. One of an earlier version lacks some."""
+        """Continue with the parts of another process. A process of an earlier version lacks some."""
         entries = resumption.entries
         try:
             for name in (name for name in parts if name in entries):
@@ -331,8 +331,8 @@ class Snapshots:
     def restore(self, model: Any, program: TrainingState | None = None, state: Any = None) -> tuple[Any, Any]:
         """Restore everything from the resumption, and return (logs, the state for steps of `program`).
 
-        If the resumption is in a validation, this restores only what Keras needs to begin it; there, a second
-        call restores the rest.
+        If the resumption is in a validation, this restores only the parts that Keras needs to begin it. A
+        second call there restores the rest.
         """
         resumption = self.resumable.resumption
         assert resumption is not None
@@ -373,18 +373,18 @@ class Snapshots:
 
     def _set_growths(self) -> None:
         for tried in self.models.tried:
-            # Since this process took over what trials have shown, members may have tried the model again.
+            # Members may have tried the model again since this process took over the results of trials.
             if (growths := self.growths(tried)) is not None:
                 set_growths(tried, growths)
 
     def growths(self, model: Any) -> Growths | None:
-        """Return, once, what trials of a model have shown before this process has resumed or joined.
+        """Return, once, the results of a model's trials before this process resumed or joined.
 
-        None means that the model has to be tried, also because the program has changed. A later call returns
-        None, because the other workers have forgotten it, too, when the program has added a layer.
+        None means that the model has to be tried, for example because the program has changed. A later call
+        returns None, because the other workers also forget the results when the program adds a layer.
 
         Raises:
-            CheckpointError: the state with which this process has begun cannot be read.
+            CheckpointError: the state with which this process began cannot be read.
         """
         training = self.resumable.begun_with
         self.models.begin_traces(training.get("traces", {}), model)
@@ -441,7 +441,7 @@ class Snapshots:
 
 
 def _changed_sources(training: Mapping[str, Any]) -> list[str]:
-    """Return the source files of the program that have changed since a state of the training was saved."""
+    """Return the source files of the program that have changed since a state of training was saved."""
     texts = own_sources()
     return [name for name, text in training.get("sources", {}).items() if texts.get(name, text) != text]
 
