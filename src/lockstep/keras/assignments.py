@@ -1,6 +1,6 @@
 """Observes the variables of Keras that this thread creates, assigns and reads.
 
-Only this file patches the assignment and reading of Keras's variables.
+This is the only file that patches the assignment and reading of Keras's variables.
 """
 
 import functools
@@ -16,7 +16,7 @@ from lockstep.worker.patch_registry import PATCHES, definer, replaced
 
 
 class VariableObserver(Protocol):
-    """Is called before a variable is created or assigned."""
+    """Receives a call before a variable is created or assigned."""
 
     def on_create(self, variable: Any) -> None:
         """Called before a variable gets its first value."""
@@ -35,12 +35,12 @@ _assigning = ThreadValue(False)
 
 
 def count() -> int:
-    """Return how often this process has created or assigned variables since `install`."""
+    """Return the number of times that this process has created or assigned variables since `install`."""
     return _ProcessState.assignments
 
 
 def before_next(act: Callable[[], None]) -> None:
-    """Call `act` once, before this process next creates or assigns a variable, in place of an earlier one."""
+    """Call `act` once, before this process next creates or assigns a variable; replaces an earlier `act`."""
     _ProcessState.before_next = act
 
 
@@ -55,7 +55,7 @@ def is_observed_by(observer: VariableObserver) -> bool:
 
 
 def observed_by(observer: VariableObserver | None) -> AbstractContextManager[None]:
-    """Within the block, only `observer` observes this thread, or nothing if it is None."""
+    """Within the block, only `observer` observes this thread; None for no observer."""
     return _observer.within(observer)
 
 

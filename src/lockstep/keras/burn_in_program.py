@@ -1,10 +1,10 @@
-"""Computes the same results over and over on some cores, for `lockstep doctor --burn-in`.
+"""Computes the same results repeatedly on some cores, for `lockstep doctor --burn-in`.
 
     python -P -m lockstep.keras.burn_in_program CORES SECONDS
 
 CORES are numbers with commas between them. The process moves from one to the next, and computes on each of
-them with each kind of input. It writes a JSON object to stdout. `cores` has by core, for each kind, how often
-it computed results with which hash. `changes` is how often memory that nothing writes to has changed.
+them with each kind of input. It writes a JSON object to stdout. `cores` has, by core and kind, the hashes of
+the results and how often each occurred. `changes` is the number of changes of memory to which nothing writes.
 """
 
 import json
@@ -48,14 +48,14 @@ def burn_in(cores: Sequence[int], seconds: float) -> dict[str, object]:
         done = time.monotonic() >= end
         if done or time.monotonic() - looked >= _LOOK:
             looked, digest = time.monotonic(), xxhash.xxh3_64_intdigest(block.data)
-            # A second look at the same bytes may be right: the first one then computed a wrong hash.
+            # A second look at the same bytes may be correct. Then the first one computed a wrong hash.
             changes += digest != expected
             expected = digest
     return {"cores": counts, "changes": changes}
 
 
 def _move_to(core: int) -> None:
-    """Let all threads run on one core only: backends compute in threads of their own."""
+    """Let all threads run on only one core, because backends compute in their own threads."""
     for task in Path("/proc/self/task").iterdir():
         # A thread may have ended.
         with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """Threads of a script that make distributed calls: one call at a time, in an order that all workers share.
 
 Lockstep replaces attributes of Keras while a call computes, and the members of a view make the same calls of
-the exchange in the same order. So the calls of several threads take turns. Which thread calls first differs
-between workers. So each call has a *key* that is equal on all of them, and the chief's next key decides.
+the exchange in the same order. So the calls of several threads take turns. Different threads may call first
+on different workers. So each call has a *key* that is equal on all of them, and the chief's next key decides.
 
 The key of a call is its method, its model (by the number of its `compile` in the main thread, otherwise by
 its settings), and a hash of its arguments. Before each call, the workers gather the keys of the calls that
@@ -11,8 +11,8 @@ that call. Equal keys are equal calls of models with equal settings. If their st
 the beginning of the call detects it.
 
 The journal has the keys, so a process that joins or resumes follows the recorded order. As long as only the
-main thread makes calls, workers exchange no keys. A thread that a call has started belongs to that call and
-never waits for a turn.
+main thread makes calls, workers do not exchange keys. A thread that a call has started belongs to that call
+and never waits for a turn.
 """
 
 import threading
@@ -52,7 +52,7 @@ class Turn:
 
     Attributes:
         name: the name of the call, for messages.
-        key: identifies the call on all workers; empty if the main thread makes all calls.
+        key: the key of the call on all workers; empty if the main thread makes all calls.
         thread: the thread that makes it.
     """
 
@@ -62,11 +62,11 @@ class Turn:
 
 
 class CallTurns:
-    """Gives one thread of this process at a time its turn. Calls within its call belong to the turn.
+    """Gives one thread of this process at a time its turn. Calls within its call belong to that turn.
 
     Args:
         next_key: decides which call is next; called in one thread at a time.
-        ordered: whether the script follows recorded calls, of which some have keys.
+        ordered: whether the script follows recorded calls, some of which have keys.
         patience: returns the seconds for which a worker waits for others.
         note_once: shows the user, once, that threads take turns.
     """
@@ -114,7 +114,7 @@ class CallTurns:
         holder, thread = self._holder, threading.current_thread()
         if holder is None or holder.thread is thread:
             return False
-        # A thread that Python has not started belongs to a library, such as one that reads the examples.
+        # A thread that Python has not started belongs to a library, for example one that reads the examples.
         return self._within.get(thread) is holder or type(thread).__name__ == "_DummyThread"
 
     @contextmanager
@@ -127,7 +127,7 @@ class CallTurns:
 
         Raises:
             ModelError: a call that has its turn has started this thread.
-            DisagreementError: another worker makes a call that no thread of this one makes.
+            DisagreementError: another worker makes a call that no thread of this worker makes.
         """
         thread, holder = threading.current_thread(), self._holder
         if holder is not None and holder.thread is thread:
@@ -147,8 +147,8 @@ class CallTurns:
 
         Args:
             name: the name of the part.
-            several: whether several workers do so. They cannot tell which loop is next, so only one thread
-                may have one.
+            several: whether several workers do so. They cannot know which loop is next, so only one thread
+                may have a loop.
 
         Raises:
             ModelError: another thread has a custom loop, or a call that has its turn has started this thread.
@@ -218,7 +218,7 @@ class CallTurns:
         return turn
 
     def _has_its_turn(self, turn: Turn) -> bool:
-        """Whether the turn of a waiting call begins. The first waiting thread asks which call is next."""
+        """Whether a waiting call has its turn. The first waiting thread finds out which call is next."""
         if self._holder is not None or self._chooses:
             return False
         if self._chosen is None:
@@ -249,7 +249,7 @@ class CallTurns:
         return next((turn for turn in self._waiting if self._is_chosen(turn)), None)
 
     def _is_chosen(self, turn: Turn) -> bool:
-        # Recorded calls from before the first thread have no keys: the main thread made them.
+        # Recorded calls from before the first thread do not have keys: the main thread made them.
         return turn.key == self._chosen if self._chosen else turn.thread is threading.main_thread()
 
     def _keys(self) -> list[str]:
@@ -257,7 +257,7 @@ class CallTurns:
             return list(dict.fromkeys(turn.key for turn in self._waiting))
 
     def _check_arrival(self, turn: Turn) -> None:
-        """If no thread makes the call whose turn it is, print a note, and after some time raise an error."""
+        """If no thread makes the next call, print a note, and after some time raise an error."""
         if self._holder is not None or self._chosen is None or self._waiting[0] is not turn:
             return
         if self._next() is not None:
@@ -287,7 +287,7 @@ def _threads_advised(applies: bool) -> Iterator[None]:
 
 
 def agreed_key(waiting: Sequence[Sequence[str]]) -> str:
-    """Return the key of the next call: the chief's first one that waits on all workers, or its first one.
+    """Return the next call's key: the chief's first one that waits on all workers, or else its first one.
 
     Args:
         waiting: the keys of the waiting calls of each worker, the chief first.

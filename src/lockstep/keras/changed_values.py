@@ -1,14 +1,14 @@
-"""Values of Python outside of models that the callbacks and steps of a `fit` change.
+"""Python values outside of models that the callbacks and steps of a `fit` change.
 
-They are in the variables that functions of the model and of its callbacks name: global ones, those of
-enclosing functions, and those of classes; and in attributes of the program's objects there. A process that
+They are in the variables that functions of the model and of its callbacks name (global variables, those of
+enclosing functions, and those of classes), and in attributes of the program's objects there. A process that
 skips steps also skips these changes, so it takes over the values that have changed since the call began. It
 keeps values that the script itself sets, such as an edited constant.
 
 Few kinds of values travel, because a value, and everything else that refers to it, must be the same in the
-other process: numbers, texts, and plain containers and small arrays of them, but no object of a class. A
-container that was there at the beginning is changed in place. A new one travels if nothing else refers to it.
-Everything else that has changed is named in a note.
+other process: numbers, texts, and plain containers and small arrays of them, but not objects of a class. A
+container that existed at the beginning is changed in place. A new one travels if nothing else refers to it. A
+note names every other change.
 """
 
 from collections import Counter, deque
@@ -43,8 +43,8 @@ class ChangedValues:
     Args:
         model: the model, built.
         callbacks: those of the call.
-        compiled: whether steps are compiled, and follow the values that Python has when they are traced.
-        alone: whether there is one replica, whose traces do not begin with the values of another process.
+        compiled: whether steps are compiled, and use the Python values at the time of tracing.
+        alone: whether there is only one replica, whose traces do not begin with another process's values.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ChangedValues:
     ) -> None:
         self._model, self._callbacks = model, list(callbacks)
         self._fixed = compiled and alone
-        # JAX traces the values of variables that are not the model's own.
+        # JAX traces the values of variables that do not belong to the model.
         self._assigns = not (compiled and keras.backend.backend() == "jax")
         self._places: dict[Key, Place] = {}
         self._begun: list[_Look] = []
@@ -80,7 +80,7 @@ class ChangedValues:
         return self._changed()[1]
 
     def packed(self) -> dict[str, Any]:
-        """Return the values for `set_values`, with the texts of those before, and the names of others."""
+        """Return the values for `set_values`, with the texts of the earlier ones, and the names of others."""
         now, changed = self._changed()
         values: list[list[Any]] = []
         others = []
@@ -117,7 +117,7 @@ class ChangedValues:
         return self._plain(key, "", value, now)
 
     def _plain(self, key: Key, inner: str, value: Any, now: "_Look") -> Any:
-        """Return a value as plain ones, or raise `TypeError` if it cannot travel."""
+        """Return a value as plain values, or raise `TypeError` if it cannot travel."""
         kind = type(value)
         if value is None or kind in _SCALARS or isinstance(value, np.number | np.bool_):
             return value
@@ -153,10 +153,10 @@ class _Look:
     """The values of places at one time.
 
     Attributes:
-        marks: a text for each value, which changes if the value does, as far as one can see in little time.
+        marks: a text for each value, which changes if a quick look shows that the value has changed.
         at: the ids of containers, arrays and variables, by the place and the path in its value.
         references: how many of these paths refer to each of them.
-        counts: how many items were looked at, by the place.
+        counts: the number of items that were inspected, by the place.
     """
 
     def __init__(self, places: Mapping[Key, Place], of_model: Callable[[Key], bool], model: Any) -> None:
@@ -168,7 +168,7 @@ class _Look:
         self._own |= {
             id(variable.value) for variable in model.variables if keras.backend.backend() == "torch"
         }
-        # Ids stay unique while these exist.
+        # Ids stay unique while these objects exist.
         self._held: list[Any] = []
         for key, place in places.items():
             value = value_of(place, key[1])
@@ -280,8 +280,8 @@ def _places_of(model: Any, callbacks: Sequence[Any]) -> dict[Key, Place]:
 def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any]) -> None:
     """Take over `ChangedValues.packed` of another process.
 
-    A number or text that the script of this process has set otherwise, for example because it was edited or
-    has other arguments, stays, and a note names it.
+    A number or text that the script of this process has set to a different value, for example because the
+    script was edited or has other arguments, does not change, and a note names it.
 
     Args:
         model: the model of the call.
@@ -323,10 +323,10 @@ def set_values(model: Any, callbacks: Sequence[Any], packed: Mapping[str, Any]) 
 
 
 def _decoded(value: Any, own: Any, writes: list[Callable[[], object]]) -> Any:
-    """Return a packed value, or the object that is there already, which `writes` change.
+    """Return a packed value, or the object that is already there, which `writes` change.
 
     Raises:
-        TypeError: what is there has another form.
+        TypeError: the existing value has another form.
     """
     if not isinstance(value, dict):
         return value
@@ -384,7 +384,7 @@ def _kind(plain: Any) -> str:
 
 
 def _is_models(key: Key) -> bool:
-    """Whether a place is in a part of a model, whose state also travels otherwise."""
+    """Whether a place belongs to a part of a model, whose state also travels separately."""
     return key[0].startswith(_PARTS)
 
 

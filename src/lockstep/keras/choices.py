@@ -1,4 +1,4 @@
-"""The values of Python that may decide which code of a program runs, such as `model.use_contrast`."""
+"""The Python values that may decide which code of a program runs, such as `model.use_contrast`."""
 
 import enum
 import functools
@@ -40,15 +40,16 @@ class Choices:
     members of enumerations, and the classes of objects: in attributes of a model, its layers, its losses and
     the objects to which they refer, in containers there, in global variables, and in variables of enclosing
     functions. Values that differ between processes from the beginning, such as whether a process writes
-    files, have no effect.
+    files, do not count.
 
     Args:
         model: the model, just compiled.
 
     Attributes:
-        key: "" while all values are as at the beginning; otherwise, a text with a line for each that is not.
-        counts: the whole numbers that have changed, other than from or to zero, by their places.
-        moved: the texts at the beginning of values that had changed since the model was compiled first.
+        key: "" while all values are the same as at the beginning; otherwise, a text with a line for each
+            changed value.
+        counts: the whole numbers that have changed, except from or to zero, by their places.
+        moved: the texts at the beginning of values that had changed since the model was first compiled.
         traced: the keys with which this process has compiled its steps, by the kind of the step.
     """
 
@@ -76,11 +77,12 @@ class Choices:
         self._set_key()
 
     def differences(self, kind: str, key: str) -> list[tuple[str, str, str]]:
-        """Compare the values with which this process compiles a step with those of a `key` of another one.
+        """Compare the values with which this process compiles a step with those of another process's `key`.
 
         Returns:
-            The places of truth values, texts, functions and the like, not of numbers or tensors, each with
-            its value in this process and in the other one. Callbacks often set numbers that no step reads.
+            The places of values such as booleans, texts and functions, but not of numbers or tensors, each
+            with its value in this process and in the other one. Callbacks often set numbers that no step
+            reads.
         """
         own = self.traced[kind]
         if own == key:
@@ -177,7 +179,7 @@ class Choices:
             items = [f"{self._text(k)}: {self._text(item, depth + 1)}" for k, item in first]
         else:
             items = [self._text(item, depth + 1) for item in first]
-        # The length does not count, because a list of losses, say, grows in each step.
+        # The length does not count, because a list of losses, for example, grows in each step.
         ordered = isinstance(value, tuple) or all(type(item) is bool for item in first)
         text = f"{kind}({', '.join(items if ordered else sorted(set(items)))})"
         return text if len(text) <= _LONGEST else f"{_OBJECT}{xxhash.xxh3_64_hexdigest(text.encode())}"

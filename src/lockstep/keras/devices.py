@@ -12,7 +12,7 @@ def on_device(name: str) -> AbstractContextManager[Any]:
     """Return a context in which Keras makes variables and computes on the device `name`.
 
     Raises:
-        ConfigError: Keras's backend has no such device.
+        ConfigError: Keras's backend does not have such a device.
     """
     short = name.lower().removeprefix("/").removeprefix("job:localhost/").removeprefix("device:")
     try:

@@ -130,13 +130,13 @@ def _compare(job: Job, label: str, reports: Sequence[HostReport], gather_texts: 
 def refuse_unlike(
     job: Job, label: str, program: str, reports: Sequence[HostReport], gather_texts: GatherTexts
 ) -> None:
-    """Refuse hosts that compute other bits than the first, or publish a note if the user allows them.
+    """Refuse hosts whose bits differ from those of the first, or publish a note if the user allows them.
 
     Args:
         job: the job of this worker.
         label: names the call.
-        program: names the program whose results differ.
-        reports: the reports of a worker, and of those whose bits differ from its bits.
+        program: the name of the program whose results differ.
+        reports: the reports of a worker, and of the workers whose bits differ from its bits.
         gather_texts: gathers a text of each worker of the call.
 
     Raises:
@@ -186,7 +186,7 @@ def _limits(job: Job, reports: Sequence[HostReport], gather_texts: GatherTexts) 
 
 
 def _cost(job: Job, host: str, limit: str) -> str:
-    # It takes less time than the limit after which the waiting workers would call this one stuck.
+    # It takes less time than the limit after which the waiting workers would count this one as stuck.
     cost = cost_of_limit(limit, job.policy.timeout / 2)
     return "" if cost is None else f"on {host}, a small program takes about {cost:.1f} times as long with it"
 

@@ -1,6 +1,6 @@
-"""Models that a script saves in a job that only checks it. Only the script itself finds them again.
+"""Models that a script saves in a job that only checks it. Only the script itself can load them.
 
-They are in the folder of the run, so the script's own files stay as they are.
+They are in the folder of the run, so the script's own files do not change.
 """
 
 import inspect
@@ -21,7 +21,7 @@ _LOADING_FUNCTIONS = ("load_model", "load_weights")
 
 
 class KeptSaves:
-    """The models that a script has saved by Keras's methods.
+    """The models that a script has saved with Keras's methods.
 
     Args:
         folder: the folder for the models.

@@ -18,7 +18,7 @@ _lock = threading.Lock()
 def show_refusals() -> None:
     """Let Keras raise an error of Lockstep unchanged if a layer raises one.
 
-    With `skip_mismatch=True`, Keras warns of an `InputError`, as of weights of other shapes.
+    With `skip_mismatch=True`, Keras warns about an `InputError`, as it does about weights of other shapes.
     """
     with _lock:
         if not PATCHES.has(__name__):

@@ -49,7 +49,7 @@ class LastModel:
 
     @property
     def model(self) -> Any:
-        """The model, or None if no model was trained, or another one was compiled since then."""
+        """The model, or None if no model was trained or another one has been compiled since then."""
         return self._model
 
     def trains(self, model: Any) -> None:
@@ -69,7 +69,7 @@ class LastModel:
         try:
             return {"model": name, "digest": digest(self._model)} if self._job.is_chief else {"model": name}
         except Exception:
-            # A failed step may have freed its memory. The script did not ask for the digest, so do not raise.
+            # A failed step may have freed its memory. The script did not request the digest, so do not raise.
             return {"model": name}
 
 

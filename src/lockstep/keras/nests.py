@@ -1,4 +1,4 @@
-"""Nests of arrays, as Keras's methods and datasets have them, and arrays that count as writable."""
+"""Nests of arrays, as in Keras's methods and datasets, and arrays that count as writable."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -45,7 +45,7 @@ def has_weights(batch: Nest) -> bool:
 def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
     """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None stays None.
 
-    On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order.
+    On PyTorch, `keras.tree.map_structure` visits the keys of a dict in a different order.
     """
     following = iter(leaves)
     padded = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
@@ -53,7 +53,7 @@ def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
 
 
 def repeated(nest: Nest, examples: int, count: int) -> Nest:
-    """Return a nest with another number of examples: the same ones, from the beginning again.
+    """Return a nest with another number of examples: the same ones, repeated from the beginning.
 
     Args:
         nest: arrays with rows along the first axis, in proportion to the number of examples.
@@ -80,6 +80,6 @@ class _Writable:
 def declared_writable(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return an array of the same memory, which may be read-only, for libraries that refuse such arrays.
 
-    NumPy does not export read-only arrays, and PyTorch warns of them. Nothing may write to the result.
+    NumPy does not export read-only arrays, and PyTorch warns about them. Nothing may write to the result.
     """
     return np.asarray(_Writable(array))

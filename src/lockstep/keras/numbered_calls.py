@@ -17,12 +17,12 @@ class NumberedCall:
 
     Attributes:
         name: the method and the count of its calls, for messages.
-        number: the number of the call, from 1, unique; 0 outside of any.
+        number: the unique number of the call, from 1; 0 outside of calls.
         seed: 64 bits, derived from the seeds that the script had set when the call began.
         steps: number of steps of the call so far.
         skipped: number of its steps that another process took and that are not repeated.
         callbacks: the callbacks of the call.
-        extent: `initial_epoch`, `epochs` and `steps_per_epoch` of a `fit`, as far as they are known.
+        extent: `initial_epoch`, `epochs` and `steps_per_epoch` of a `fit`, if they are known.
         settings: how the call trains, as recorded in its checkpoints.
         callback_hashes: the hashes of the callbacks' attributes, before and after `on_train_begin`,
             to detect changes.
@@ -33,13 +33,13 @@ class NumberedCall:
         samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.
-        held: what reading its examples changes in the objects that hold them; see `states_held`.
-        held_by_validation: the same of the validation data of a `fit`.
+        held: the states that reading its examples changes in the objects that hold them; see `states_held`.
+        held_by_validation: the same for the validation data of a `fit`.
         inner: number of calls within it that have begun, by method.
         result_of: returns the result to record when it ends, if that is not its return value.
         logs: the logs of its last step.
-        outputs: those of each of its steps so far, if it is a `predict` in which workers can join.
-        processed: the step whose end callbacks had processed in the restored state; None if there was none.
+        outputs: the outputs of each of its steps so far, if it is a `predict` in which workers can join.
+        processed: the step whose end callbacks had processed in the restored state; None if there is none.
         metrics: the values of the metrics before this call, a validation in which workers can join; None
             for other calls.
     """
@@ -76,7 +76,7 @@ class NumberedCall:
 
     @property
     def held_by_inputs(self) -> Mapping[str, Any]:
-        """What reading changes in all its inputs."""
+        """The states that reading changes in all its inputs."""
         return {**self.held, **self.held_by_validation}
 
 
@@ -85,7 +85,7 @@ class NumberedCalls:
     """The calls in progress, the innermost last, and the number of calls by method.
 
     Attributes:
-        job_seed: determines everything random in the job.
+        job_seed: the seed of all random numbers in the job.
         methods: number of top-level calls that have begun, by method.
         outermost: number of top-level calls that have begun.
         taken: number of training steps in all calls.
@@ -143,8 +143,8 @@ class NumberedCalls:
     def next_seed(self, purpose: str = "") -> int:
         """Return a new seed for the current position in the program.
 
-        It is derived from the job's seed, the script's seeds, and the position, and is the same in a process
-        that skips what others have computed.
+        It is derived from the job's seed, the script's seeds, and the position. It is the same in a process
+        that skips computations of others.
 
         Args:
             purpose: the seeds of one purpose do not depend on how often others are drawn.

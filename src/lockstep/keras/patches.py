@@ -5,7 +5,7 @@ Each replacement is an entry of the registry in `lockstep.worker.patch_registry`
 Keras passes the end of each batch to its list of callbacks, on JAX and TensorFlow in another thread. The
 replaced method returns at once if no callback processes it. On JAX, Keras's trainer stores the state in an
 attribute of the model after each step, and the model searches such an attribute for layers, array by array.
-It does not search a mapping that is not a `dict`.
+The model does not search a mapping that is not a `dict`.
 """
 
 import functools
@@ -118,7 +118,7 @@ def install(job: Job) -> ModelMethods:
 def install_at_compile(job: Job) -> None:
     """Install Lockstep when the script compiles its first model, to distribute it and all later models.
 
-    If the script creates a strategy, before or later, the scope of the strategy decides instead.
+    If the script creates a strategy, earlier or later, the scope of the strategy decides instead.
     """
     # Scripts may import the functions by name before they compile a model.
     _save_by_methods(job)
@@ -143,7 +143,7 @@ def install_at_compile(job: Job) -> None:
 
 
 def _strategy_for_scripts(methods: ModelMethods, original: property) -> property:
-    """Let scripts read the strategy of a model. Keras, which would distribute by it, reads TensorFlow's."""
+    """Let scripts read a model's strategy. Keras, which would distribute by it, reads TensorFlow's."""
 
     def strategy(model: Any) -> Any:
         strategy_of_model = None
@@ -177,9 +177,9 @@ def _note_fork() -> None:
 
 
 def uninstall() -> None:
-    """Restore everything that Lockstep has replaced in Keras and its backend. Call it outside of any step.
+    """Restore all parts of Keras and its backend that Lockstep has replaced. Call it outside of any step.
 
-    Existing strategies do not distribute anything afterwards.
+    Afterwards, existing strategies do not distribute anything.
     """
     PATCHES.give_back("lockstep.keras")
     _installed.clear()
@@ -206,7 +206,7 @@ def _save_by_method(method: str, original: Callable[..., Any], model: Any, *args
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
-    """Replace a method of models by `method`, in the class that defines it.
+    """Replace a method of models with `method`, in the class that defines it.
 
     Keras checks whether a class overrides a method.
     """
@@ -244,7 +244,7 @@ def _around(
 def _only_handled(name: str, handlers: Sequence[str]) -> None:
     """Let callbacks process an event only if one of them has a method for it.
 
-    Keras converts the logs, and on some backends wakes a thread for it, in each step.
+    Otherwise, Keras converts the logs in each step, and on some backends wakes a thread for that.
     """
     defaults = [(handler, getattr(keras.callbacks.Callback, handler)) for handler in handlers]
 

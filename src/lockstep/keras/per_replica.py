@@ -1,4 +1,4 @@
-"""Values that each replica has its own of: the values, the store that keeps them, and `PerReplica`.
+"""Values that differ between replicas: the values, the store that keeps them, and `PerReplica`.
 
 A TensorFlow graph is built once, but the replicas that a worker computes may change while it is used. So a
 graph never holds the values of certain replicas: it holds a handle, a number under which a store keeps the
@@ -47,7 +47,7 @@ class Values(Protocol):
         """Return the leaves of a replica, as arrays of NumPy or of the backend.
 
         Raises:
-            DataError: they are not available on this worker.
+            DataError: the leaves are not available on this worker.
         """
 
     def is_here(self, replica: int) -> bool:
@@ -57,7 +57,7 @@ class Values(Protocol):
         """Return one leaf of a replica.
 
         Raises:
-            DataError: it is not available on this worker.
+            DataError: the leaf is not available on this worker.
         """
 
     def examples(self, replica: int) -> int | None:
@@ -68,7 +68,7 @@ class Values(Protocol):
 
 
 def is_empty(inputs: Iterable[Values], replica: int) -> bool:
-    """Whether a replica has inputs but no examples in any of them: it computes on zero rows."""
+    """Whether a replica has inputs but no examples in any of them. Then it computes on zero rows."""
     counts = [values.examples(replica) for values in inputs]
     counts = [count for count in counts if count is not None]
     return bool(counts) and not any(counts)
@@ -95,7 +95,7 @@ class KnownValues:
         """Return the leaves of a replica.
 
         Raises:
-            DataError: they are on another worker.
+            DataError: the leaves are on another worker.
         """
         return [self.leaf(position, replica) for position in range(len(self.columns))]
 
@@ -107,7 +107,7 @@ class KnownValues:
         """Return one leaf of a replica.
 
         Raises:
-            DataError: it is on another worker.
+            DataError: the leaf is on another worker.
         """
         if replica not in self.columns[position]:
             raise DataError(
@@ -150,14 +150,14 @@ class ReturnedValues(KnownValues):
 
     @property
     def anywhere(self) -> bool:
-        """False: each worker has those of its replicas."""
+        """False, because each worker has the values of its own replicas."""
         return False
 
     def owned_leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica that this worker owns, computed again if another worker had it.
 
         Raises:
-            DataError: the worker that had it was lost, and it cannot be computed again.
+            DataError: the worker that had the leaf was lost, and the leaf cannot be computed again.
         """
         values = self.columns[position]
         return values[replica] if replica in values else self.recompute(replica)[position]
@@ -167,7 +167,7 @@ class ReturnedValues(KnownValues):
         return 0 if replica in self.empty else None
 
     def check(self) -> bytes:
-        """Return the bytes of the data that the replicas have computed from."""
+        """Return the bytes of the data from which the replicas have computed."""
         return self.data
 
 
@@ -175,7 +175,7 @@ class Registry(Generic[Object]):
     """Numbers objects, for graphs; keeps an object only while something else refers to it.
 
     Args:
-        gone: the message about an object that no longer exists.
+        gone: a message about an object that no longer exists.
     """
 
     def __init__(self, gone: str) -> None:
@@ -193,7 +193,7 @@ class Registry(Generic[Object]):
         """Return the object with a number.
 
         Raises:
-            DataError: it no longer exists.
+            DataError: the object no longer exists.
         """
         kept = self._objects.get(number)
         if kept is None:
@@ -202,10 +202,10 @@ class Registry(Generic[Object]):
 
 
 class ValueStore:
-    """Stores values of one origin under handles: those that something refers to, and the latest few.
+    """Stores values of one origin under handles: values that are referred to, and the latest few.
 
     Attributes:
-        number: identifies the store in graphs.
+        number: the number of the store in graphs.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class ValueStore:
         """Return the store with a number.
 
         Raises:
-            DataError: it no longer exists.
+            DataError: the store no longer exists.
         """
         return _stores.find(number)
 
@@ -276,7 +276,8 @@ class DistributedValues:
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ModelError, because it is ambiguous which of the values is meant.
 
-        This also holds if this worker has one replica: with fewer workers, or after a loss, it has several.
+        This also applies if this worker has one replica, because it has several with fewer workers, or after
+        a loss.
         """
         raise ModelError(
             "a PerReplica is used like a tensor, but it holds a value for each replica: add the values "

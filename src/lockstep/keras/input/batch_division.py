@@ -159,7 +159,7 @@ class BatchDivision:
                 raise
 
     def note_epoch(self) -> None:
-        """Note that the dataset was notified of an epoch: batches that were made before may differ."""
+        """Note that the dataset was notified of an epoch, because earlier batches may differ."""
         kind, base = type(self.dataset.inner), keras.utils.PyDataset
         if kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end:
             self._version += 1
@@ -171,7 +171,7 @@ class BatchDivision:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether Keras's workers read batches; threads do not, where batches draw from states they share."""
+        """Whether Keras's workers read batches. Threads do not, if batches draw from states they share."""
         inner = self.dataset.inner
         if inner.use_multiprocessing:
             return bool(inner.workers > 0)

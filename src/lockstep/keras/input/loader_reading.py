@@ -1,7 +1,7 @@
-"""Reads a map-style PyTorch `DataLoader` divided: each worker fetches the items of its own replicas.
+"""Divides the reading of a map-style PyTorch `DataLoader`: each worker fetches its own replicas' items.
 
-All workers iterate the loader's batch sampler, and draw what PyTorch draws for it. So they know the items of
-each batch, and a batch that is not read costs its indices only. The items of a replica are fetched and
+All workers iterate the loader's batch sampler, and make PyTorch's draws for it. So they know the items of
+each batch, and a batch that is not read costs only its indices. The items of a replica are fetched and
 collated together, by the loader's worker processes if it has some, with random states that depend on their
 positions in the pass. So the values of a replica's rows do not depend on the worker that fetches them.
 """
@@ -72,12 +72,12 @@ def loader_reading(
     """Return how the workers divide the reading of a `DataLoader`; or the reason why they cannot.
 
     To decide, this reads a few items twice, with the same random states, from a copy of the batch sampler.
-    The random states and the loader stay as they are.
+    The random states and the loader do not change.
 
     Args:
         loader: the `DataLoader`.
         reader: this worker.
-        convert: converts what the collate function returns to a nest of arrays; as Keras does by default.
+        convert: converts results of the collate function to a nest of arrays; by default, as Keras does.
     """
     from torch.utils.data import IterableDataset, MapDataPipe
 
@@ -115,7 +115,7 @@ class LoaderReading:
     Args:
         loader: the `DataLoader`.
         reader: this worker.
-        convert: converts what the collate function returns to a nest of arrays.
+        convert: converts results of the collate function to a nest of arrays.
         drawn: whether an item is known to draw random numbers.
     """
 
@@ -131,7 +131,7 @@ class LoaderReading:
         """Begin the next pass; yield its global batches."""
         current = _LoaderPass(self._loader, self._reader, self._source, self._numbers, self._convert)
         if keras.backend.backend() == "torch":
-            current.begin()  # As Keras does there; elsewhere, the first batch begins the pass.
+            current.begin()  # Keras also does so there. Elsewhere, the first batch begins the pass.
         return current.batches()
 
 
@@ -187,7 +187,7 @@ class _ReplicaSource:
         }
 
     def anew(self) -> "_ReplicaSource":
-        """Return a source of which no item is known to draw."""
+        """Return a source in which no item is known to draw."""
         return _ReplicaSource(self._dataset, self._collate, self._seed)
 
     def samples(self, number: int, items: _Items) -> list[Any]:
@@ -198,7 +198,7 @@ class _ReplicaSource:
         """Return the result of the collate function for the samples of some items.
 
         Raises:
-            DataError: it draws random numbers.
+            DataError: the collate function draws random numbers.
         """
         if self._by_rows:
             return self._collate(samples)
@@ -228,7 +228,7 @@ class _SampledBatch:
         step: its index in the pass.
         first: the position of its first item in the pass.
         indices: the indices of its items.
-        next: the batch after it, once that was sampled.
+        next: the batch after it, if that has been sampled.
     """
 
     step: int
@@ -243,7 +243,7 @@ class _SampledBatch:
 
     @property
     def identity(self) -> bytes:
-        """A hash of the batch's index and of its indices if they are numbers or strings."""
+        """A hash of the batch's index, and of its items' indices if they are numbers or strings."""
         try:
             indices = np.asarray(self.indices)
         except (TypeError, ValueError, RuntimeError):
@@ -263,7 +263,7 @@ class _LoaderPass:
         convert: converts rows to a nest of arrays.
 
     Attributes:
-        number: the number of the pass, from 0, once its first batch is taken.
+        number: the number of the pass, from 0, after its first batch has been taken.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class _LoaderPass:
         self._processes: _ReadAhead | None = None
 
     def begin(self) -> None:
-        """Begin to sample, unless that was done, and draw what PyTorch draws for an iteration."""
+        """Begin to sample, unless this has been done, and make PyTorch's draws for an iteration."""
         if self._sampled is None:
             self._sampled = _sampled(self.loader)
             self._look_ahead()
@@ -331,7 +331,7 @@ class _LoaderPass:
         return batch.next
 
     def _look_ahead(self) -> None:
-        """Ask the sampler for the batches for which PyTorch asks it when a batch is taken."""
+        """Ask the sampler for the batches that PyTorch requests when a batch is taken."""
         if batches := self.loader.num_workers * (self.loader.prefetch_factor or 0):
             self.following(batches - 1)
 
@@ -355,7 +355,7 @@ class _LoaderPass:
     def read_now(self, batch: _SampledBatch, missing: dict[int, _Items]) -> dict[int, Any]:
         """Return at least the rows of replicas that were not read ahead.
 
-        In a new view, the processes read ahead anew from the first such batch on.
+        In a new view, the processes restart reading ahead at the first such batch.
         """
         request = _ReplicaItems(self.number, batch.step, missing)
         if not self.loader.num_workers:
@@ -381,7 +381,7 @@ class _LoaderPass:
 
 
 class _ReadAhead:
-    """PyTorch's worker processes, which read the rows of this worker ahead, from a batch on.
+    """PyTorch's worker processes, which read this worker's rows ahead, beginning with a batch.
 
     Attributes:
         step: the step whose rows they return next.
@@ -403,8 +403,8 @@ def _in_processes(
 ) -> Iterator[Any]:
     """Return an iterator over the results of a loader's worker processes, in the order of the requests.
 
-    If a loader has worker processes, no other process reads its dataset: a file that an item opens would be
-    shared by those that are forked later.
+    If a loader has worker processes, no other process reads its dataset, because later forks would share a
+    file that an item opens.
     """
     import torch
     from torch.utils.data import DataLoader
@@ -425,7 +425,7 @@ def _in_processes(
 
 
 def _requests(current: _LoaderPass, batch: _SampledBatch | None) -> Iterator[_ReplicaItems]:
-    """Yield the items to read of `batch` and of later ones, in the view in which PyTorch asks for them."""
+    """Yield the items to read of `batch` and of later batches, in the view in which PyTorch asks for them."""
     while batch is not None:
         examples, replicas = len(batch.indices), current.reader.job.view.replicas
         rows = {
@@ -437,7 +437,7 @@ def _requests(current: _LoaderPass, batch: _SampledBatch | None) -> Iterator[_Re
 
 
 class _BatchRows:
-    """The rows of a batch, which are read when they are first needed, those of a replica together."""
+    """The rows of a batch, which are read when they are first needed, each replica's rows together."""
 
     def __init__(self, current: _LoaderPass, batch: _SampledBatch) -> None:
         self._pass = current
@@ -476,7 +476,7 @@ class _BatchRows:
         return _text(self._form).encode()
 
     def _need(self, replicas: Sequence[int]) -> None:
-        """Read the rows of replicas with examples, unless that was done.
+        """Read the rows of replicas with examples, unless this has been done.
 
         Raises:
             DataError: the rows of replicas do not fit together.
@@ -514,19 +514,19 @@ class _BatchRows:
         return replica_rows(self._examples, replica, self._replicas)
 
     def _replica_with(self, row: int) -> int:
-        """Return the replica that has a row; the last with examples for those after the last."""
+        """Return the replica that has a row; for rows after the last, the last replica with examples."""
         replicas = range(min(self._replicas, self._examples))
         return next((replica for replica in replicas if row < self._rows(replica).stop), replicas[-1])
 
 
 def _probed(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:
-    """Return the `LoaderReading` if some items are the same when they are read twice, or the reason."""
+    """Return the `LoaderReading` if some items are equal when they are read twice, or the reason."""
     try:
         with states_kept():
             return _compared(loader, reader, convert)
     except DataError as error:
         return str(error)
-    except Exception as error:  # Reading jointly raises it again, if it is an error of the program.
+    except Exception as error:  # Joint reading raises it again, if it is an error of the program.
         return f"reading some items fails with {type(error).__name__}"
 
 
@@ -611,7 +611,7 @@ class _TwiceRead:
 
 
 def _shared(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset, the datasets in it and what they hold, which a copy of a sampler shares."""
+    """Yield a dataset, its inner datasets and the objects they hold, which a sampler's copy shares."""
     waiting = [dataset]
     while waiting:
         part = waiting.pop()
@@ -669,7 +669,7 @@ def _text(form: _Form) -> str:
 def _sampled(loader: Any) -> Iterator[Any]:
     """Begin to sample batches of indices as an iteration of PyTorch does, and draw what it draws.
 
-    PyTorch draws the seed of its worker processes last, and once if they are persistent.
+    PyTorch draws the seed of its worker processes last, and only once if they are persistent.
     """
     import torch
 

@@ -1,9 +1,9 @@
 """Datasets with one pipeline per replica, which the worker that computes the replica reads.
 
 A worker that takes over a replica creates its pipeline again and skips the elements that were read. Each
-pipeline has its own random states, equal at the start in all of them, which are in use while the pipeline is
-created, a pass begins or an element is read. So pipelines shuffle in the same order before they shard, and
-the number of pipelines in a process has no effect on the program's own random numbers.
+pipeline has its own random states, which are initially equal in all pipelines. They are in use while the
+pipeline is created, a pass begins or an element is read. So pipelines shuffle in the same order before they
+shard, and the number of pipelines in a process has no effect on the program's own random numbers.
 """
 
 import math
@@ -55,10 +55,10 @@ class Pipelines:
         job: the job of the replicas.
         dataset_fn: creates the dataset of a replica from its `InputContext`; called on the worker that
             computes the replica when the worker first needs its examples.
-        seed: the only source of the random numbers of each dataset, which are the same for all.
+        seed: the only source of the random numbers of the datasets, which are the same for all.
         way: how the workers read the datasets.
         compares: whether a note reports that two datasets begin with equal batches.
-        in_turn: whether the datasets are made of one whose batches the replicas take in turn.
+        in_turn: whether the datasets come from one dataset whose batches the replicas take in turn.
 
     Attributes:
         way: how the workers read them.
@@ -98,7 +98,8 @@ class Pipelines:
             context = InputContext(replicas, replica, replicas)
             with caches_of_replica(replica) if replicas > 1 else nullcontext():
                 dataset = numbers.make(lambda: self._dataset_fn(context))
-            # Batches of a fixed shape that replicas take in turn end together: none has no rows instead.
+            # Batches of a fixed shape that replicas take in turn end together: no replica gets an empty batch
+            # instead.
             whole = self._in_turn and is_tensorflow(dataset) and has_fixed_shapes(dataset)
             stream = Stream(dataset, numbers.drawn, parts=1 if whole else None)
             self._pipelines[replica] = Pipeline(stream, f"the dataset of replica {replica}")
@@ -166,7 +167,7 @@ class Pipelines:
             blobs = communicator.gather(msgspec.msgpack.encode(leaves), what=label)
             return next(filter(None, (msgspec.msgpack.decode(blob, type=list[Packed]) for blob in blobs)))
 
-        # Backends warn of arrays that cannot be written.
+        # Backends warn about arrays that cannot be written.
         leaves = [array.copy() for _, array in map(unpack, self.job.exchange(act))]
         return packed(self.peek(), leaves)
 
@@ -240,10 +241,10 @@ class Pipeline:
         self._latest: Cursor | None = None
 
     def begin(self, read: Sequence[int]) -> "Cursor":
-        """Begin a pass after earlier ones, from which `read` elements each were read, here or elsewhere.
+        """Begin a pass after earlier passes, in each of which `read` elements were read, here or elsewhere.
 
-        The elements of a pass may depend on how many were read in earlier ones (`shuffle`, `repeat`), so
-        elements that were not read here are read now.
+        The elements of a pass may depend on the number of elements read in earlier passes (`shuffle`,
+        `repeat`), so elements that were not read here are read now.
         """
         if self._latest is not None and self._passes <= len(read):
             self._latest.go_to(read[self._passes - 1])
@@ -271,7 +272,7 @@ class Cursor:
         """Return the element at an index, not smaller than in the last call, or None after the end.
 
         Raises:
-            DataError: it has already been passed.
+            DataError: the element has already been passed.
         """
         if index + 1 < self._read:
             raise DataError(f"element {index + 1} of {self._label} has passed and was not kept")
@@ -296,8 +297,8 @@ class PipelinesPass:
     Args:
         source: the pipelines.
         number: the number of the pass, from 0.
-        length: the length of the longest pipeline; if it is None, workers exchange before every element
-            whether there is another.
+        length: the length of the longest pipeline; if it is None, workers tell each other before every
+            element whether there is another.
 
     Attributes:
         number: the number of the pass.
@@ -377,7 +378,7 @@ class PipelinesPass:
 
 @dataclass(eq=False)
 class PipelinesBatch(Batch):
-    """The next elements of all pipelines; the share of a replica is that of its own.
+    """The next elements of all pipelines. Each replica's share is the element of its own pipeline.
 
     Attributes:
         current: the pass.
@@ -400,7 +401,7 @@ class PipelinesBatch(Batch):
         """The number of examples, over all replicas.
 
         Raises:
-            InternalError: the workers have not exchanged it.
+            InternalError: the workers have not exchanged the number.
         """
         if self.counts is None:
             raise InternalError("the workers have not exchanged the numbers of examples of their replicas")
@@ -419,7 +420,7 @@ class PipelinesBatch(Batch):
         return Share(replica, count, weight, seed, lambda: self._read(replica), start)
 
     def check(self) -> bytes:
-        """Identify the elements by their position; the data differ between replicas."""
+        """Identify the elements by their position, because their data differ between replicas."""
         return struct.pack("<2Q", self.current.number, self.index)
 
     def is_here(self, replica: int) -> bool:

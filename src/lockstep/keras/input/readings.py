@@ -1,8 +1,8 @@
 """How the workers of a job read one dataset of global batches: the contract of a reading, and its batches.
 
 A reading yields the same global batches on every worker, and a worker fetches the rows of its own replicas.
-What identifies a batch travels with each reduce as a hash. The rows themselves are compared in some steps:
-there, every worker hashes the rows of one replica, and fetches them where needed.
+The identity of a batch travels with each reduce as a hash. The rows themselves are compared in some steps:
+there, every worker hashes the rows of one replica, and fetches them if necessary.
 
     input                          identified by            fetched by                        module
     arrays                         numbers of the rows      the owner of the replica          fit_inputs,
@@ -14,10 +14,10 @@ there, every worker hashes the rows of one replica, and fetches them where neede
     everything else                its first row            every worker                      fit_inputs
 
 `read(rows)` returns rows that were read ahead, and fetches those that are missing, for example after a loss.
-A batch that is not read costs only what identifies it, so a worker that joins or resumes skips batches
-without fetching them. For a stream that every worker reads, spot checks find an unseeded shuffle in its
-first steps, at a fraction of the cost of hashing everything. If such a stream is a distributed dataset, all
-rows are hashed in each step.
+A batch that is not read costs only its identity, so a worker that joins or resumes skips batches without
+fetching them. For a stream that every worker reads, spot checks find an unseeded shuffle in its first steps,
+at a fraction of the cost of hashing everything. If such a stream is a distributed dataset, all rows are
+hashed in each step.
 """
 
 import struct
@@ -57,8 +57,8 @@ class Way:
     """How the workers of a job read a dataset, for the user.
 
     Attributes:
-        how: what a worker reads, as a sentence without a full stop.
-        why: the reason, and what to change to make reading faster if that is possible.
+        how: a sentence, without a full stop, on which rows a worker reads.
+        why: the reason, and how to make reading faster if possible.
         changeable: whether each worker reads everything for a reason that the user can change.
     """
 
@@ -81,7 +81,7 @@ class Way:
 
 
 def explain_reading(job: Job, way: Way) -> None:
-    """Print a note, on the chief and once for each reason, if workers do not divide what they could."""
+    """Print a note, on the chief and once for each reason, if workers could divide reading but do not."""
     if way.changeable and way.why and len(job.view.workers) > 1:
         note_once(job, f"input: {way}")
 
@@ -104,8 +104,8 @@ class Reading(Protocol):
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches. All workers do this together.
 
-        Where the dataset allows it, a batch that is not read costs only what identifies it: a joining worker
-        skips the batches that others have computed.
+        If the dataset allows it, a batch that is not read costs only its identity: a joining worker skips the
+        batches that others have computed.
         """
 
 
@@ -115,12 +115,12 @@ def _one_call() -> int:
 
 @dataclass(frozen=True)
 class ReadingWorker:
-    """The worker that reads, and what it reads for.
+    """The worker that reads, and the settings of its reading.
 
     Attributes:
         job: the job of the replicas.
-        seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
-        joint: whether the user asks every worker to read everything.
+        seed: 64 bits that, with the pass and the item, determine the random numbers of the dataset's items.
+        joint: whether the user requests that every worker reads everything.
         call: returns the number of the call in progress.
     """
 
@@ -137,7 +137,7 @@ class ReadingWorker:
     def compared_replica(self, number: int, step: int) -> int | None:
         """Return the replica whose rows all workers compare in a step of pass `number`, or None.
 
-        Both count from 0. Most steps have none; the first step of all has one.
+        Both count from 0. Most steps do not have one; the very first step does.
         """
         draw = seed_at(self.seed, number, step)
         step_draw, replica = draw % _COMPARED_STEPS, draw // _COMPARED_STEPS % self.job.view.replicas
@@ -151,12 +151,12 @@ class ReadingWorker:
     def partial_batch(
         self, examples: int, read: Callable[[slice], Any], identity: bytes, number: int, step: int
     ) -> GlobalBatch:
-        """Return a global batch of which this worker may hold some rows only.
+        """Return a global batch of which this worker may hold only some rows.
 
         Args:
             examples: the number of its rows.
             read: returns a range of rows as a nest of arrays; fetches those that this worker does not hold.
-            identity: identifies the batch in its pass; equal on all workers that read the same.
+            identity: the identity of the batch in its pass, equal on all workers that read the same data.
             number: the number of the pass, from 0.
             step: the index of the batch in the pass, from 0.
         """
@@ -172,7 +172,7 @@ class ReadingWorker:
 def computed_once(function: Callable[[], bytes]) -> Callable[[], bytes]:
     """Return a function that calls `function` the first time, and returns its result each time.
 
-    Making it takes a fraction of the time of `functools.cache`, in each step.
+    In each step, making it takes a fraction of the time of `functools.cache`.
     """
     result: bytes | None = None
 
@@ -217,11 +217,11 @@ def whole_batch(
         data: a nest of arrays or tensors.
         replicas: R.
         step: the index of the batch in its pass.
-        compared: returns the rows that all workers hash, given the number of examples, None for the first;
-            all by default.
+        compared: returns the rows that all workers hash, given the number of examples; None for only the
+            first row. By default, all rows.
 
     Raises:
-        DataError: it has no rows.
+        DataError: the batch has no rows.
     """
     leaves, pack = parts_of(data)
     leaves = [None if leaf is None else sliceable_rows(leaf) for leaf in leaves]
@@ -253,19 +253,19 @@ def read_batch(
 
     Args:
         element: a batch that is read or still pending, or a nest of arrays or tensors with all rows.
-        replicas: R; 1 where a process trains by itself.
+        replicas: R; 1 if a process trains by itself.
         catching_up: see `lockstep.worker.job.Job.exchange`.
     """
     if isinstance(element, PendingBatch):
         return element.read(catching_up)
     if isinstance(element, GlobalBatch):
-        # A `fit` with parameter servers looks at its first batch, and then each process leaves the view.
+        # In a `fit` with parameter servers, each process reads its first batch, and then leaves the view.
         return element.among(replicas)
     return element if isinstance(element, Batch) else whole_batch(element, replicas)
 
 
 def joint_batch(data: Any, reader: ReadingWorker, number: int, step: int) -> GlobalBatch:
-    """Wrap a batch of pass `number` that every worker holds; in some steps, rows of it are compared."""
+    """Wrap a batch of pass `number` that every worker holds; in some steps, some of its rows are compared."""
     replicas = reader.job.view.replicas
     return whole_batch(data, replicas, step, lambda examples: reader.compared_rows(examples, number, step))
 

@@ -1,7 +1,7 @@
 """Datasets that TensorFlow divides into a shard for each replica: `AutoShardPolicy.FILE` and `DATA`.
 
 Each replica has the shard that `tf.distribute` gives to one of R workers with one replica each. TensorFlow's
-own rewriting makes it from a copy of the dataset.
+own graph rewriting makes it from a copy of the dataset.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ _PYTHON = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 
 
 def policy_of(dataset: Any) -> str:
-    """Return the name of the auto-shard policy of a `tf.data.Dataset`; other datasets have none: empty."""
+    """Return the name of a `tf.data.Dataset`'s auto-shard policy, or an empty string for other datasets."""
     if not is_tensorflow(dataset):
         return ""
     return str(dataset.options().experimental_distribute.auto_shard_policy.name)
@@ -55,7 +55,7 @@ class Shards:
         replica, replicas = context.input_pipeline_id, self.replicas
         copy = dataset_of(self._graph, self._dataset.element_spec)
         parts = divided_batches(copy, replicas, replica)
-        # Behind `prefetch`, Python functions of the dataset would draw random numbers in no fixed order.
+        # After `prefetch`, Python functions of the dataset would draw random numbers in no fixed order.
         parts = parts if _runs_python(self._graph) else parts.prefetch(1)
         return in_order(shard_of(parts, replicas, replica), self._dataset)
 
@@ -132,7 +132,7 @@ def shards_of(dataset: Any, replicas: int) -> Shards | str | None:
 
 
 def _with_own_state(graph: Any) -> Any:
-    """Return a graph whose datasets do not share the orders of shuffles, or memory caches, with others."""
+    """Return a graph whose datasets do not share shuffle orders or memory caches with others."""
     import tensorflow as tf
 
     from lockstep.keras.private.tensorflow import definition_of

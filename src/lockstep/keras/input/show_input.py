@@ -57,7 +57,7 @@ def show_input(
             single-batch methods, from 1. It has no effect after `keras.utils.set_random_seed`, because the
             order then follows from the random states: the table shows the next `fit`.
         new: whether the model has been compiled since its last `fit` or `evaluate`. If so, Keras first reads
-            a batch, which on JAX and PyTorch draws from the random states.
+            a batch. On JAX and PyTorch, this draws from the random states.
 
     Raises:
         DataError: a dataset has a pipeline for each replica, so each replica reads its own.
@@ -116,7 +116,7 @@ def _way(dataset: Any) -> Way:
         options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": ()}
         return global_input(dataset, **options, unsplit=False, reader=reader, in_order=True).way
     except DataError:
-        return Way.joint("")  # A kind of dataset that only `strategy` distributes.
+        return Way.joint("")  # Only `strategy` distributes this kind of dataset.
     finally:
         set_random_states(states)
 
@@ -132,10 +132,10 @@ def _visited(
 
     Args:
         begin: begins a pass; returns the items of each batch.
-        sample: draws what Keras draws for a sample batch.
+        sample: makes Keras's draws for a sample batch.
         epoch: the epoch, from 1.
         steps: the number of batches.
-        new: whether Keras reads a sample batch before.
+        new: whether Keras first reads a sample batch.
     """
     states = random_states()
     try:

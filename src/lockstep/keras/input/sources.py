@@ -1,9 +1,9 @@
 """Distributed datasets read sources: the contract of a source, and the source of global batches.
 
 A source is a dataset whose elements are batches (`lockstep.data.batch`), read by a `Reading` or by the
-pipelines of the replicas, with what a program may ask of the dataset before it takes an element: the form of
-the elements, their number, and a sample. `fit` takes the batches themselves. The iterator of a distributed
-dataset shows each batch as `BatchValues`, of which a program gets a `PerReplica` for each leaf.
+pipelines of the replicas. Before a program takes an element, it may request the form of the elements, their
+number, and a sample. `fit` takes the batches themselves. The iterator of a distributed dataset shows each
+batch as `BatchValues`, from which a program gets a `PerReplica` for each leaf.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class Pass(Protocol):
         """Skip a batch without communication between workers.
 
         Raises:
-            StopIteration: there is none.
+            StopIteration: there is no further batch.
         """
 
     def form(self) -> Form:
@@ -83,9 +83,9 @@ class BatchValues:
 
     Args:
         batch: the batch.
-        nest: a nest with the structure of the shares; None in it is None on every replica.
+        nest: a nest with the structure of the shares. A leaf that is None is None on every replica.
         specs: the specs of the leaves that are not None.
-        leaves: the leaves of replicas whose shares were read.
+        leaves: the leaves of replicas whose shares have been read.
 
     Attributes:
         nest: see above.
@@ -121,7 +121,7 @@ class BatchValues:
         """Return one leaf of a replica.
 
         Raises:
-            DataError: another worker has it.
+            DataError: another worker has the share.
         """
         if not self.is_here(replica):
             raise DataError(
@@ -148,7 +148,7 @@ class GlobalBatchSource:
 
     Attributes:
         stream: the dataset.
-        shown_form: the form of the elements, once the dataset or an element has shown it.
+        shown_form: the form of the elements, if the dataset or an element has shown it.
     """
 
     def __init__(self, job: Job, stream: Stream, reading: Reading) -> None:
@@ -180,16 +180,17 @@ class GlobalBatchSource:
         return begun or GlobalBatchPass(self, self._reading.begin())
 
     def begin_in_graph(self) -> "GlobalBatchPass":
-        """Begin a pass of which a graph of TensorFlow reads the rows."""
+        """Begin a pass whose rows a graph of TensorFlow reads."""
         return GlobalBatchPass(self, StreamBatches(None, self._job.view.replicas))
 
     def values(self, batch: Batch, number: int) -> BatchValues:
         """Return the values of the replicas in a batch.
 
-        The rows of a replica of this worker show their form, unless the dataset declares it.
+        If the dataset does not declare the form of the elements, the rows of one of this worker's replicas
+        show it.
 
         Raises:
-            DataError: they have no examples, or different numbers of them.
+            DataError: the leaves have no examples, or different numbers of them.
         """
         if self._declared is not None:
             return BatchValues(batch, self._declared.nest, self._declared.specs, {})
@@ -206,7 +207,7 @@ class GlobalBatchSource:
         return BatchValues(batch, nest, tuple(map(spec_of, leaves)), {share.replica: leaves})
 
     def form(self) -> Form:
-        """Return the form of the elements; read the first one of the next pass if nothing else shows it."""
+        """Return the form of the elements; if necessary, read the first element of the next pass."""
         if self.shown_form is not None:
             return self.shown_form
         self._begun = self.begin()
@@ -254,7 +255,7 @@ class GlobalBatchPass:
         return batch
 
     def skip(self) -> None:
-        """Skip a batch. A divided reading reads none of its rows."""
+        """Skip a batch. A divided reading does not read its rows."""
         next(self)
 
     def first(self) -> GlobalBatch | None:
@@ -264,7 +265,7 @@ class GlobalBatchPass:
         return self._ahead[0] if self._ahead else None
 
     def form(self) -> Form:
-        """Return the form of the elements; read the next one ahead if nothing else shows it."""
+        """Return the form of the elements; if necessary, read the next one ahead."""
         if self._source.shown_form is None and (first := self.first()) is not None:
             self._source.values(first, self._taken + 1)
         if self._source.shown_form is None:
@@ -273,7 +274,7 @@ class GlobalBatchPass:
 
 
 class StreamReading:
-    """The `Reading` of a dataset in its own form, all of which every worker reads.
+    """The `Reading` of a dataset in its own form. Every worker reads all of it.
 
     Args:
         stream: the dataset.
@@ -295,7 +296,7 @@ class StreamBatches:
     """The global batches of a pass over a stream.
 
     Args:
-        reader: reads their rows; None if a graph of TensorFlow does.
+        reader: reads their rows; None if a graph of TensorFlow reads them.
         replicas: R.
     """
 
@@ -315,7 +316,7 @@ class StreamBatches:
         """Return the next batch, whose rows are in a nest of arrays; workers compare all of them.
 
         Raises:
-            DataError: it cannot be split.
+            DataError: the batch cannot be split.
         """
         self._taken += 1
         count_examples(leaves_of(nest), f"batch {self._taken} of the dataset")
@@ -323,10 +324,10 @@ class StreamBatches:
 
 
 def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str, *, may_be_empty: bool = False) -> int:
-    """Return the number of examples of arrays, which is the size of the first axis of each.
+    """Return the number of examples of arrays: the size of the first axis of each.
 
     Raises:
-        DataError: they have none, although they may not be empty, or different numbers of them.
+        DataError: the arrays have different numbers of examples, or none although that is not allowed.
     """
     if not leaves or not all(leaf.ndim for leaf in leaves):
         raise DataError(

@@ -1,4 +1,4 @@
-"""Sparse batches of any library, of which replicas get their rows as dense arrays."""
+"""Sparse batches of any library, from which replicas get their rows as dense arrays."""
 
 from typing import Any
 

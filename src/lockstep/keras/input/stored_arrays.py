@@ -1,4 +1,4 @@
-"""Arrays on disk, of which a worker reads only the rows that it needs: memory maps, and datasets of h5py.
+"""Arrays on disk, such as memory maps and datasets of h5py. A worker reads only the rows that it needs.
 
 Keras would first copy all of an h5py dataset, and all of a memory map of `float64`, into memory.
 """
@@ -63,7 +63,7 @@ class StoredArray:
 
 
 def stored(leaf: Any) -> StoredArray | None:
-    """Return an array on disk as one, or None for other values."""
+    """Return a value as a `StoredArray` if it is an array on disk, or None for other values."""
     if isinstance(leaf, StoredArray):
         return leaf
     if isinstance(leaf, np.ndarray):

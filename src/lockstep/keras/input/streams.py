@@ -22,7 +22,7 @@ from lockstep.keras.per_replica import Spec
 def on_host(leaf: Any) -> npt.NDArray[Any]:
     """Return an array or a tensor as a NumPy array, without a copy if NumPy can read its memory.
 
-    A sparse one becomes dense.
+    A sparse array becomes dense.
     """
     if isinstance(leaf, np.ndarray):
         return leaf
@@ -59,11 +59,11 @@ class Stream:
 
     Args:
         dataset: the dataset, of any of these kinds.
-        apart: a context in which all code of the dataset itself runs.
-        parts: the number of shares into which each element is divided; None if their sizes are not known.
+        apart: a context for all code of the dataset itself.
+        parts: the number of shares into which each element is divided; None if their sizes are unknown.
 
     Raises:
-        DataError: it declares elements without rows that can be split.
+        DataError: the dataset declares elements without rows that can be split.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Stream:
         """Return the form of the elements; read the first one ahead if the form is not known otherwise.
 
         Raises:
-            DataError: there is none.
+            DataError: there is no element.
         """
         if self._form is None:
             self.peek()
@@ -102,7 +102,7 @@ class Stream:
         """Return the form of the elements, if it is known without reading.
 
         Raises:
-            DataError: it is not.
+            DataError: the form is not known.
         """
         if self._form is None:
             raise DataError("the dataset is empty, so the structure of its elements is unknown")
@@ -114,7 +114,7 @@ class Stream:
             self._form = Form.of(element)
 
     def opened(self) -> "Reader":
-        """Begin a pass that does not count: the next one begins anew."""
+        """Begin a pass that does not count: the next one starts again."""
         with self.apart():
             return Reader(self, read(self.dataset))
 
@@ -213,7 +213,7 @@ def array_of(leaf: Any) -> npt.NDArray[Any]:
     """Return an array or a tensor of any framework as a NumPy array.
 
     Raises:
-        DataError: it is not a dense array.
+        DataError: the argument is not a dense array.
     """
     _refuse_rows_of_their_own(leaf)
     array = on_host(leaf)
@@ -264,10 +264,10 @@ def _share_of(spec: Any, parts: int | None) -> Spec:
 
 
 def sliceable_rows(leaf: Any) -> "npt.NDArray[Any] | SparseRows":
-    """Return an array or a tensor in a form whose slices are rows: NumPy arrays, also of a sparse one.
+    """Return an array or a tensor, even a sparse one, in a form whose slices are rows: NumPy arrays.
 
     Raises:
-        DataError: it is ragged.
+        DataError: the tensor is ragged.
     """
     if isinstance(leaf, np.ndarray):
         return leaf
@@ -286,7 +286,7 @@ def refuse_ragged(leaf: Any) -> None:
     """Refuse a ragged tensor, or its spec.
 
     Raises:
-        DataError: it is one.
+        DataError: the argument is ragged.
     """
     if is_ragged(leaf):
         raise DataError(_no_rows(leaf, "`.map(lambda x: x.to_tensor())`"))
@@ -296,7 +296,7 @@ def _refuse_rows_of_their_own(leaf: Any) -> None:
     """Refuse a ragged or a sparse tensor, or its spec.
 
     Raises:
-        DataError: it is one.
+        DataError: the argument is ragged or sparse.
     """
     refuse_ragged(leaf)
     if is_sparse(leaf) or "Sparse" in type(leaf).__name__:

@@ -1,8 +1,9 @@
 """Distributed datasets in graphs of TensorFlow.
 
 A graph never holds the values of replicas: it takes an element, the host stores it, and the graph continues
-with its handle. All elements come from an iterator of `tf.data`, the user's or one over the handles of what
-the host reads: while a graph waits for it, the only thread for operations is free for the reader.
+with its handle. All elements come from an iterator of `tf.data`: the user's, or one over the handles of
+elements that the host reads. While a graph waits for it, the only thread for operations is free for the
+reader.
 """
 
 from collections import deque
@@ -32,10 +33,10 @@ _PASSES_KEPT = 4
 
 
 class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """A distributed dataset over which graphs can iterate, too.
+    """A distributed dataset over which graphs can also iterate.
 
     Attributes:
-        number: identifies it in graphs.
+        number: its number in graphs.
     """
 
     def __init__(self, runner: Runner, source: Source) -> None:
@@ -59,7 +60,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
 
     @property
     def cardinality(self) -> Any:
-        """The number of elements of a pass, as that of a `tf.data.Dataset`."""
+        """The number of elements of a pass, like that of a `tf.data.Dataset`."""
         length = self.source.length
         if length is None or length == inf:
             return tf.constant(-2 if length is None else -1, tf.int64)
@@ -109,7 +110,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
     """One pass over a dataset, which graphs can continue: as an argument, or by capturing it.
 
     Attributes:
-        number: identifies it in graphs.
+        number: its number in graphs.
     """
 
     def __init__(self, dataset: TensorFlowDataset, elements: Pass, number: int) -> None:
@@ -127,7 +128,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         """Return the next element.
 
         Raises:
-            tf.errors.OutOfRangeError: there is none.
+            tf.errors.OutOfRangeError: there is no further element.
         """
         try:
             return next(self)
@@ -149,7 +150,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         return IteratorType(self.in_graph())
 
     def in_graph(self) -> "GraphIterator":
-        """Return the iterator for graphs; read the first element ahead if the form is not known otherwise."""
+        """Return the iterator for graphs; if the form is otherwise unknown, read the first element ahead."""
         if not self._symbols:
             with tf.init_scope():
                 self._symbols.append(self._made())
@@ -292,7 +293,7 @@ class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
 
 
 class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """The trace type of an iterator: a graph that takes one takes any iterator of the same dataset."""
+    """The trace type of an iterator: a graph for one iterator accepts any iterator of the same dataset."""
 
     def __init__(self, iterator: GraphIterator) -> None:
         self._spec = tf.type_spec_from_value(iterator)
@@ -336,7 +337,7 @@ class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
 
 
 def dataset_of_handles(handles: Callable[[], Iterator[int]]) -> Any:
-    """Return the `tf.data.Dataset` of the handles that `handles` yields; it reads nothing ahead."""
+    """Return the `tf.data.Dataset` of the handles that `handles` yields, without reading ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1

@@ -1,12 +1,12 @@
-"""The order of a `tf.data` pipeline's elements, and in which its functions draw random numbers.
+"""The order in which a `tf.data` pipeline yields elements and its functions draw random numbers.
 
 With `deterministic=False`, a pipeline yields elements in the order in which they are ready. Calls of a
-function that run in parallel (`num_parallel_calls`) draw in no fixed order. In either case, workers that read
-the same pipeline would get different elements.
+function that run in parallel (`num_parallel_calls`) draw in an arbitrary order. In either case, workers that
+read the same pipeline would get different elements.
 
 A pipeline that several workers read ignores `deterministic=False`. Functions that draw in parallel draw in
-the order of the elements: TensorFlow's own rewriting `make_deterministic` takes what has a state out of the
-parallel part. A pipeline is read to its end with its last batch, which completes a cache on disk.
+the order of the elements: TensorFlow's own graph rewriting `make_deterministic` moves stateful operations out
+of the parallel part. A pipeline is read to its end with its last batch, which completes a cache on disk.
 """
 
 import sys
@@ -37,13 +37,13 @@ _GENERATORS = frozenset(
 def in_order(dataset: Any, origin: Any = None) -> Any:
     """Return a `tf.data.Dataset` that yields equal elements in each process, in their order.
 
-    It ignores `deterministic=False`. Functions that draw random numbers in parallel run one call after
-    another, in part: operations that only use the numbers remain parallel where TensorFlow can separate them.
-    The numbers are those without `num_parallel_calls`.
+    It ignores `deterministic=False`. Functions that draw random numbers in parallel run partly one call after
+    another: operations that only use the numbers remain parallel if TensorFlow can separate them. The numbers
+    are the same as without `num_parallel_calls`.
 
     Args:
         dataset: the dataset to read.
-        origin: the dataset of which it is a copy, whose functions are known; by default `dataset`.
+        origin: the dataset that it copies, whose functions are known; by default `dataset`.
     """
     original = dataset if origin is None else origin
     if original.options().deterministic is False:
@@ -56,7 +56,7 @@ def in_order(dataset: Any, origin: Any = None) -> Any:
 
 
 def yields_any_order(dataset: Any) -> bool:
-    """Whether a `tf.data.Dataset` may yield its elements in another order in each run."""
+    """Whether a `tf.data.Dataset` may yield its elements in a different order in each run."""
     return dataset.options().deterministic is False or _is_unordered(dataset)
 
 
@@ -82,7 +82,7 @@ def _draws_in_parallel(dataset: Any) -> bool:
 
 
 def _is_unordered(dataset: Any) -> bool:
-    """Whether an operation of a pipeline, or of a dataset within, was created with `deterministic=False`."""
+    """Whether an operation of a pipeline, or of an inner dataset, was created with `deterministic=False`."""
     return (
         is_unordered(dataset)
         or any(operations(function, without_order) for function in filter(is_traced, functions_of(dataset)))

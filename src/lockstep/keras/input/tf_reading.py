@@ -1,13 +1,13 @@
 """A `tf.data` pipeline whose last maps each worker computes for the rows of its own replicas.
 
-A pipeline is cut below its last maps before `batch`. Every worker reads what is below the cut: the same
+A pipeline is cut below its last maps before `batch`. Every worker reads the part below the cut: the same
 global batches of unmapped rows, which identify a batch. It feeds its own rows to a second pipeline, which
-applies the same traced functions ahead of time. Later it also feeds those rows of others that it needs, so
-that no row is read again from the source.
+applies the same traced functions ahead of time. If it later needs rows of others, it also feeds these, so no
+row is read again from the source.
 
 A map that draws random numbers, with TensorFlow's operations or from Keras's generators, is traced again,
-with stateless operations. Their numbers are a function of the seed, the pass and the row's place in it. If
-maps of whole batches draw, every worker maps all rows; the numbers follow from the place of the batch.
+with stateless operations. Their numbers are a function of the seed, the pass and the row's place in the pass.
+If maps of whole batches draw, every worker maps all rows, and the numbers follow from the batch's place.
 """
 
 import re
@@ -102,12 +102,12 @@ _QUEUE_CAPACITY = 1 << 20
 
 
 def tf_reading(dataset: Any, reader: ReadingWorker, *, weighed: bool) -> "MappedReading | str":
-    """Return a reading that divides the maps of a pipeline, or why every worker computes them for all rows.
+    """Return a reading that divides the maps of a pipeline, or why every worker maps all rows.
 
     Args:
-        dataset: the dataset that Keras makes of a `tf.data.Dataset`.
+        dataset: the dataset that Keras makes from a `tf.data.Dataset`.
         reader: this worker.
-        weighed: whether Keras has added a map of batches, for the weights of classes.
+        weighed: whether Keras has added a map of batches for the weights of classes.
     """
     weigh = None
     if weighed:
@@ -153,7 +153,7 @@ class _Parts:
 
 
 def _cut(dataset: Any) -> _Parts | str:
-    """Cut a pipeline below its last maps before `batch`; return why that cannot be done."""
+    """Cut a pipeline below its last maps before `batch`; return why that is impossible, if it is."""
     if yields_any_order(dataset):
         return (
             "all workers must read the same order, so deterministic=False is ignored: "
@@ -205,7 +205,7 @@ def _cut(dataset: Any) -> _Parts | str:
 
 
 def _rebuilt(dataset: Any, operations: Sequence[Any]) -> Any:
-    """Apply those of some operations that count elements to a dataset; the last one is applied first."""
+    """Apply those operations that count elements to a dataset; the last one is applied first."""
     for operation in reversed(operations):
         if isinstance(operation, REPEAT):
             dataset = dataset.repeat(count_of(operation))
@@ -251,7 +251,7 @@ def _maps_below(dataset: Any) -> bool:
 
 
 def _name(operation: Any) -> str:
-    """Return the name of an operation's method, as far as its class tells."""
+    """Return the name of an operation's method, if its class shows it."""
     words = type(operation).__name__.strip("_").removesuffix("Dataset")
     return "." + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in words)[1:]
 
@@ -298,8 +298,8 @@ class _Maps:
     Attributes:
         steps: the maps of single rows, in the order in which they are applied.
         batch_steps: the maps of whole batches.
-        draw: whether they draw random numbers; the first argument of each is then the seed of a row, or those
-            of the rows of a batch. All but the last one return it.
+        draw: whether they draw random numbers; the first argument of each is then the seed of a row, or the
+            seeds of the rows of a batch. All maps but the last return it.
     """
 
     steps: Sequence[_Map]
@@ -308,7 +308,7 @@ class _Maps:
 
 
 def _prepared(parts: _Parts) -> _Maps | str:
-    """Return the maps of a pipeline, traced again if they draw random numbers, or why they stay joint."""
+    """Return a pipeline's maps, traced again if they draw random numbers, or why all workers map all rows."""
     functions = [function_of(operation) for operation in parts.every_map]
     refusals = [_refusal(function) for function in functions]
     for refusal in refusals:
@@ -328,7 +328,7 @@ def _prepared(parts: _Parts) -> _Maps | str:
                 )
         steps = _traced_again(parts)
     except Exception as error:
-        # Other messages may contain addresses, and the reasons of all workers must be equal.
+        # Other messages may contain addresses, and the reasons must be equal on all workers.
         why = str(error) if isinstance(error, ModelError) else type(error).__name__
         return f"a map draws random numbers and cannot be traced with stateless operations: {why}"
     finally:
@@ -345,7 +345,7 @@ def _prepared(parts: _Parts) -> _Maps | str:
 
 
 def _refusal(function: Any) -> str:
-    """Return why a map must not be computed by one worker only, or an empty string if it may."""
+    """Return why a map must not be computed by only one worker, or an empty string if it may."""
     if not is_traced(function):
         return "a map has a legacy function"
     if operations(function, lambda node: node.op in _PYTHON):
@@ -357,13 +357,13 @@ def _refusal(function: Any) -> str:
 
 
 def _generators_only(function: Any) -> bool:
-    """Whether a map uses variables, and all of them hold the states of Keras's generators."""
+    """Whether a map uses variables, all of which hold the states of Keras's generators."""
     variables = function.function.graph.variables
     return bool(variables) and all(KERAS_SEED in variable.name for variable in variables)
 
 
 def _kept_state(function: Any) -> str:
-    """Return which state a map uses that may differ from row to row, or an empty string if there is none."""
+    """Return the state used by a map that may differ from row to row, or an empty string if there is none."""
     if variables := [variable.name for variable in function.function.graph.variables]:
         return (
             f"a map uses the variable {variables[0]}: instead of tf.random.Generator, use "
@@ -376,15 +376,15 @@ def _kept_state(function: Any) -> str:
 
 
 def _plainly_traced(operation: Any) -> Any:
-    """Trace the function of a map again, as it was."""
+    """Trace the function of a map again, without changes."""
     traced = function_of(operation)
     return traced_for(traced_python_function(traced), argument_of(traced))
 
 
 def _same_graph(traced: Any, other: Any) -> bool:
-    """Whether two traced functions compute the same, except for the seeds of random operations.
+    """Whether two traced functions are equal, except for the seeds of random operations.
 
-    They do not if a Python value that the function uses has changed since the program called `map`.
+    They differ if a Python value that the function uses has changed since the program called `map`.
     """
     captures = zip(traced.function.captured_inputs, other.function.captured_inputs, strict=True)
     return _described(traced) == _described(other) and all(
@@ -409,7 +409,7 @@ def _described(function: Any) -> list[bytes]:
 
 
 def _draws(function: Any) -> bool:
-    """Whether a map draws random numbers, which depend on how often it has run."""
+    """Whether a map draws random numbers that depend on how often it has run."""
     return is_traced(function) and (_generators_only(function) or bool(operations(function, counts_its_runs)))
 
 
@@ -426,7 +426,7 @@ def _keeps_state(node: Any) -> bool:
 def _traced_again(parts: _Parts) -> list[_Map]:
     """Trace the maps of a pipeline with random numbers derived from a seed, their first argument.
 
-    The program's random states do not affect this; a map that uses them would not be the one that was traced.
+    The program's random states do not affect this: a map that used them would differ from the traced one.
     """
     status = autograph_status()
     seeded = (_SEED, parts.rows.element_spec)
@@ -537,9 +537,9 @@ class MapStage:
 
 
 def _free(queue: Any, mapped: list[Any]) -> None:
-    """Free a pipeline before its queue: a thread that waited for rows of a freed queue would crash.
+    """Free a pipeline before its queue, because a thread that waited for rows of a freed queue would crash.
 
-    This may happen at any time, also while a graph is built.
+    This may happen at any time, even while a graph is being built.
     """
     with eagerly():
         queue.close(cancel_pending_enqueues=True)
@@ -583,7 +583,7 @@ class UnmappedBatch:
     def identity(self) -> bytes:
         """Hash the numbers of the first row, and the start.
 
-        Strings are left out: names of files may differ between workers that use different folders.
+        Strings are omitted, because names of files may differ between workers that use different folders.
         """
         numbers = (tensor for tensor in self.tensors if tensor.dtype != tf.string)
         first = (on_host(_slice(tensor, slice(0, 1))) for tensor in numbers)
@@ -595,7 +595,7 @@ class UnmappedBatch:
         return rows.result()
 
     def feed(self, rows: slice, feed: Callable[[slice], MappedRows]) -> None:
-        """Feed those of some rows that have not been fed."""
+        """Feed those of the rows that have not been fed."""
         for gap in self._gaps(rows):
             self._fed.append((gap, feed(gap)))
 
@@ -662,7 +662,7 @@ class MappedPass:
     def batches(self, rows: Iterator[Sequence[Any]]) -> Iterator[GlobalBatch]:
         """Yield the global batches of batches of unmapped rows.
 
-        Rows are mapped ahead while batches are read: batches that are skipped cost no maps.
+        Rows are mapped ahead while batches are read, so skipped batches do not cost maps.
         """
         step = start = 0
         while True:
@@ -676,7 +676,7 @@ class MappedPass:
             yield self._mapped_by_all(batch) if self._whole else self._global(batch)
 
     def _mapped_by_all(self, batch: UnmappedBatch) -> GlobalBatch:
-        """Map a whole batch: only then is known how many rows the maps return."""
+        """Map a whole batch, because only then is it known how many rows the maps return."""
         for following in (batch, *self._following):
             following.feed(slice(0, following.examples), partial(self._feed, following))
         return joint_batch(batch.whole(), self._reader, self._number, batch.step)
@@ -686,7 +686,7 @@ class MappedPass:
             if rows.start == rows.stop:
                 return _rows_of(read(slice(0, 1)), slice(0, 0))
             if not self._reader.job.joins:
-                # A joiner computes all replicas of one batch by itself, and then only its own.
+                # A joiner computes all replicas of one batch by itself, and then only its own replicas.
                 for following in (batch, *self._following):
                     self._feed_own(following)
             batch.feed(rows, partial(self._feed, batch))
@@ -721,7 +721,7 @@ def _slice(tensor: Any, rows: slice) -> Any:
 
 
 class MappedReading:
-    """The `Reading` of a pipeline whose maps each worker computes: for its own rows, if they map single ones.
+    """The `Reading` of a pipeline whose maps each worker computes; maps of single rows, only for its rows.
 
     Args:
         parts: the parts of the pipeline.
@@ -750,7 +750,7 @@ class MappedReading:
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
         draw_as_a_loader()
-        # As in Keras, a pass begins at once on TensorFlow, and with its first batch otherwise.
+        # As in Keras, a pass begins at once on TensorFlow, and otherwise with its first batch.
         begun = iter(self._batches) if keras.backend.backend() == "tensorflow" else None
         return self._read(begun)
 

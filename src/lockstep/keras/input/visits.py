@@ -42,7 +42,7 @@ class Visits(Protocol):
         """Begin the next pass; yield the items of each batch."""
 
     def sample(self) -> Indices:
-        """Return the items of the sample batch that Keras reads before the first pass; draw as Keras does."""
+        """Return the items of the sample batch that Keras reads before the first pass; make Keras's draws."""
 
     def fact(self) -> str:
         """Describe the source of the order; equal on all workers that have the same order."""
@@ -51,7 +51,7 @@ class Visits(Protocol):
 def order_seed(job_seed: int, call: int) -> OrderSeed:
     """Return the numbers that determine the order of the examples in a call of the script.
 
-    None if the script has called `keras.utils.set_random_seed`, also before `keras.utils.clear_session`.
+    None if the script has called `keras.utils.set_random_seed`, even before `keras.utils.clear_session`.
     """
     return (job_seed, call) if seed_of_script() is None else None
 
@@ -72,10 +72,10 @@ def draw_as_a_loader() -> None:
 
 
 def first_of_pass(batches: Iterator[Batch]) -> Batch:
-    """Return the first batch of a pass; read as many as Keras reads before it returns that.
+    """Return the first batch of a pass; read as many batches as Keras reads before it returns that.
 
     Raises:
-        DataError: there is none.
+        DataError: the pass has no batch.
     """
     first = [*itertools.islice(batches, _batches_of_a_sample())]
     if not first:
@@ -84,7 +84,7 @@ def first_of_pass(batches: Iterator[Batch]) -> Batch:
 
 
 def _batches_of_a_sample() -> int:
-    """Return how many batches Keras reads from an input to get its first one."""
+    """Return the number of batches that Keras reads from an input to get its first one."""
     if keras.backend.backend() != "jax":
         return 1
     from lockstep.keras.private.jax import batches_read_for_the_first
@@ -105,7 +105,7 @@ class _JobsVisits:
         return self._order.visit(number)
 
     def sample(self) -> Indices:
-        """Return the first items; draw nothing."""
+        """Return the first items, without draws."""
         return slice(0, min(self._order.count, self._order.batch_size))
 
     def fact(self) -> str:
@@ -118,7 +118,7 @@ class _KerasVisits:
     """An order that Keras's own adapter draws, applied to the indices of the examples.
 
     Attributes:
-        about: describes it.
+        about: a description of it.
         states: the random states that determine it, by their names in `random_states`.
         draw: draws the next pass; yields the items of each batch.
     """
@@ -171,7 +171,7 @@ def _keras_visits(count: int, batch_size: int, shuffle: Shuffle) -> _KerasVisits
 
 
 class BatchVisits:
-    """The shuffled order of the batches of a `PyDataset`, of which each pass may have another number.
+    """The shuffled order of the batches of a `PyDataset`, whose passes may have different numbers of batches.
 
     Keras's own is drawn by Python when the first batch of a pass is read.
     """
@@ -192,7 +192,7 @@ class BatchVisits:
         return [int(indices[0]) for indices in batches if not isinstance(indices, slice)]
 
     def sample(self, count: int) -> Sequence[int]:
-        """Return the order of a pass of which Keras reads a sample batch; draw as Keras does."""
+        """Return the order of a pass from which Keras reads a sample batch; make Keras's draws."""
         return range(count) if self._seed is not None else self.begin(count)
 
     def fact(self, count: int | None) -> str:

@@ -1,1 +1,1 @@
-"""The private parts of Keras and its backends in use, one file each; no decision of Lockstep's."""
+"""The private parts of Keras and its backends in use, one file each. Lockstep makes no decisions here."""

@@ -1,6 +1,6 @@
-"""The private parts of Keras that belong to no backend: only this file changes when Keras changes one.
+"""The private parts of Keras that do not depend on a backend: only this file changes when Keras changes one.
 
-Keras promises nothing about modules below `keras.src` and attributes that begin with an underscore.
+Keras makes no promises about modules below `keras.src` and attributes that begin with an underscore.
 Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. `get_file`, which is replaced
 before Keras is imported, is in `lockstep.worker.private_modules`.
 """
@@ -103,9 +103,9 @@ def stored_value(variable: Any) -> Any:
 
 @contextmanager
 def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[None]:
-    """Within the block, variables hold any objects as their values. Afterwards, they have their old values.
+    """Within the block, variables have any objects as their values. Afterwards, they have their old values.
 
-    Keras reads a value by `variable.value` only, and does not check it.
+    Keras reads a value only through `variable.value`, and does not check it.
     """
     before = [variable._value for variable in variables]
     try:
@@ -121,7 +121,7 @@ def with_values(variables: Sequence[Any], values: Iterable[Any]) -> Iterator[Non
 def with_parts(values: Sequence[tuple[Any, Any]]) -> Iterator[None]:
     """Within the block, variables have values of other shapes. Afterwards, they have their old values.
 
-    An optimizer compares the shape of a variable with that of what it assigns.
+    An optimizer compares the shape of a variable with that of the value that it assigns.
     """
     before = [(variable, variable._value, variable._shape) for variable, _ in values]
     try:
@@ -177,7 +177,8 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
         CHOICES,
         TRACES,
         TRACE_SEED,
-        # Of layers, models, metrics, losses and optimizers: variables, parts, settings, and what calls cache.
+        # These belong to layers, models, metrics, losses and optimizers: variables, parts, settings, and
+        # caches of calls.
         "_allow_non_tensor_positional_args",
         "_auto_config",
         "_build_shapes_dict",
@@ -248,7 +249,7 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
         "name",
         "quantize",
         "supports_jit",
-        # Of modules of PyTorch, which every layer is on that backend.
+        # These belong to modules of PyTorch; on that backend, every layer is one.
         "_backward_hooks",
         "_backward_pre_hooks",
         "_buffers",
@@ -266,7 +267,7 @@ OWN_ATTRIBUTES: frozenset[str] = frozenset(
         "_state_dict_hooks",
         "_state_dict_pre_hooks",
         "training",
-        # Of what TensorFlow tracks.
+        # These belong to objects that TensorFlow tracks.
         "_self_name_based_restores",
         "_self_saveable_object_factories",
         "_self_setattr_tracking",
@@ -309,13 +310,13 @@ def layers_of(model: Any, *, include_self: bool = True) -> list[Any]:
 def build_symbolically(model: Any, batch: Callable[[], Any]) -> None:
     """Create the variables of a model, its metrics and losses, and its optimizer by `SYMBOLIC_BUILD`.
 
-    `batch` is called only if something is not built.
+    `batch` is called only if one of these is not built.
     """
     model._symbolic_build(iterator=((0, 0, [batch()]) for _ in range(1)))
 
 
 def modules_of(layer: Any) -> list[Any]:
-    """Return the modules of PyTorch that a layer wraps, also inner ones; other layers have none."""
+    """Return the PyTorch modules that a layer wraps, including inner ones; other layers have none."""
     if not isinstance(layer, keras.layers.TorchModuleWrapper):
         return []
     return list(layer.module.modules())
@@ -358,14 +359,14 @@ def nodes_of(function: keras.Function) -> Iterator[Any]:
 
 
 def embedding_table(layer: Any) -> Any:
-    """Return the variable of an `Embedding` of which lookups take rows, or None if it is not built."""
+    """Return the variable from which an `Embedding`'s lookups take rows, or None if it is not built."""
     return getattr(layer, "_embeddings", None)
 
 
 def own_trainable_variables(layer: Any) -> list[Any]:
     """Return the list in which a layer keeps its own trainable variables, without those of inner layers.
 
-    Keras reads it again for each `trainable_variables`: another element takes the place of a variable.
+    Keras reads it again for each `trainable_variables`, so another element replaces a variable.
     """
     variables: list[Any] = layer._trainable_variables
     return variables
@@ -377,7 +378,7 @@ _OBJECT_NAMES = "object_name_uids"
 
 @contextmanager
 def graph_kept(model: Any) -> Iterator[None]:
-    """After the block, the layers of a model are only in the graphs of symbolic calls from before it.
+    """After the block, a model's layers are only in the graphs of symbolic calls from before the block.
 
     A symbolic call appends nodes to its layers, and its operations take names that later layers would get.
     """
@@ -444,8 +445,8 @@ def compiled_loss(model: Any) -> Any:
 def wrapped_function(loss_or_metric: Any) -> tuple[Any, Mapping[str, Any]]:
     """Return the function that a loss or metric of Keras wraps, or None, and its options by name.
 
-    A `LossFunctionWrapper` has a public attribute `fn`, and a `MeanMetricWrapper` a private one. A metric of
-    the program's own may give such a name to anything, such as a variable with false negatives.
+    A `LossFunctionWrapper` has a public attribute `fn`, and a `MeanMetricWrapper` a private one. The
+    program's own metric may use such a name for any value, such as a variable with false negatives.
     """
     attributes = (getattr(loss_or_metric, name, None) for name in ("fn", "_fn"))
     function = next((attribute for attribute in attributes if callable(attribute)), None)
@@ -461,25 +462,25 @@ They are named tuples with a `loss`, called as (y_true, y_pred, sample_weight).
 
 
 def flat_losses(model: Any) -> list[Any]:
-    """Return the losses of a compiled model, in the order of `FLAT_LOSSES`, once it is built."""
+    """Return the losses of a compiled model, in the order of `FLAT_LOSSES`, if it is built."""
     return [entry.loss for entry in getattr(model._compile_loss, FLAT_LOSSES, None) or ()]
 
 
 def weighted_metrics(model: Any) -> list[Any]:
-    """Return the lists of metrics that get the weights of a batch, once they are built."""
+    """Return the lists of metrics that get the weights of a batch, if they are built."""
     lists = getattr(getattr(model, "_compile_metrics", None), "_flat_weighted_metrics", None)
     return [metrics for metrics in lists or () if metrics is not None]
 
 
 def outputs_with_metrics(model: Any) -> list[str]:
-    """Return the names of outputs with which the figures of their metrics begin, once metrics are built."""
+    """Return the names of outputs that begin the figures of the outputs' metrics, if metrics are built."""
     compiled = getattr(model, "_compile_metrics", None)
     lists = [*(getattr(compiled, "_flat_metrics", None) or ()), *weighted_metrics(model)]
     return [metrics.output_name for metrics in lists if metrics is not None and metrics.output_name]
 
 
 def compiled_metrics(model: Any) -> list[Any]:
-    """Return the metrics that `compile` made. Once they are built, some are containers with `metrics`."""
+    """Return the metrics that `compile` made. After they are built, some are containers with `metrics`."""
     loss, metrics = (getattr(model, name, None) for name in ("_compile_loss", "_compile_metrics"))
     made = [loss_tracker(model), metrics, *([] if loss is None else loss.metrics)]
     return [metric for metric in made if metric is not None]
@@ -495,7 +496,7 @@ def track_loss(model: Any, added: Any, rows: Any, *arguments: Any) -> None:
 
     Args:
         model: the model of the step.
-        added: the sum of the losses that layers have added and those of weights; None if there are none.
+        added: the sum of the losses that layers have added and of those of weights; None if there are none.
         rows: the number of examples.
         arguments: the first four of `compute_loss`.
     """
@@ -545,7 +546,7 @@ def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def added_losses(layers: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-    """Return the losses that layers have added, and those that they were given by a stateless call."""
+    """Return the losses that layers have added, and those from a stateless call."""
     return [(list(layer._losses), layer._losses_override) for layer in layers]
 
 
@@ -559,8 +560,8 @@ def set_added_losses(layers: Sequence[Any], added: Sequence[tuple[list[Any], Any
 def forget_loss_ids(layers: Sequence[Any]) -> None:
     """Forget the ids of the losses that layers have added in earlier stateless calls.
 
-    A new loss may have the id of an old one. A layer that still knew the old one would take the new one for
-    its own, and remove it before its next call.
+    A new loss may have the id of an old one. A layer that still knew the old id would claim the new loss, and
+    remove it before its next call.
     """
     for layer in layers:
         layer._loss_ids.clear()
@@ -597,14 +598,14 @@ def has_weight_decay(optimizer: Any, variable: Any) -> bool:
 
 
 def clipped(optimizer: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Return gradients of all variables, clipped as the settings of an optimizer say."""
+    """Return gradients of all variables, clipped according to the settings of an optimizer."""
     result: list[Any] = optimizer._clip_gradients(gradients)
     return result
 
 
 @contextmanager
 def with_clipped(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
-    """Within the block, an optimizer takes these for what it would clip its gradients to."""
+    """Within the block, an optimizer uses these in place of its clipped gradients."""
     with replaced(optimizer, "_clip_gradients", lambda _: list(gradients)):
         yield
 
@@ -686,7 +687,7 @@ def array_parts(adapter: ArrayDataAdapter) -> tuple[Any, int, int]:
 
 
 def sliceable(array: Any) -> Any:
-    """Return an array in a form of which rows can be read in any order: `convert_to_numpy(form[indices])`."""
+    """Return an array in a form whose rows can be read in any order: `convert_to_numpy(form[indices])`."""
     return array_slicing.convert_to_sliceable(array, target_backend="numpy")
 
 
@@ -715,9 +716,9 @@ def batches_of(adapter: PyDatasetAdapter) -> Iterator[Any]:
 
 @contextmanager
 def tensorflow_not_imported() -> Iterator[None]:
-    """Keep Keras from importing TensorFlow within the block to check for its types, which takes seconds.
+    """Within the block, keep Keras from importing TensorFlow to check for its types, which takes seconds.
 
-    No value has such a type before the program has imported TensorFlow. Keras imports it where it reads
+    No value has such a type before the program has imported TensorFlow. Keras imports it when it reads
     `available` of a lazy module, which keeps the answer.
     """
     lazy = module_utils.tensorflow
@@ -778,7 +779,7 @@ SET_BY_PROCESS: Mapping[type, tuple[str, ...]] = {
 class CheckpointWriter(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """A `ModelCheckpoint` whose subclass decides where a file is written.
 
-    Keras calls `_save_model` wherever it may save. This method asks `_should_save_model`, which also keeps
+    Keras calls `_save_model` whenever it may save. This method asks `_should_save_model`, which also keeps
     the best value, and then writes to the path of `_get_file_path`.
     """
 
@@ -809,7 +810,7 @@ class BackupWriter(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         self.save_to(self.backup_dir, super()._save_model)
 
     def files(self) -> tuple[str, str]:
-        """Return the paths of the weights and of the position in the training."""
+        """Return the paths of the weights and of the position in training."""
         return self._weights_path, self._training_metadata_path
 
     def save_to(self, path: str, write: Callable[[], None]) -> None:

@@ -25,15 +25,15 @@ Keras searches a dict that is set for layers and variables, but not other mappin
 
 
 def set_synced(model: Any, synced: bool) -> None:
-    """Tell the trainer whether the variables of `model` have the values of the training's state.
+    """Tell the trainer whether the variables of `model` have the values of training's state.
 
-    If so, the next step takes its state from the variables, and `jax_state_sync` assigns nothing to them.
+    If so, the next step takes its state from the variables, and `jax_state_sync` does not assign to them.
     """
     model._jax_state_synced = synced
 
 
 def batches_read_for_the_first() -> int:
-    """Return how many batches the trainer reads from an adapter to get the first one.
+    """Return the number of batches that the trainer reads from an adapter to get the first one.
 
     It reads one batch ahead on GPUs, and up to Keras 3.14 also on CPUs.
     """

@@ -1,6 +1,6 @@
 """The private parts of TensorFlow that Lockstep uses: only this file changes when TensorFlow changes one.
 
-TensorFlow promises nothing about modules below `tensorflow.python`, nor about attributes that begin with an
+TensorFlow makes no promises about modules below `tensorflow.python` and attributes that begin with an
 underscore. Docstrings say what Lockstep relies on, in all versions of `docs/versions.md`. The random state of
 eager operations, which programs on other backends use too, is in `lockstep.worker.private_modules`.
 """
@@ -64,24 +64,24 @@ def definition_of(operation: str) -> Any:
 
 
 def written_by(operation: Any) -> Any:
-    """Return the inputs of an operation that are resources, such as variables, to which it may write.
+    """Return those inputs of an operation that are resources, such as variables, to which it may write.
 
-    For a call or a condition, it considers the operations of the graphs within.
+    For a call or a condition, it considers the operations of the inner graphs.
     """
     _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
     return written
 
 
 def read_only_inputs(graph: Any) -> Any:
-    """Return the positions of the inputs of a graph that are resources, to which it never writes."""
+    """Return the positions of those inputs of a graph that are resources to which it never writes."""
     return auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
 
 
 def call_flat(function: ConcreteFunction, tensors: list[Any]) -> Any:
     """Call a traced function with the tensors of its arguments, in the order of `tf.nest.flatten`.
 
-    It checks neither their number nor their shapes: to bind and check arguments takes longer than to run a
-    small graph.
+    It does not check their number and shapes, because binding and checking arguments takes longer than
+    running a small graph.
     """
     return function._call_flat(tensors, function.captured_inputs)
 
@@ -101,7 +101,7 @@ def entered_graphs() -> Any:
 
 
 def counters_of_loops(graph: Any) -> list[Any]:
-    """Return the counters of the loops that contain what is added to a graph, the outermost first.
+    """Return the counters of the loops around additions to a graph, the outermost first.
 
     The counter of a loop's runs is the first argument of the graphs of its body and its condition.
     """
@@ -123,13 +123,13 @@ def with_own_graphs(key: Any, owner: object) -> Any:
 
 
 def eagerly() -> AbstractContextManager[None]:
-    """Return a context in which operations run eagerly, also on a thread that is building a graph."""
+    """Return a context in which operations run eagerly, even on a thread that is building a graph."""
     context: AbstractContextManager[None] = _context.eager_mode()
     return context
 
 
 def wait_for_operations() -> None:
-    """Wait for all eager operations that this process has started, and raise the error of one that failed."""
+    """Wait for all eager operations that this process has started, and raise the error of a failed one."""
     _context.async_wait()
 
 
@@ -140,7 +140,7 @@ VARIABLE_CLASSES = (BaseResourceVariable, ResourceVariable)
 
 
 def uncounted_variable(initial: Any, dtype: Any, name: str) -> Any:
-    """Return a variable that a `tf.function` may also create in a later call than its first."""
+    """Return a variable that a `tf.function` may create even after its first call."""
     return ResourceVariable(initial, trainable=False, dtype=dtype, name=name)
 
 
@@ -157,7 +157,7 @@ def exempt_from_autograph(package: str) -> None:
 def autograph_status() -> Any:
     """Return the status of AutoGraph in the present code, which `converted` takes.
 
-    Within a block of it, code has this status, too.
+    Within a block of it, code also has this status.
     """
     return ag_ctx.control_status_ctx()
 
@@ -213,7 +213,7 @@ def summaries_recorded_if(condition: Callable[[], Any]) -> Iterator[None]:
     """Within the block, `tf.summary` writes only where `condition()` is also true, a bool or a tensor.
 
     TensorFlow calls the condition for each summary that the program writes, in the graph that is being built,
-    if any, but not if the condition of a block around this one is False.
+    if any. It does not call it if the condition of an enclosing block is False.
     """
     state = summary_ops_v2._summary_state
     before = state.is_recording_distribution_strategy
@@ -247,7 +247,7 @@ SAVE: Part = TrackableSaver, "save"
 
 
 def reached_by(saver: Any) -> Any:
-    """Return the objects that a `TrackableSaver` saves, among them all variables."""
+    """Return the objects that a `TrackableSaver` saves, including all variables."""
     return saver._graph_view.descendants()
 
 
@@ -282,7 +282,7 @@ def functions_of(dataset: Any) -> Sequence[Any]:
 def is_unordered(dataset: Any) -> bool:
     """Whether an operation was created with `deterministic=False`."""
     if isinstance(dataset, interleave_op._ParallelInterleaveDataset):
-        # Only the graph keeps the argument. Its source usually has no more than names of files.
+        # Only the graph keeps the argument. Its source usually contains only names of files.
         try:
             nodes = graph_of(dataset).node
         except tf.errors.OpError:
@@ -320,12 +320,12 @@ def function_of(operation: Any) -> Any:
 
 
 def is_traced(function: Any) -> bool:
-    """Whether the function of a map has a graph, `function.function.graph`, as all but legacy ones."""
+    """Whether a map's function has a graph, `function.function.graph`, as all but legacy ones have."""
     return isinstance(function.function, ConcreteFunction)
 
 
 def traced_python_function(function: Any) -> Callable[..., Any]:
-    """Return the function that the program passed to `map`. Of a tuple, it takes the parts as arguments."""
+    """Return the function that the program passed to `map`. It takes the parts of a tuple as arguments."""
     python_function: Callable[..., Any] = function._func
     return python_function
 
@@ -341,7 +341,7 @@ def traced_for(function: Callable[..., Any], argument: Any) -> Any:
 
 
 def as_result(value: Any) -> Any:
-    """Return a result of a map's function as `map` takes it, which packs some lists into tuples."""
+    """Return a result of a map's function in the form that `map` takes; some lists become tuples."""
     return tuple(value) if structured_function._should_pack(value) else value
 
 
@@ -352,7 +352,7 @@ def not_converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain_map(dataset: Any, function: Callable[..., Any]) -> Any:
-    """Return `dataset.map(function)`, where the function may end the dataset by an `OutOfRangeError`."""
+    """Return `dataset.map(function)`, whose function may end the dataset with an `OutOfRangeError`."""
     return map_op._MapDataset(dataset, function, preserve_cardinality=False)
 
 
@@ -405,7 +405,7 @@ class MappedDataset(dataset_ops.UnaryDataset):  # type: ignore[misc]
 
 
 class StatefulCallsInOrder(dataset_ops.UnaryUnchangedStructureDataset):  # type: ignore[misc]
-    """A dataset as TensorFlow rewrites it where its operations must be deterministic.
+    """A dataset as TensorFlow rewrites it if its operations must be deterministic.
 
     Operations with a state that depends on the order of calls run in the order of the elements.
     """
