@@ -71,7 +71,7 @@ class Choices:
             self.moved = {label: self._first.get(label, "") for label in {*before.moved, *labels}}
 
     def adopt(self, moved: Mapping[str, str]) -> None:
-        """Take over `moved` of another process: this one has skipped the calls that changed these values."""
+        """Take over another process's `moved`, because this one has skipped the calls that changed values."""
         self.moved = {**self.moved, **moved}
         self._first = {**self._first, **moved}
         self._set_key()

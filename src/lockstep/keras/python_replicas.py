@@ -1,10 +1,10 @@
-"""Python attributes that steps change, where Python runs in each step: R replicas change them once.
+"""Python attributes that steps change while Python runs in each step: R replicas change them once.
 
-Each replica begins with the values before the step, and the values after it are those that every replica
+Each replica begins with the values before the step. The values after the step are those that every replica
 leaves. They are part of the round's form, which all replicas must have in common. An attribute that a step
 only writes, such as the last loss or a list of activations, is not state. It may differ between replicas, and
-has the value of one of them afterwards. Whether a step reads an attribute is measured: a replica computes
-again with other values there, and with the value from before the first step.
+afterwards has the value of one of them. A measurement shows whether a step reads an attribute: a replica
+computes again with other values there, and with the value from before the first step.
 
 Global variables, variables of enclosing functions and the clock are out of reach. So in the first two steps
 of a program, replica 0 is computed twice, and once with fewer examples. State out of reach is refused by name
@@ -52,7 +52,7 @@ class PythonOfReplicas:
 
     Args:
         graph: the objects whose attributes count.
-        places: is filled with the places that change, and whether a step has changed them.
+        places: receives the places that change, and whether a step has changed them.
         to_numpy: returns an array of the backend as NumPy sees it.
         trains: whether the program trains; otherwise, nothing is computed twice.
     """
@@ -94,7 +94,7 @@ class PythonOfReplicas:
         return cls(graph_of_function(function), {}, to_numpy, trains=False)
 
     def begin(self) -> None:
-        """Begin a step: changes that the program has made since the last one belong to the baseline."""
+        """Begin a step. Changes that the program has made since the last step belong to the baseline."""
         for changed_place in self._graph.refresh().places(without=self._outputs):
             self._places.setdefault(changed_place, False)
         self._ignore_outputs()
@@ -148,12 +148,12 @@ class PythonOfReplicas:
         return partial
 
     def computes_once(self, replica: int, *, first_round: bool) -> bool:
-        """Whether `compute` makes no trials, which compute the replica several times."""
+        """Whether `compute` does not make trials, which compute the replica several times."""
         return not first_round or not (self._due or (replica == 0 and self._steps <= _TRIED_STEPS))
 
     @property
     def has_written(self) -> bool:
-        """Whether the last computation has changed any attribute, also one that no step reads."""
+        """Whether the last computation has changed an attribute, including attributes that no step reads."""
         return bool(self._changes)
 
     def form(self) -> str:
@@ -196,7 +196,7 @@ class PythonOfReplicas:
         return bool(torch.are_deterministic_algorithms_enabled()) and not warns
 
     def _begin_with(self, key: Key, label: str) -> None:
-        """Count a value that the step has turned out to read as state: all replicas must begin with it."""
+        """Count a value that the step reads as state, so that all replicas must begin with it."""
         name = self._graph.name_of(key)
         if key in self._divided:
             raise ModelError(
@@ -213,7 +213,7 @@ class PythonOfReplicas:
 
     @property
     def _untold(self) -> set[Key]:
-        """The attributes whose values may differ, because no step has been seen to read them."""
+        """The attributes whose values may differ, because no step is known to read them."""
         return {*self._outputs, *self._new, *self._due}
 
     def _texts(self, changes: Changes) -> list[str]:
@@ -233,7 +233,7 @@ class PythonOfReplicas:
     def _note_new(
         self, run: Callable[[int], Partial], replica: int, rows: int, results: tuple[Partial, Changes]
     ) -> None:
-        """Note the places where a replica has left another value, which may or may not be state."""
+        """Note the places where a replica has left a different value, which may or may not be state."""
         changes = results[1]
         values = changes.values
         self._state.update(key for key in values if self._is_told(key))
@@ -261,7 +261,7 @@ class PythonOfReplicas:
         return longer is None or bool(self._differing(longer, results))
 
     def _ignore_outputs(self) -> None:
-        """Forget the objects to which only outputs refer, because each step leaves others."""
+        """Forget the objects to which only outputs refer, because each step leaves different ones."""
         for key in self._outputs - self._ignored:
             if key[0] in self._graph.nodes:
                 self._graph.ignore(key)
@@ -284,7 +284,7 @@ class PythonOfReplicas:
     def _computed_with(
         self, run: Callable[[int], Partial], rows: int, key: Key, value: Any
     ) -> tuple[Partial, Changes] | None:
-        """Compute with another value at a place; return None if the step raises an exception then."""
+        """Compute with another value at a place; return None if the step then raises an exception."""
         try:
             with self._graph.with_value(key, value):
                 return self._again(run, rows)

@@ -62,7 +62,7 @@ class _Changeable:
     """An object that can change.
 
     Attributes:
-        path: names it in messages.
+        path: its name in messages.
         baseline: a copy of its contents.
     """
 
@@ -94,7 +94,7 @@ class _Holder(_Changeable):
     """An object with attributes. The attributes of Keras and its backend do not count.
 
     New parts, such as the variables that a layer creates when it is built, are not changes, because Keras
-    creates them once.
+    creates them only once.
 
     Attributes:
         grown: whether it has new parts that have not been searched for nodes.
@@ -119,7 +119,7 @@ class _Holder(_Changeable):
         return {name: value for name, value in self.attributes.items() if name not in ignored}
 
     def write(self, contents: Mapping[str, Any]) -> None:
-        # Not by `__setattr__`, which may track or convert the values.
+        # This does not use `__setattr__`, which may track or convert the values.
         for name in [name for name in self.attributes if name not in contents and name not in self.ignored]:
             del self.attributes[name]
         for name, value in contents.items():
@@ -127,7 +127,7 @@ class _Holder(_Changeable):
                 self.attributes[name] = value
 
     def differs(self) -> bool:
-        # JAX compiles nothing anew for the next `compile` while the functions of the last one live.
+        # JAX does not compile again for the next `compile` while the functions of the last one exist.
         attributes, baseline = self.read() if self.is_model else self.attributes, self.baseline
         if (
             len(attributes) == len(self.values)
@@ -152,7 +152,7 @@ class _Holder(_Changeable):
         for name, value in now.items():
             before = baseline.get(name)
             if self.built is not was_built and name not in baseline:
-                # Such as the bias of a layer without one, which is None.
+                # An example is the bias of a layer without one, which is None.
                 self.grown, baseline[name] = True, value
                 continue
             if self.built is not was_built:
@@ -168,11 +168,11 @@ class _Holder(_Changeable):
 
 
 class _Variables(_Holder):
-    """Variables that functions name: global ones of a module, those of enclosing functions, or of a class.
+    """Variables that functions name: those of a module, of enclosing functions, or of a class.
 
     Args:
-        path: as for every node.
-        value: where each of them is, by its name.
+        path: the path, as for every node.
+        value: the place of each variable, by its name.
     """
 
     __slots__ = ()
@@ -340,7 +340,7 @@ class Changes:
 
     @property
     def values(self) -> list[Key]:
-        """The places with another value: an array or tensor, a plain value, or a container of values."""
+        """The places with a different value: an array or tensor, a plain value, or a container of values."""
         return [
             (position, name)
             for position, name, new in self._attributes()
@@ -392,7 +392,7 @@ class Changes:
         """Return one text for each change, equal for equal values in all processes, sorted.
 
         Args:
-            without: places to leave out.
+            without: places to omit.
         """
         excluded, texts = frozenset(without), []
         for position, name, new in self._attributes():
@@ -459,12 +459,12 @@ class ObjectGraph:
         return changes
 
     def make(self, changes: Changes) -> None:
-        """Make changes again that were undone; the baseline stays."""
+        """Make undone changes again; the baseline does not change."""
         for position, contents in changes.contents.items():
             self.nodes[position].write(contents)
 
     def make_where_unchanged(self, changes: Changes) -> None:
-        """Make changes again that were undone, where the present values are those of the baseline."""
+        """Make undone changes again, where the present values are those of the baseline."""
         for position, contents in changes.contents.items():
             node, before = self.nodes[position], changes.before[position]
             present = node.read()
@@ -478,7 +478,7 @@ class ObjectGraph:
             node.write(contents)
 
     def adopt(self, changes: Changes) -> None:
-        """Make changes again that were undone, and make the contents the baseline."""
+        """Make undone changes again, and make the contents the baseline."""
         for position, contents in changes.contents.items():
             node = self.nodes[position]
             node.write(contents)
@@ -493,7 +493,7 @@ class ObjectGraph:
         for position, node in list(self.nodes.items()):
             if node.path.startswith((f"{name}.", f"{name}[")) or (node.path == name and key[1]):
                 self._forget(position)
-        # Some of them may also be referred to from elsewhere.
+        # Other objects may also refer to some of them.
         for node in list(self.nodes.values()):
             self._walk_from(node)
 
@@ -503,12 +503,12 @@ class ObjectGraph:
             if isinstance(node, _Array) and node.value.nbytes > LARGE:
                 node.watched = node.watched and node.differs()
                 if not node.watched:
-                    # Not a copy, which would take the same memory again.
+                    # This is not a copy, which would take the same memory again.
                     node.baseline = node.value
 
     @contextmanager
     def with_value(self, key: Key, value: Any) -> Iterator[None]:
-        """Within the block, a place has another value than its baseline; `ABSENT` removes the attribute."""
+        """Within the block, a place has a value other than its baseline; `ABSENT` removes the attribute."""
         node, name = self.nodes[key[0]], key[1]
         if name:
             others = {attribute: content for attribute, content in node.baseline.items() if attribute != name}
@@ -530,7 +530,7 @@ class ObjectGraph:
         return contents.get(key[1]) if key[1] else contents
 
     def begin_with(self, saved: Iterable["SavedValue"]) -> None:
-        """Make saved values the baseline at their places. The present values stay."""
+        """Make saved values the baseline at their places. The present values do not change."""
         present: dict[int, tuple[_Changeable, Contents]] = {}
         for path, name, value in saved:
             if (node := self._node_at(path)) is not None:
@@ -581,7 +581,7 @@ class ObjectGraph:
         return True
 
     def set_saved(self, path: str, name: str, value: Any) -> bool:
-        """Work like `set_at`, with an `encoded` value. Containers that are equal already stay the same."""
+        """Work like `set_at`, with an `encoded` value. Containers that are already equal are kept."""
         node, new = self._node_at(path), decoded(value)
         if node is None:
             return False
@@ -589,7 +589,7 @@ class ObjectGraph:
         try:
             return self.set_at(path, name, with_own(own, new) if name else with_own_items(own, new))
         except ValueError:
-            return False  # An array of another shape, of an edited script.
+            return False  # An edited script may have an array of another shape.
 
     def _node_at(self, path: str) -> _Changeable | None:
         return next((node for node in self.nodes.values() if node.path == path), None)
@@ -727,5 +727,5 @@ def variables_node(path: str, places: dict[str, Place]) -> _Changeable:
 
 
 def _is_large(value: Any) -> bool:
-    """Whether a value is an array or tensor of so many bytes that it is not copied to be compared."""
+    """Whether a value is an array or tensor that is too large to be copied for comparisons."""
     return _node_class(value) in (_Array, _Tensor) and value.nbytes > LARGE

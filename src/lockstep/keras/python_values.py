@@ -1,4 +1,4 @@
-"""Values of Python: whether they are of the program, whether two are the same, their texts and encodings."""
+"""Python values: whether they belong to the program, whether two are the same, their texts and encodings."""
 
 import argparse
 import importlib.util
@@ -93,13 +93,13 @@ def _is_exact(value: Any, depth: int = 0) -> bool:
 
 
 def with_own(own: Any, new: Any) -> Any:
-    """Return the object that a place has already, if it is an equal container; otherwise the new value."""
+    """Return the object that a place already has, if it is an equal container; otherwise the new value."""
     is_equal = isinstance(own, CONTAINERS) and text_of(own) == text_of(new)
     return own if is_equal else with_own_items(own, new)
 
 
 def with_own_items(own: Any, new: Any) -> Any:
-    """Return a new value, but with the equal containers that a place has already within its own."""
+    """Return a new value with the equal containers that a place already has inside."""
     if isinstance(own, dict) and isinstance(new, dict):
         return {key: with_own(own.get(key), item) for key, item in new.items()}
     if isinstance(own, list) and type(new) is list:
@@ -111,7 +111,7 @@ def encoded(value: Any) -> Any:
     """Return a value in a form that a checkpoint can hold, for `decoded`.
 
     Raises:
-        TypeError: it contains an object that a checkpoint cannot hold.
+        TypeError: the value contains an object that a checkpoint cannot hold.
     """
     if value is None or type(value) in (*LEAVES, np.ndarray) or isinstance(value, np.generic):
         return value
@@ -162,7 +162,7 @@ def is_of_values(value: Any, depth: int = 0) -> bool:
 def disturbed(value: Any) -> Any:
     """Return another value of the same type, dtype and shape, or None if this is not possible.
 
-    In a container, all values that can be changed are changed.
+    In a container, all changeable values are changed.
     """
     if isinstance(value, dict):
         others = disturbed(list(value.values()))
@@ -191,18 +191,18 @@ def disturbed(value: Any) -> Any:
 
 @cache
 def is_of_program(cls: Any) -> bool:
-    """Whether a class is the program's own, and not of a library."""
+    """Whether a class is the program's own, not a library's."""
     return is_in_program(cls.__module__)
 
 
 def is_of_keras(module: str) -> bool:
-    """Whether a module, given by its name, is one of Keras or of Lockstep."""
+    """Whether a module, given its name, belongs to Keras or Lockstep."""
     return module.startswith(("keras.", "lockstep."))
 
 
 @cache
 def is_in_program(name: str | None) -> bool:
-    """Whether a module is the program's own, and not of a library."""
+    """Whether a module is the program's own, not a library's."""
     if name is None or name in ("builtins", "lockstep") or name.startswith("lockstep."):
         return False
     file = getattr(sys.modules.get(name), "__file__", None)
@@ -314,7 +314,7 @@ _SHOWN = 60
 
 
 def text_of(value: Any, depth: int = 0) -> str:
-    """Return a text that shows a value, and is equal only for equal values as far as it can tell."""
+    """Return a text that shows a value. If possible, only equal values have equal texts."""
     if value is ABSENT:
         return "nothing"
     if value is None or type(value) in LEAVES:

@@ -39,9 +39,9 @@ Result = TypeVar("Result")
 
 
 def seed_of_script() -> int | None:
-    """Return the seed that the script has passed to `keras.utils.set_random_seed`, or None without one.
+    """Return the seed that the script has passed to `keras.utils.set_random_seed`, or None.
 
-    `keras.utils.clear_session` makes Keras forget it, but the random states remain those that it has seeded.
+    `keras.utils.clear_session` makes Keras forget the seed, but not the random states that it has seeded.
     """
     keras_seed = script_seed()
     return noted_script_seed() if keras_seed is None else keras_seed
@@ -98,7 +98,7 @@ class RandomNumbers:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Use these random numbers within the block, from where the last block stopped.
+        """Use these random numbers within the block, continuing where the last block stopped.
 
         Afterwards, the previous states are restored. A framework that the block has imported gets the states
         that it has after an import.
@@ -119,7 +119,8 @@ class RandomNumbers:
     def make(self, function: Callable[[], Result]) -> Result:
         """Return the result of `function` with the first of these numbers.
 
-        If it has imported a framework, whose state could not be set before, it is called again.
+        If the function has imported a framework, whose state could not be set before the import, it is called
+        again.
         """
         while True:
             imported, self._states, self._draws = imported_frameworks(), None, None
@@ -145,7 +146,7 @@ def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
     It seeds the states, which takes less time than setting copies of them.
 
     Args:
-        seed: determines the numbers.
+        seed: the seed of the numbers.
         generator: the generator of Keras for layers without their own; None for a new one.
     """
     before, imported = current_states(), imported_frameworks()
@@ -163,7 +164,7 @@ def random_numbers(seed: int, generator: Any = None) -> Iterator[None]:
 def plain_random_numbers(seed: int) -> Iterator[None]:
     """Within the block, Python, NumPy and PyTorch draw numbers derived from `seed`. Restore their states.
 
-    Unlike `random_numbers`, this does not touch the generators of Keras and TensorFlow, which may be in a
+    Unlike `random_numbers`, this does not use the generators of Keras and TensorFlow, which may be in a
     graph.
     """
     torch = sys.modules.get("torch")
@@ -199,7 +200,7 @@ def _set_plain_seeds(seed: int) -> None:
 
 
 def current_states() -> dict[str, Any]:
-    """Return the states of imported modules, without copying those that are only replaced.
+    """Return the states of imported modules; states that are only ever replaced are not copied.
 
     If two results have the same object, the state of Python or NumPy has not changed.
     """
@@ -245,7 +246,7 @@ def restore_states(states: Mapping[str, Any]) -> None:
 
 
 class _Seen(NamedTuple):
-    """The last copied state of a generator. Copying takes 10 to 90 times as long as comparing.
+    """The last copied state of a generator, because copying takes 10 to 90 times as long as comparing.
 
     Attributes:
         generator: the generator. Its memory has its state, except for the second of two normal numbers.
@@ -301,9 +302,9 @@ def _numpy_state() -> Any:
 
 
 def _has_second_number() -> bool:
-    """Whether NumPy's global generator may have the second of two normal numbers, which is in its object.
+    """Whether NumPy's global generator may hold the second of two normal numbers, which is in its object.
 
-    It does not have one if the object's memory is that of a generator without one, except for pointers.
+    It does not if the object's memory equals, except for pointers, that of a generator without one.
     """
     parts = _second_number()
     return parts is None or any(memory.raw != empty for memory, empty in parts)
@@ -384,7 +385,7 @@ def is_in_variable(generator: Any) -> bool:
 def generator_state(generator: Any) -> Any:
     """Return the state of a generator of Python, NumPy, PyTorch, Keras or TensorFlow.
 
-    Its parts are of types that a checkpoint can hold. What has the methods of `random.Random` counts, too.
+    Its parts are of types that a checkpoint can hold. Objects with the methods of `random.Random` also count.
     """
     if hasattr(generator, "getstate"):
         return generator.getstate()
@@ -419,7 +420,7 @@ def random_states(held: Mapping[str, Any] = MappingProxyType({})) -> dict[str, A
     """Return the states of Python and NumPy, and of Keras, TensorFlow and PyTorch if they are in use.
 
     Args:
-        held: others, by name, whose states are included.
+        held: other generators, by name, whose states are included.
     """
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     generator = global_generator()

@@ -1,7 +1,7 @@
-"""What a program reaches from a model: its parts, the functions of the program, and what these name.
+"""The objects that a program reaches from a model: its parts, the program's functions, and what they name.
 
 A function names global variables, and variables of enclosing functions. The names in the code of functions
-say which attributes and variables they may read.
+show which attributes and variables they may read.
 """
 
 import functools
@@ -60,7 +60,7 @@ def _roots_of(model: Any) -> list[tuple[str, Any]]:
     inner = [getattr(optimizer, "inner_optimizer", None) for optimizer in optimizers]
     loss = getattr(model, "loss", None)
     roots = [("the model", model)]
-    # A layer has its path once it is built.
+    # A layer has its path after it is built.
     roots += [
         (f"layer {layer.path or layer.name!r}", layer) for layer in layers_of(model, include_self=False)
     ]
@@ -106,7 +106,7 @@ def _parts_of_function(function: Any) -> list[Any]:
 
 
 def places_named_by(function: Any) -> list[tuple[str, Place]]:
-    """Return the names of the variables that a function names, and where they are; see `named_objects`."""
+    """Return the names and places of the variables that a function names; see `named_objects`."""
     places: dict[tuple[str, int], tuple[str, Place]] = {}
     for name, _, place in _named(_parts_of_function(function)):
         places[name, id(place)] = name, place
@@ -130,7 +130,7 @@ def named_objects(parts: Iterable[Any]) -> list[tuple[str, Any]]:
 
 
 class _Named(NamedTuple):
-    """What a function names.
+    """A global variable, or one of an enclosing function, that a function names.
 
     Attributes:
         name: the name.
@@ -168,7 +168,7 @@ def _reached_functions(parts: Iterable[Any]) -> Iterator[types.FunctionType]:
 
 
 class _Reached(NamedTuple):
-    """What parts of a program reach.
+    """The objects, functions and names that parts of a program reach.
 
     Attributes:
         objects: the objects of the program with attributes.
@@ -188,7 +188,7 @@ class _Reached(NamedTuple):
 
 
 def reached_by(parts: Sequence[Any]) -> _Reached:
-    """Return what functions, and objects whose methods count, reach."""
+    """Return the objects and names that functions, and objects whose methods count, reach."""
     objects, members = objects_in(parts), list[Any]()
     while True:
         reached = _reached_functions([*objects, *parts, *_callables_in(parts), *members])
@@ -207,7 +207,7 @@ def reached_by(parts: Sequence[Any]) -> _Reached:
 def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, dict[str, Place]]]:
     """Return what functions of a model and of callbacks name, and where it is; see `reached_by`.
 
-    The paths with them are equal in all processes of a job.
+    Their paths are equal in all processes of a job.
     """
     parts = [part for _, part in _roots_of(model) if part is not None]
     parts += [*keras.tree.flatten(getattr(model, "loss", None)), *callbacks]
@@ -234,7 +234,7 @@ def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, d
             value = vars(space)[name]
             if not (name.startswith("__") or isinstance(value, types.ModuleType | type)):
                 if isinstance(space, type) and hasattr(type(value), "__get__"):
-                    continue  # Such as a method.
+                    continue  # An example is a method.
                 places.setdefault(owner, {}).setdefault(name, space)
     return list(places.items())
 
@@ -327,7 +327,7 @@ def objects_in(values: Iterable[Any]) -> list[Any]:
 
 
 def _may_choose(value: Any) -> bool:
-    """Whether the attributes of an object are the program's: it is a model, or of a class of the program."""
+    """Whether the attributes of an object are the program's: it is a model, or its class is the program's."""
     if not holds_attributes(value) or isinstance(value, keras.Metric | keras.Optimizer):
         return False
     return isinstance(value, (keras.Model, *PLAIN_HOLDERS)) or any(map(is_of_program, type(value).__mro__))
@@ -371,7 +371,7 @@ def _words_of(functions: Iterable[types.FunctionType]) -> tuple[set[str], set[st
 
 
 def _item(container: Any, key: Any, value: Any) -> Number:
-    # Not the methods of Keras's containers, which may be locked.
+    # This does not use the methods of Keras's containers, which may be locked.
     kinds = [kind for kind in (dict, list) if issubclass(type(container), kind)] or [type(container)]
     setter = functools.partial(kinds[0].__setitem__, container, key)
     return Number(value, setter, functools.partial(setter, value))
@@ -448,7 +448,7 @@ def _functions_of(part: Any) -> list[types.FunctionType]:
 def _named_by(function: types.FunctionType) -> Iterator[_Named]:
     """Yield the global variables, and variables of enclosing functions, that a function names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # It has no value yet.
+        with suppress(ValueError):  # The variable does not have a value yet.
             yield _Named(name, cell.cell_contents, cell)
     codes = [function.__code__]
     while codes:

@@ -7,16 +7,16 @@ answers. All workers get all answers, so they all decide the same.
 Then the workers sum. The bytes of a total are divided into R parts, and those with the numbers of the drawn
 replicas are verified: all owners send their summands of such a part to its checker, which adds them up along
 the tree. If changes are sent as small integers, the total includes the sums of limits, from which their
-scales follow (see `lockstep.keras.scaled_sums`). No sum that can be computed from the total alone would do:
+scales follow (see `lockstep.keras.scaled_sums`). A checksum of the total alone would not be enough:
 floating-point addition rounds, so a checksum of a total is not the sum of the checksums of its summands. All
 workers compare their hashes of the total, as each of them has it, with the checker's. If they differ, another
-worker adds up the part, too, and `judge_sum` decides. The checker of a replica also computes its limits and
+worker also adds up the part, and `judge_sum` decides. The checker of a replica also computes its limits and
 small integers once more.
 
 All workers also compare their hashes of the other parts with each other's, and verify a part in which they
 differ. So all updates follow from one total, and workers that agree in an update can outvote another one (see
-`lockstep.keras.state_verification`). Otherwise the workers of a host could, which may have the same wrong
-total.
+`lockstep.keras.state_verification`). Otherwise, workers of one host with the same wrong total could outvote
+others.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,8 +72,8 @@ class _Attempts:
     Attributes:
         round_: the round.
         hashes: the hashes of each attempt.
-        newest: the partial of the last attempt, which shows whether the round has a newer one.
-        answers: the first answers of all workers, until those that differ have computed again.
+        newest: the partial of the last attempt, which shows whether the round has a newer attempt.
+        answers: the first answers of all workers, until the workers that differ have computed again.
         compared: whether hosts are compared.
     """
 
@@ -86,8 +86,8 @@ class _Attempts:
     def made(self, replica: int, number: int) -> list[Hashes]:
         """Compute a replica until there are `number` attempts; return the hashes of these.
 
-        If the computation is interrupted by an exception, a second call continues it. A graph does that, on
-        the workers that compute only, so the calls of the exchange before it must not be repeated.
+        If an exception interrupts the computation, a second call continues it. A graph raises one, only on
+        the workers that compute, so earlier calls of the exchange must not be repeated.
         """
         hashes, started = self.hashes.setdefault(replica, []), self.round_.started
         while len(hashes) < number:
@@ -104,10 +104,10 @@ class _SumAnswer(NamedTuple):
 
     Attributes:
         worker: its id.
-        readings: by part, also by those that nobody adds up, the hash of the total as this worker has it.
+        readings: by part, including parts that nobody adds up, the hash of the total as this worker has it.
         sums: by part for which it is the checker, the hash of the sum that it has computed, and the first
-            byte of the total at which its own total differs from that sum; -1 if none does.
-        changed: by verified replica that it owns, the hashes of its partial, if they are others by now.
+            byte at which its own total differs from that sum; -1 if there is no difference.
+        changed: by verified replica that it owns, the present hashes of its partial, if they have changed.
         places: see `Answer`.
     """
 
@@ -122,14 +122,14 @@ class _Fault(NamedTuple):
     """A wrong total, or a wrong partial in it.
 
     Attributes:
-        verdict: who is at fault.
-        label: names what is wrong.
+        verdict: the verdict on the workers at fault.
+        label: the name of the wrong result.
         names: the names of the arrays that are wrong.
         part: the part of the step; see `follow`.
         replica: the number of the replica, or of the part of the total.
         lasts: see `follow`.
-        byte: the first one of the total that is wrong; -1 if it is not known.
-        answers: what workers have added up, if they differ.
+        byte: the first wrong byte of the total; -1 if it is unknown.
+        answers: the workers' sums, if they differ.
     """
 
     verdict: Verdict
@@ -143,7 +143,7 @@ class _Fault(NamedTuple):
 
 
 class _Total:
-    """A copy of the limits and sums of a round, which later calls of the exchange leave as it is.
+    """A copy of the limits and sums of a round, which later calls of the exchange do not change.
 
     Attributes:
         layout: the layout of both.
@@ -210,7 +210,7 @@ class TotalPart:
 
         Args:
             summands: the joined bytes of the pieces of each replica.
-            adder: adds.
+            adder: the adder that sums.
         """
         start, stop = self.bounds
         of_replicas = [allocate(stop - start) for _ in range(self.replicas)]
@@ -237,7 +237,7 @@ class Verifier:
     Args:
         exchange: makes calls between the workers.
         job: the job of this worker.
-        verifications: what the job verifies.
+        verifications: the verifications of the job.
         describe: names an array of a partial for people.
     """
 
@@ -257,13 +257,13 @@ class Verifier:
         self._adder = Adder()
 
     def sum(self, round_: Round) -> Total:
-        """Return the total of a round, as `Round.sum` does; verify its partials and the sum, if that is due.
+        """Return the total of a round, as `Round.sum` does; verify its partials and the sum, if due.
 
-        A worker that is at fault ends here, and the others verify the round again without it.
+        A worker at fault ends here, and the others verify the round again without it.
 
         Raises:
             DisagreementError: workers compute different bits, and it is unknown which are right.
-            StepWithdrawn: another worker decides in this step, which all take again.
+            StepWithdrawn: another worker decides in this step, which all repeat.
         """
         while True:
             try:
@@ -343,7 +343,7 @@ class Verifier:
     def _partial_fault(
         self, round_: Round, replicas: Sequence[int], made: Callable[[int, int], list[Hashes]], part: str
     ) -> _Fault | None:
-        """Return the first fault in replicas of a round, or None without one.
+        """Return the first fault in replicas of a round, or None.
 
         Args:
             round_: the round.
@@ -388,12 +388,12 @@ class Verifier:
         view: View,
         communicator: Communicator,
     ) -> dict[int, list[Answer]]:
-        """Compute what this worker has to; return the answers of all workers, by replica, the owner's first.
+        """Compute this worker's attempts; return the answers of all workers, by replica, the owner's first.
 
         Args:
             round_: the round.
             replicas: the replicas to compute.
-            attempts: how often their owners and checkers do.
+            attempts: the number of attempts of their owners and checkers.
             made: computes a replica a number of times, and returns the hashes.
             view: the view of the exchange.
             communicator: its communicator.
@@ -434,7 +434,7 @@ class Verifier:
         return [_rounded_hashes_of(round_, replica, replicas) for _ in range(number)]
 
     def _verified_total(self, round_: Round, parts: Sequence[int]) -> Total:
-        """Return the total of a round that was summed, once its `parts` are right."""
+        """Return the total of a summed round, after verifying that its `parts` are correct."""
         was_wrong, wrong_checks = False, 0
         while True:
             total = _Total(round_.limits, round_.sums)
@@ -457,7 +457,7 @@ class Verifier:
                     verdict = Verdict("worker", workers, "others add up the same summands to a different sum")
                     lasts = True
                 elif not was_wrong:
-                    # Nobody knows whether the sum, or a summand on its way, was wrong.
+                    # It is unknown whether the sum, or a summand on its way, was wrong.
                     verdict = Verdict("repeated", workers)
                 was_wrong = True
             elif fault.part == "gradient" and verdict.kind == "worker" and verdict.workers == everyone:
@@ -472,9 +472,9 @@ class Verifier:
             self._exchange(round_.sum, round_.catching_up)
 
     def _fault(self, round_: Round, total: _Total, parts: Sequence[int]) -> _Fault | None:
-        """Return the first fault in a total, or in a verified partial, or None without one.
+        """Return the first fault in a total, or in a verified partial, or None.
 
-        In other parts than `parts`, this finds only differences between workers.
+        In parts other than `parts`, this detects only differences between workers.
         """
         size = max(1, _ROOM // max(1, total.layout.size))
         others = [part for part in range(self._verifications.plan.replicas) if part not in parts]
@@ -508,7 +508,7 @@ class Verifier:
         answers: Sequence[_SumAnswer],
         others: Sequence[_SumAnswer],
     ) -> _Fault | None:
-        """Return the fault in a part of a total, about which some answers differ."""
+        """Return the fault in a part of a total on which some answers differ."""
         checks = [[answer for answer in some if part in answer.sums] for some in (answers, others)]
         byte = max(answer.sums[part][1] for some in checks for answer in some)
         (first, *_), again = checks
@@ -548,7 +548,7 @@ class Verifier:
             total: its total, as this worker has it.
             parts: the parts to add up.
             read: the parts to hash: these, and perhaps others.
-            again: whether other workers add up, too.
+            again: whether other workers also add up.
         """
         worker, label = self._job.worker, f"the verification of the sum of {round_.label}"
         for _ in range(_MOST_WRONG_CHECKS + self._verifications.plan.replicas):
@@ -582,7 +582,7 @@ class Verifier:
             needed = min(2, len(answers)) if again else 1
             if all(sum(number in answer.sums for answer in answers) >= needed for number in parts):
                 return answers
-            # A checker was lost in between, or a summand was, whose head had a wrong bit.
+            # A checker was lost meanwhile, or a summand was lost because its head had a wrong bit.
         workers, names = self._job.view.workers, self._part_names(round_)
         label = f"{round_.label}: {_SUM}"
         self._verifications.follow(Verdict("undecided", workers), label, names, "sum", parts[0])
@@ -597,7 +597,7 @@ class Verifier:
         view: View,
         communicator: Communicator,
     ) -> dict[int, dict[int, Bytes]]:
-        """Send the summands of this worker to the checkers; return what it gets, by part and replica."""
+        """Send this worker's summands to the checkers; return those that it receives, by part and replica."""
         round_.entered()
         owned, replicas = view.replicas_of(self._job.worker), view.replicas
         round_.begin(owned)
@@ -626,7 +626,7 @@ class Verifier:
         return received
 
     def _differing(self, round_: Round, answers: Sequence[Answer]) -> list[str]:
-        """Return the names of the arrays that two attempts differ in."""
+        """Return the names of the arrays in which two attempts differ."""
         attempts = [hashes for answer in answers for hashes in answer.attempts]
         return differing_names(self._part_names(round_), attempts)
 
@@ -638,7 +638,7 @@ class Verifier:
 
 
 def _hashes_of(round_: Round, replica: int) -> Hashes:
-    """Return the hashes of the arrays of a replica, or none if it contributes nothing."""
+    """Return the hashes of the arrays of a replica, or none if it does not contribute."""
     if replica not in round_.started:
         return b""
     (arrays,) = round_.partials([replica]).values()
@@ -659,10 +659,10 @@ def _rounded_hashes_of(round_: Round, replica: int, replicas: int) -> Hashes:
 
 
 def summands_in(data: Bytes, sizes: Mapping[int, int], replicas: int) -> Iterator[tuple[int, int, Bytes]]:
-    """Yield the parts, replicas and summands in what a worker has sent, up to a head with wrong bits.
+    """Yield the parts, replicas and summands in a worker's data, up to a head with wrong bits.
 
     Args:
-        data: what it has sent.
+        data: the data of the worker.
         sizes: the bytes of a summand, by part.
         replicas: R.
     """

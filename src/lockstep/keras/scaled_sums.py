@@ -4,9 +4,9 @@
     scale      of a block, for all replicas: the sum of their limits, divided by the largest sum of integers
     summand    a replica's array, divided by the scales and rounded to integers
 
-The limits are summed first. Then all replicas have the same scales, and no sum of summands exceeds an
-integer. So the sum of the summands is exact, in any order. An element has an error of at most half a scale
-for each replica. If an element is not finite, no element of its block is a number in the sum.
+The limits are summed first. Then all replicas have the same scales, and no sum of summands exceeds the range
+of the integers. So the sum of the summands is exact, in any order. An element has an error of at most half a
+scale for each replica. If an element is not finite, no element of its block is a number in the sum.
 """
 
 from typing import Any
@@ -33,7 +33,7 @@ def limits_of(array: Array) -> Array:
 
 def scales_of(limits: Array, replicas: int) -> Array:
     """Return the scales of the blocks, given the sums of the replicas' limits."""
-    # Rounding adds at most a half for each replica.
+    # Rounding adds at most one half for each replica.
     return limits / np.float32(np.iinfo(_integers(replicas)).max - replicas / 2)
 
 
@@ -41,7 +41,7 @@ def summand_of(array: Array, scales: Array, replicas: int) -> Array:
     """Return a replica's array as integers, in its shape."""
     usable = np.isfinite(scales) & (scales >= _SMALLEST)
     factors = np.divide(1, scales, out=np.zeros_like(scales), where=usable)
-    # Only with wrong scales are numbers too large for the integers.
+    # Numbers are too large for the integers only with wrong scales.
     with np.errstate(invalid="ignore", over="ignore"):
         numbers = _times(np.asarray(array, np.float32), factors)
         np.rint(numbers, out=numbers)
@@ -50,7 +50,7 @@ def summand_of(array: Array, scales: Array, replicas: int) -> Array:
 
 
 def sum_of(total: Array, scales: Array, dtype: npt.DTypeLike) -> Array:
-    """Return the sum of the replicas' arrays, given that of their summands."""
+    """Return the sum of the replicas' arrays, given the sum of their summands."""
     with np.errstate(invalid="ignore", over="ignore"):
         return _times(total.astype(np.float32), scales).astype(dtype)
 

@@ -2,8 +2,8 @@
 
 Workers that save the same state to the same path share the work. The first one writes under a temporary name
 that it renames, and the others wait for its lock on a record in the run's folder. The kernel frees the lock
-of a worker that dies. Each host has a run folder of its own, so workers of different hosts do not share these
-records. If they share a disk, each host writes under a temporary name of its own, and renames a whole file.
+of a worker that dies. Each host has its own run folder, so workers of different hosts do not share these
+records. If they share a disk, each host writes under its own temporary name, and renames a whole file.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Occasion(NamedTuple):
     """The point of the program at which a worker saves.
 
     Attributes:
-        name: equal on all workers at the same point, where they have equal states.
+        name: the name of the point, at which all workers have equal states; equal on all of them.
         worker: the worker that saves.
     """
 
@@ -67,14 +67,14 @@ def write_once(
         notes: a folder shared by the workers, for records of what was written.
         path: the file to write.
         state: identifies the contents: bytes that are equal only for equal contents.
-        write: writes to the path that it is given.
+        write: writes to a path, its argument.
         rename: whether to write a local file under a temporary name beside it and to rename that, so that no
             reader ever sees a partial file. The result is one file or folder, and files beside it to which it
             refers.
-        occasion: the occasion on which this worker saves; None if others may save another state.
+        occasion: the occasion on which this worker saves; None if others may save a different state.
 
     Raises:
-        DisagreementError: another worker has saved another state on this occasion.
+        DisagreementError: another worker has saved a different state on this occasion.
         OSError: `write` raised it.
         PeerStuckError: another worker has been writing for too long.
     """
@@ -118,7 +118,7 @@ class SharedSaves:
             self._digest(model, purpose),
             lambda path: original(model, path, *args, **kwargs),
             occasion=self._occasion_of(os.fspath(filepath)),
-            # Keras must see a file that it may not overwrite, and names shards after their file.
+            # Keras must get a file that it may not overwrite, and names shards after their file.
             rename=kwargs.get("overwrite", args[0] if args else True) is True
             and not (sharded and not Path(filepath).absolute().parent.is_dir()),
         )
@@ -127,11 +127,11 @@ class SharedSaves:
         """Check that other workers have the same state of `model` at this point, without waiting for them.
 
         Args:
-            point: names the point of the program.
+            point: the name of the point of the program.
             model: the model, whose state is in its variables.
 
         Raises:
-            DisagreementError: another worker of the same host has another state.
+            DisagreementError: another worker of the same host has a different state.
         """
         occasion = self._occasion_of(point)
         if self._job.context.folder is not None and occasion is not None:
@@ -168,7 +168,7 @@ class _Record(msgspec.Struct):
         """Add the state of a worker on an occasion.
 
         Raises:
-            DisagreementError: another worker had another state.
+            DisagreementError: another worker had a different state.
         """
         saved_state, other = self.occasions.setdefault(occasion.name, (state.hex(), occasion.worker))
         if saved_state != state.hex():
@@ -190,7 +190,7 @@ class _Record(msgspec.Struct):
 
 @contextmanager
 def _record(notes: Path, key: str, path: str) -> Iterator[_Record]:
-    """Read the record for a key, hold its lock for the block, and write it afterwards."""
+    """Read the record for a key, hold its lock during the block, and write the record afterwards."""
     notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     with _locked(notes / xxhash.xxh3_128_hexdigest(key.encode()), path) as descriptor:
         data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
@@ -228,7 +228,7 @@ def _write_whole(final: Path, write: Write) -> None:
         with _beside(final) as temporary:
             write(str(temporary))
             if temporary.parent != final.parent:
-                # Shards, to which the last file refers.
+                # These are shards, to which the last file refers.
                 for other in sorted(temporary.parent.iterdir()):
                     if other != temporary:
                         other.replace(final.with_name(other.name))
@@ -241,7 +241,7 @@ def _write_whole(final: Path, write: Write) -> None:
 
 
 def _replace_folder(temporary: Path, final: Path) -> None:
-    """Rename a folder; a worker on another host may do the same at the same time."""
+    """Rename a folder. A worker on another host may do the same at the same time."""
     while True:
         try:
             temporary.replace(final)
@@ -258,7 +258,7 @@ def _replace_folder(temporary: Path, final: Path) -> None:
 
 @contextmanager
 def _beside(final: Path) -> Iterator[Path]:
-    """Yield a temporary path on the disk of `final`; remove what is there at the end of the block.
+    """Yield a temporary path on the disk of `final`; remove its contents at the end of the block.
 
     The suffix of its name tells Keras the format. The path is in a new folder, because in a folder to which
     several users can write, another user could create a link under any predictable name.

@@ -179,7 +179,7 @@ class _Checkpoints:
 
     def state(self) -> FolderState:
         """Look at the folder."""
-        # In this order, so that all checkpoints of a job that has ended are found.
+        # This order ensures that all checkpoints of an ended job are found.
         trains, begun = is_training(self._folder), last_activity(self._folder) >= self._since
         self._paths = self._store.steps()
         return FolderState(self._clock.now(), trains, begun, self._paths)
@@ -266,7 +266,7 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
     """Implement `SidecarEvaluator.start`.
 
     Args:
-        evaluator: the settings.
+        evaluator: the evaluator with the settings.
         since: seconds since 1970. A job that started or saved a checkpoint then or later counts.
         clock: measures the time.
         pause: waits for a number of seconds.

@@ -1,15 +1,15 @@
 """Records hashes of steps, with which `lockstep diff` finds the first difference between two runs.
 
-Each worker records its own results without asking others: the examples and the partials of its replicas. The
-worker that computes replica 0 also records the total and the state, which are equal on all workers. Recording
-does not change the results of steps.
+Each worker records its own results, without messages to others: the examples and the partials of its
+replicas. The worker that computes replica 0 also records the total and the state, which are equal on all
+workers. Recording does not change the results of steps.
 
 All of the first steps of a job are recorded. Later ones are recorded if a stride divides their number. The
 stride is a power of two that keeps the time for recording within a small part of the time of the steps. So
-all workers, and other runs, record the same steps, or every second or fourth of them.
+all workers, and other runs, record the same steps, or every second or fourth one.
 
 A worker hashes its results after the update has begun, so recording does not add a message or a wait. On JAX,
-whose arrays are immutable, the state after a step is hashed once the next step has waited for it anyway.
+whose arrays are immutable, the state after a step is hashed after the next step, which waits for it anyway.
 """
 
 import platform
@@ -79,7 +79,7 @@ class RecordedStep:
         data: the examples of the replicas that this worker has computed.
         rows: the number of examples of all replicas; 0 if it is unknown.
         rounds: the rounds of the step that have not been hashed, and their totals.
-        hashed: number of rounds that were hashed.
+        hashed: number of rounds that have been hashed.
         names: the names of the arrays of all rounds, in the order of their hashes.
         partials: the hashes of the arrays of each replica.
         totals: the hashes of the arrays of the totals.
@@ -158,7 +158,7 @@ class DigestRecorder:
         return not self._is_off and self._job.events.has_subscribers(DigestsRecorded)
 
     def begin_call(self, call: str, trained: int, settings: Mapping[str, str]) -> None:
-        """Record everything on which the bits of a call depend, as far as it differs from the call before."""
+        """Record everything on which a call's bits depend and that differs from the previous call."""
         if not self.active:
             return
         job = self._job
@@ -212,7 +212,7 @@ class DigestRecorder:
         return RecordedStep(fields, full, holds_state)
 
     def before_update(self, record: RecordedStep | None, program: TrainingState, state: Any) -> None:
-        """Record the state before a step, once its partials are computed, and before it is updated.
+        """Record the state before a step, after its partials are computed, and before the update.
 
         The arrays of `state` may be overwritten by the update.
         """
@@ -299,7 +299,7 @@ class DigestRecorder:
         self._add(digests)
 
     def end_call(self) -> None:
-        """Publish everything that is recorded: a call ends."""
+        """Publish all records, because a call ends."""
         self.settle()
         self._flush()
 
@@ -308,7 +308,7 @@ class DigestRecorder:
         try:
             self.settle()
         except Exception:
-            # The arrays of the last state are the result of a computation that has failed.
+            # The arrays of the last state come from a computation that has failed.
             self._pending = None
         self._flush()
 
@@ -363,7 +363,7 @@ class DigestRecorder:
             self._count(record, begun)
 
     def ends_after(self, step: int) -> bool:
-        """Whether the run was started to record the steps before this one, and may end now."""
+        """Whether the run should record only the steps before this one, and may end now."""
         return self._until is not None and step > self._until
 
     def _is_due(self, step: int, number: int, trains: bool) -> bool:
@@ -422,7 +422,7 @@ class DigestRecorder:
             try:
                 array = leaf if isinstance(leaf, np.ndarray) else self._to_numpy(leaf)
             except (TypeError, ValueError, AttributeError, RuntimeError):
-                # Such as a ragged tensor.
+                # An example is a ragged tensor.
                 return []
             if array.dtype.kind == "O" and not all(isinstance(item, str | bytes) for item in array.flat):
                 return []

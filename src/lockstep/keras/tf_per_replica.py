@@ -43,7 +43,7 @@ class SymbolicPerReplica(tf.experimental.ExtensionType, DistributedValues):  # t
         """The values; not available in a graph.
 
         Raises:
-            DataError: they are no longer stored.
+            DataError: the values are no longer stored.
         """
         stored = vars(self).get("_stored")
         return (stored or ValueStore.numbered(self.store).find(int(self.handle))).values
@@ -148,7 +148,7 @@ def spec_of(tensor: Any) -> Spec:
 
 
 def to_numpy(array: Any) -> Any:
-    """Return an array as one of NumPy, which shares its memory on a CPU and is a copy otherwise."""
+    """Return an array as a NumPy array, which shares its memory on a CPU and is a copy otherwise."""
     # TensorFlow returns a scalar of a dtype that NumPy lacks, such as bfloat16, not as an array.
     scalar = isinstance(array, tf.Tensor) and array.shape.rank == 0
     return np.asarray(array.numpy() if scalar else array)

@@ -1,8 +1,9 @@
 """Random numbers of TensorFlow's own operations, such as `tf.random.normal`, in a replica's computation.
 
-Such an operation counts its runs in the process. While a replica computes, a stateless operation replaces it.
-Its numbers are derived from the step's seed, the replica, the number of the operation in the function (or the
-seed that the program gives it), and the number of its runs in this step. So they do not depend on the worker.
+Such an operation counts its runs in the process. While a replica computes, a stateless operation replaces the
+original. Its numbers are derived from the step's seed, the replica, the number of the operation in the
+function (or the seed that the program gives it), and the number of its runs in this step. So they do not
+depend on the worker.
 
 The counter of the runs is a variable that starts from zero for each replica, so loops draw new numbers.
 Everywhere else, TensorFlow's own operations run. Operations that cannot be replaced are refused by name.
@@ -53,8 +54,8 @@ class Draws(Protocol):
         """Return the seed of an operation that is being created, or None if it is outside of the function.
 
         Args:
-            program_seed: the seed that the program gives the operation, if any. Operations with equal seeds
-                draw equal numbers, as TensorFlow's do.
+            program_seed: the seed that the program passes to the operation, if any. Operations with equal
+                seeds draw equal numbers, as TensorFlow's do.
         """
 
 
@@ -119,7 +120,7 @@ class GraphDraws:
 
 
 class ElementDraws:
-    """The draws of a function that is being traced to map the elements of a dataset, each with its own seed.
+    """The draws of a function that is being traced to map a dataset's elements, each with its own seed.
 
     They also replace the numbers of Keras's generators, which are neither read nor advanced.
 
@@ -391,8 +392,8 @@ def _by_element(original: Callable[..., Any]) -> Callable[..., Any]:
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
     """Trace the functions that a traced function calls separately for it.
 
-    Graphs that were traced elsewhere have operations that count their runs, and the counters of this function
-    do not apply elsewhere.
+    Graphs from elsewhere have operations that count their runs, and the counters of this function apply only
+    to it.
     """
 
     def make_function_context(*args: Any, **options: Any) -> Any:
@@ -400,7 +401,7 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(_draws.value, GraphDraws) and _draws.value.in_function:
             return with_own_graphs(context, _draws.value)
         if isinstance(_draws.value, ElementDraws):
-            # Each call draws other numbers.
+            # Each call draws different numbers.
             return with_own_graphs(context, object())
         return context
 

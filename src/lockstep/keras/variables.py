@@ -24,11 +24,11 @@ class VariableState:
         self._model = model
 
     def published(self, state: Any) -> AbstractContextManager[None]:
-        """Do nothing: the variables are the state."""
+        """Do nothing, because the variables are the state."""
         return nullcontext()
 
     def present(self) -> Any:
-        """Return None: the state is in variables."""
+        """Return None, because the state is in variables."""
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the variables that steps read and write, by path."""
@@ -46,7 +46,7 @@ class VariableState:
         assign(self._model, arrays, whole=True)
 
     def prepare_load(self, state: Any) -> None:
-        """Do nothing: values are assigned to variables."""
+        """Do nothing, because values are assigned to variables."""
 
     def lasting_variables(self) -> Mapping[str, Any]:
         """Return the variables of the model and its optimizers, by path."""
@@ -106,7 +106,7 @@ def momentum_of(model: Any, *, creates: bool = False) -> list[Any]:
 
 
 def forget_momentum(model: Any) -> None:
-    """Forget the momentum of a model, which is compiled anew."""
+    """Forget the momentum of a model, because it is compiled again."""
     _momenta.pop(model, None)
 
 
@@ -146,7 +146,8 @@ def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> Non
     expected = variables if whole else {name: variables[name] for name in arrays if name in variables}
     refuse_misfits(expected, arrays)
     for name, value in arrays.items():
-        # On JAX, a variable may take over the memory of what it is assigned. Others may change this.
+        # On JAX, a variable may take over the memory of the value that it is assigned. Other code may change
+        # this.
         variables[name].assign(np.array(value))
 
 

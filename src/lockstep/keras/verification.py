@@ -1,22 +1,22 @@
-"""Verification: in some steps, a second worker computes a part again, before the step counts.
+"""Verification: in some steps, a second worker repeats a part of the computation before the step counts.
 
 A partial is a function of the state, the examples, the seed and the earlier totals. So two workers that
-compute a replica get equal bits, unless a processor, a memory or a library of one of them is at fault, or the
+compute a replica get equal bits, unless the processor, memory or a library of one of them is at fault, or the
 step is not deterministic. A comparison of states cannot show this, because a total with wrong bits, of a
 partial or of the sum itself, enters the state of all workers in the same way.
 
 In a verified step, `VerificationPlan` draws replicas. Workers compute these again, and add up parts of the
 total (`lockstep.keras.round_verification`), and compare their states before and after the update
-(`lockstep.keras.state_verification`). All get the answers of all, and decide alike who is at fault
-(`lockstep.keras.verdicts`). This module has what follows: a worker ends, the job goes back or stops, or
-another worker decides.
+(`lockstep.keras.state_verification`). All workers get all answers, and make the same decision on who is at
+fault (`lockstep.keras.verdicts`). This module has the consequences: a worker ends, the job goes back or
+stops, or another worker decides.
 
-Of two workers that insist on different bits, a third one decides. In a step before which a worker can join,
-the workers keep the answers as `Doubt`, and go back to the state before the step. There, a new worker takes
-the place of one of the two. It gets the doubt with the state, and they take the step again: the new answers
-and those of the worker that has left are three. A step of a loop of `strategy.steps` is code of the script,
-which only the new worker can take again: there, the others wait for it in the first round of the step. Two
-that agree prove nothing if they share a host or a GPU that the other does not use; see `judge_again`.
+If two workers repeat different bits, a third one decides. If a worker can join before the step, the workers
+keep the answers as a `Doubt`, and go back to the state before the step. There, a new worker replaces one of
+the two. It gets the doubt with the state, and they repeat the step: with those of the worker that has left,
+there are now three answers. A step of a loop of `strategy.steps` is code of the script, which only the new
+worker can run again. There, the others wait for it in the first round of the step. Two workers that agree do
+not prove anything if they share a host or a GPU that the other does not use; see `judge_again`.
 """
 
 import os
@@ -75,11 +75,11 @@ def _ending(verdict: Verdict, part: str) -> str:
 
 
 class StepWithdrawn(Exception):
-    """The step in progress has to be taken again, from the state before it, with another worker."""
+    """The step in progress has to be repeated, from the state before it, with another worker."""
 
 
 class Doubt(msgspec.Struct, frozen=True):
-    """The answers of workers that insist on different bits of a part of a step, until another one decides.
+    """The answers of workers that repeat different bits of a part of a step, until another one decides.
 
     Attributes:
         step: the step.
@@ -100,14 +100,14 @@ class Verifications:
     """A record of what the job has verified so far.
 
     Attributes:
-        plan: which replicas are verified in which steps.
+        plan: the replicas to verify in each step.
         step: the step in progress, of training or of an evaluation; 0 if nothing is verified in it.
         trains: whether it is a training step.
         count: number of partials that this process knows to be verified.
         compares_hosts: whether each host computes a replica of the step in progress.
-        can_repeat: whether all workers can take the step in progress again with another worker.
+        can_repeat: whether all workers can repeat the step in progress with another worker.
         admit: lets another worker join within the step in progress; None if the others go back before it.
-        doubt: the reason for which they take it again; None without one.
+        doubt: the reason to repeat it, if any.
     """
 
     def __init__(self, job: Job) -> None:
@@ -158,13 +158,13 @@ class Verifications:
         """Whether the steps before that in progress were verified, of training and of its evaluation."""
         if self.trains:
             return self._up_to_before >= self.step - 1
-        # The job has computed nothing before if it begins with an evaluation.
+        # If the job begins with an evaluation, it has not computed anything before.
         begins = self.step == 1 and not (self._taken_over or any(self._before))
         return begins or self.plan.verification == Verification(1, all=True)
 
     @property
     def _up_to_before(self) -> int:
-        """What `up_to` was before the step in progress, of which some rounds may be verified."""
+        """The value of `up_to` before the step in progress, some rounds of which may be verified."""
         return min(self._before)
 
     @property
@@ -178,7 +178,7 @@ class Verifications:
         return [*self._verified, self._evaluated]
 
     def unpack(self, packed: Sequence[int], step: int) -> None:
-        """Continue from what another process has packed after `step`, whose state this worker has."""
+        """Continue from another process's `packed` after `step`, whose state this worker has."""
         # A checkpoint of an earlier version lacks the number.
         self._verified, evaluated = list(packed[: self.plan.replicas]), packed[self.plan.replicas :]
         self._evaluated = sum(evaluated)
@@ -189,10 +189,10 @@ class Verifications:
         self.doubt = msgspec.msgpack.decode(packed, type=Doubt) if packed else None
 
     def compared(self, owners: Sequence[Any]) -> int:
-        """Return the last step after which this worker has known that all have equal states of some objects.
+        """Return the last step after which this worker knows that all have equal states of some objects.
 
         Args:
-            owners: models, optimizers and the like, which have the state.
+            owners: objects with the state, such as models and optimizers.
         """
         steps = []
         for owner in owners:
@@ -210,7 +210,7 @@ class Verifications:
         """Begin a step.
 
         Args:
-            step: its number, counted from 1: over the whole job, or in its evaluation; 0 for another step.
+            step: its number, counted from 1 over the whole job, or in its evaluation; 0 for other steps.
             first: whether it is the first one of its program.
             trains: whether it is a training step.
         """
@@ -232,13 +232,13 @@ class Verifications:
         self._exchanges = self._job.exchanges
 
     def begin_round(self) -> None:
-        """Begin a round of a loop of the script: a worker cannot join after another call of the exchange."""
+        """Begin a round of a loop of the script. A worker cannot join after another call of the exchange."""
         if self.admit is not None and self._job.exchanges > self._exchanges:
             self.can_repeat = False
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keep the step in progress, in which the script or a callback makes another call in the block."""
+        """Set the step in progress aside while the script or a callback makes another call in the block."""
         step, trains, before, number = self.step, self.trains, self._before, self._number
         try:
             yield
@@ -246,11 +246,11 @@ class Verifications:
             self.step, self.trains, self._before, self._number = step, trains, before, number
 
     def note_files(self, paths: Iterable[str]) -> None:
-        """Note the files that callbacks of a call write, which has begun."""
+        """Note the files that callbacks of a call, which has begun, write."""
         self._files |= dict.fromkeys(paths)
 
     def end_call(self) -> None:
-        """Publish how much is verified: a call ends."""
+        """Publish how much has been verified, because a call ends."""
         self.step = 0
         self._files = {path: self._newest if last is None else last for path, last in self._files.items()}
         if self.count > self._told and self._job.is_chief:
@@ -273,10 +273,10 @@ class Verifications:
         replica: int = -1,
         number: int = 0,
     ) -> None:
-        """Repeat a step with another worker if its workers insist on their bits, and no other has decided.
+        """Repeat a step with another worker if its workers repeat their bits, and no other has decided.
 
         Args:
-            verdict: equal on all workers.
+            verdict: the verdict, equal on all workers.
             names: the names of the arrays that differ.
             part: the part of the step; see `Doubt`.
             answers: the answers of the workers of the view.
@@ -296,7 +296,7 @@ class Verifications:
             raise StepWithdrawn
 
     def _all_can_repeat(self) -> bool:
-        """Return whether no worker has a reason, such as a callback of its own, not to repeat the step."""
+        """Return whether no worker has a reason, such as its own callback, not to repeat the step."""
         blob = b"repeats" if self.can_repeat else b""
         blobs = self._job.exchange(lambda _, communicator: communicator.gather(blob, what="a repeated step"))
         return all(map(len, blobs))
@@ -314,15 +314,15 @@ class Verifications:
         """Publish a verdict; end the workers at fault, or all; return on the others.
 
         Args:
-            verdict: equal on all workers.
-            label: names what workers have computed.
+            verdict: the verdict, equal on all workers.
+            label: the name of the workers' result.
             names: the names of the arrays that differ.
             part: the part of the step: "gradient", "sum" or "update".
             replica: the number of the replica, or of the part of a total; -1 for the state.
             lasts: whether a worker at fault may also have computed wrongly in earlier steps.
 
         Raises:
-            DisagreementError: the verdict names nobody.
+            DisagreementError: the verdict does not name a worker.
             WrongStateError: the fault lasts, and not all earlier steps were verified; see `roll_back`.
         """
         if verdict.kind == "equal":
@@ -335,7 +335,8 @@ class Verifications:
             note(f"{verdict.accusation(label, shown)}; it has left")
         who = name_workers(verdict.workers) if verdict.workers else ""
         if verdict.kind == "worker":
-            # The chief has published this before a worker leaves, whose end would interrupt it.
+            # The chief has published this before a worker leaves, because the end of that worker would
+            # interrupt it.
             self._job.exchange(lambda _, communicator: communicator.gather(b"", what=label))
             if self._job.worker in verdict.workers:
                 message = verdict.accusation(label, shown)
@@ -366,7 +367,7 @@ class Verifications:
     ) -> None:
         """Check that all workers call this with equal facts about their states, outside of a verified step.
 
-        If they differ, a wrong state may have been the origin of gradients, as in a verified step.
+        If they differ, gradients may come from a wrong state, as in a verified step.
 
         Args:
             label: names the call.
@@ -388,7 +389,8 @@ class Verifications:
             try:
                 compare_all(self._job, communicator, label, state)
             except DisagreementError as differs:
-                # Also if only workers differ that have joined: the others have used their gradients.
+                # This applies even if only joined workers differ, because the others have used their
+                # gradients.
                 return differs
             return None
 
@@ -401,25 +403,25 @@ class Verifications:
         blobs = self._job.exchange(lambda _, communicator: communicator.gather(blob, what=label))
         since = min(msgspec.msgpack.decode(other, type=int) for other in blobs)
         if since >= taken:
-            # No gradient is from a wrong state: workers that have joined end, and the others continue.
+            # No gradient comes from a wrong state: joined workers end, and the others continue.
             agree(self._job, label, state)
         self.step = taken
         self.publish(Verdict("undecided", differs.workers), (), "memory")
         self.roll_back(str(differs), differs.workers, since)
 
     def roll_back(self, message: str, workers: tuple[int, ...], since: int) -> NoReturn:
-        """End the job, whose state may be wrong; it starts again from the newest checkpoint before that.
+        """End the job, whose state may be wrong; it restarts from the newest checkpoint before that.
 
         All workers call this.
 
         Args:
-            message: what is wrong.
-            workers: those at fault.
-            since: the last step after which the state is known to be right.
+            message: a description of the fault.
+            workers: the workers at fault.
+            since: the last step after which the state is known to be correct.
 
         Raises:
             WrongStateError: there is a checkpoint of this step, or of an earlier one.
-            DisagreementError: there is none.
+            DisagreementError: there is no such checkpoint.
         """
         left, removed = -1, ""
         if self._job.checkpoints.scheduler is not None:
@@ -444,7 +446,7 @@ class Verifications:
     def _remove_later(self, step: int, view: View, communicator: Communicator) -> int:
         """Remove checkpoints that are later than a step; return the step of the chief's newest one, or -1.
 
-        All workers wait until this is done. If a view ends before, the next one repeats it.
+        All workers wait until this is done. If the view ends first, the next one repeats it.
         """
         left = -1
         scheduler = self._job.checkpoints.scheduler
@@ -465,7 +467,7 @@ class Verifications:
         )
 
     def note(self, replicas: Sequence[int]) -> None:
-        """Note that the step in progress has verified `replicas`."""
+        """Note that `replicas` have been verified in the step in progress."""
         self.count += len(replicas)
         for replica in replicas if self.trains else ():
             self._verified[replica] = self.step
@@ -478,6 +480,6 @@ def verifications_of(job: Job) -> Verifications:
     """Return the parts of a job that this process verifies."""
     if not _current or _current[0][0] is not job:
         _current[:] = [(job, Verifications(job))]
-        # A loop that neither `fit` nor `strategy.steps` drives has no end that is known before.
+        # The end of a loop that neither `fit` nor `strategy.steps` drives is not known in advance.
         job.at_exit(_current[0][1].end_call)
     return _current[0][1]

@@ -115,9 +115,10 @@ def texts_of_all(communicator: Communicator, label: str) -> Callable[[str], list
 def chiefs_state(
     job: Job, label: str, to_numpy: Callable[[Any], Array], arrays: Mapping[str, Any]
 ) -> dict[str, Array] | None:
-    """Return the chief's state if this worker's state differs from it by rounding, or None if not.
+    """Return the chief's state if this worker's state differs from it by rounding; otherwise None.
 
-    Hosts that compute different bits need this: their states diverge, although all apply the same totals.
+    Hosts that compute different bits need this, because their states diverge although all apply the same
+    totals.
 
     Args:
         job: the job of this worker.

@@ -12,7 +12,7 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
-        mount: where the cgroup file systems are mounted.
+        mount: the folder in which the cgroup file systems are mounted.
     """
     shares = []
     for group in groups(membership, mount, "cpu"):
@@ -24,7 +24,7 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
 
 def processes_left(membership: Path, mount: Path) -> int | None:
-    """Return how many processes and threads may still be started, or None if no group limits that.
+    """Return the number of processes and threads that may still be started, or None without a limit.
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
@@ -67,7 +67,7 @@ def groups(membership: Path, mount: Path, controller: str) -> Iterator[Path]:
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
         mount: where the cgroup file systems are mounted.
-        controller: such as "memory".
+        controller: the controller, such as "memory".
     """
     for line in read(membership).splitlines():
         _, controllers, path = line.split(":", 2)

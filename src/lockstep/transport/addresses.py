@@ -57,9 +57,9 @@ def join_address(address: SocketAddress) -> str:
 
 
 def is_loopback(number: str) -> bool:
-    """Whether only processes of this host reach an IP address."""
+    """Whether only processes of this host can reach an IP address."""
     address = ipaddress.ip_address(number.partition("%")[0])
-    # Before Python 3.13, `is_loopback` does not know IPv4 addresses that are written as IPv6 ones.
+    # Before Python 3.13, `is_loopback` does not recognize IPv4 addresses that are written as IPv6 ones.
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
@@ -83,7 +83,7 @@ def is_here(family: socket.AddressFamily, address: SocketAddress) -> bool:
 def resolve_host(
     host: str, port: int, patience: float = RESOLVES_WITHIN
 ) -> tuple[socket.AddressFamily, SocketAddress]:
-    """Return the address of a host, of IPv4 if it has one; takes at most `patience` seconds.
+    """Return the address of a host, preferably of IPv4; takes at most `patience` seconds.
 
     Raises:
         NetworkError: the name cannot be resolved.
@@ -101,7 +101,7 @@ def look_up(
 ) -> tuple[socket.AddressFamily, SocketAddress] | str:
     """Return the address of a host as `resolve_host` does, or why it cannot be resolved."""
     with contextlib.suppress(OSError, UnicodeError):
-        # An IP address needs no name server, and no thread that a busy machine starts late.
+        # An IP address does not need a name server, nor a thread that a busy machine starts late.
         return _preferred(host, port, socket.AI_NUMERICHOST)
     addresses: list[tuple[socket.AddressFamily, SocketAddress]] = []
     why = [f"no answer in {patience:g} s"]

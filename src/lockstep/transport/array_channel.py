@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-# Defines dtypes such as bfloat16.
+# This import defines dtypes such as bfloat16.
 import ml_dtypes  # noqa: F401
 import msgspec
 import numpy as np
@@ -54,7 +54,7 @@ _dtype_name = functools.cache(str)
 
 
 class _Ended(Exception):
-    """The peer has closed the connection, or sends something other than frames."""
+    """The peer has closed the connection, or has sent data other than frames."""
 
 
 def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Sequence[Array]) -> None:
@@ -63,7 +63,7 @@ def _send(write: Callable[[Any], object], message: msgspec.Struct, arrays: Seque
     Args:
         write: sends bytes.
         message: the message of the frame.
-        arrays: likewise.
+        arrays: the arrays of the frame.
 
     Raises:
         OSError: the connection has ended, or the peer does not read.
@@ -114,7 +114,7 @@ class _ConnectionReader:
             view = view[count:]
 
     def exactly(self, count: int) -> bytearray:
-        """Receive so many bytes."""
+        """Receive exactly so many bytes."""
         data = bytearray(count)
         self.fill(memoryview(data))
         return data
@@ -161,18 +161,18 @@ class AskingChannel:
     Args:
         address: the address of the other end, if it is on this host.
         process: the id of this process's task.
-        peer: names the other end in messages.
+        peer: the name of the other end in messages.
         timeout: seconds after which an answer counts as missing.
         dial: connects to the other end, if that is on another host.
         server: the parameter server whose shards the questions are about; -1 for the chief.
-        lost: returns whether the other end is lost, which the network may show only much later; None on one
-            host.
+        lost: returns whether the other end is lost, which the network may show only much later; None on the
+            same host.
         worker: the worker id of this process; None if that is the id of its task.
-        call: the number of the call in which it first asks; 0 for none.
+        call: the number of the call in which it first asks; 0 outside of calls.
 
     Attributes:
-        peer: names the other end in messages.
-        call: likewise; see `enter`.
+        peer: the name of the other end in messages.
+        call: the number of the present call; see `enter`.
         is_open: whether the connection has not ended, as far as this end knows.
 
     Raises:
@@ -202,7 +202,7 @@ class AskingChannel:
         self._introduce(call)
 
     def enter(self, call: int, timeout: float) -> None:
-        """Ask in another call from now on.
+        """From now on, ask in another call.
 
         Args:
             call: its number.
@@ -219,7 +219,7 @@ class AskingChannel:
         self._introduce(call)
 
     def leave(self) -> None:
-        """Ask in no call from now on; close the connection if a question has no answer."""
+        """From now on, do not ask in a call; close the connection if a question has no answer."""
         if not self._answered:
             self.close()
         if not self.is_open or not self.call:
@@ -228,11 +228,11 @@ class AskingChannel:
             self._introduce(0)
 
     def send(self, message: Question, arrays: Sequence[Array] = ()) -> None:
-        """Ask; every question but `Introduction` has one answer.
+        """Ask a question. Every question except `Introduction` has one answer.
 
         Raises:
             PeerLostError: the other end has ended.
-            PeerStuckError: it does not read.
+            PeerStuckError: the other end does not read.
         """
         self._answered = False
         try:
@@ -243,7 +243,7 @@ class AskingChannel:
             self._raise_lost()
 
     def receive(self, question: Question) -> tuple[Any, list[Array]]:
-        """Wait for the answer to the first question that has none.
+        """Wait for the answer to the first unanswered question.
 
         Args:
             question: the question, for messages.
@@ -269,17 +269,18 @@ class AskingChannel:
         return self.receive(message)
 
     def be_patient(self) -> None:
-        """Let answers take as long as they need.
+        """Accept that answers take as long as they need.
 
-        A note says for how long this process has waited. After the timeout, the other process must show that
-        it runs.
+        A note reports how long this process has waited. After the timeout, the other process must show that
+        it is running.
         """
         self._patient = True
 
     def is_silent(self, within: float) -> bool:
-        """Whether the other process has not ended, but does not answer within some seconds.
+        """Whether the other process is still connected, but does not answer within some seconds.
 
-        A process that runs answers even while it waits for others. Do not ask a silent process anything more.
+        A running process answers even while it waits for others. Do not ask a silent process any more
+        questions.
         """
         timeout = self._timeout
         self._limit(within)
@@ -307,12 +308,12 @@ class AskingChannel:
         self._answered = True
 
     def _limit(self, timeout: float) -> None:
-        """Let answers count as missing after some seconds."""
+        """From now on, answers count as missing after some seconds."""
         self._timeout = timeout
         self._connection.settimeout(timeout if self._lost is None else min(_LOOK_EVERY, timeout))
 
     def _write(self, data: Any) -> None:
-        """Send bytes, and look meanwhile whether the other end is lost."""
+        """Send bytes, and meanwhile check whether the other end is lost."""
         view, begun = memoryview(data), time.monotonic()
         while view:
             try:
@@ -322,7 +323,7 @@ class AskingChannel:
                 self._look(begun)
 
     def _receive_some(self, view: memoryview) -> int:
-        """Receive some bytes; if `lost` is given, look meanwhile whether the other end is lost."""
+        """Receive some bytes; if there is a `lost`, meanwhile check whether the other end is lost."""
         begun = time.monotonic()
         while True:
             try:
@@ -331,7 +332,7 @@ class AskingChannel:
                 self._look(begun)
 
     def _look(self, begun: float) -> None:
-        """Raise an error if the other end is lost, or has done nothing for too long."""
+        """Raise an error if the other end is lost, or has been idle for too long."""
         if self._lost is None or time.monotonic() - begun >= self._timeout:
             raise TimeoutError
         if self._lost():
@@ -396,7 +397,7 @@ class QuestionArrival:
         arrays: the arrays of the question.
         server: the parameter server to which the question is addressed; -1 for the chief.
         worker: the worker id of the process, which changes when a worker is replaced.
-        call: the number of the call in which the process asks; 0 for none.
+        call: the number of the call in which the process asks; 0 outside of calls.
     """
 
     process: int
@@ -410,7 +411,7 @@ class QuestionArrival:
     )
 
     def answer(self, message: Answer, arrays: Sequence[Array] = ()) -> None:
-        """Answer; a thread sends it. The arrays must not change afterwards."""
+        """Give the answer, which a thread sends. The arrays must not change afterwards."""
         self._answer.put((message, arrays))
 
     def answered(self) -> tuple[Answer, Sequence[Array]] | None:
@@ -425,16 +426,17 @@ class QuestionArrival:
 class AnsweringEnd:
     """Accepts connections, and puts the questions of all of them into one queue, in their order of arrival.
 
-    Each connection has a thread, so that a process that is stopped while it sends or receives delays no
-    other.
+    Each connection has a thread, so that a process that stops while it sends or receives does not delay
+    others.
 
     Args:
         put: receives each arrival, in the thread of its connection.
         accept: completes a connection from another host; None in a job on one host.
 
     Attributes:
-        address: where it listens.
-        entrance: where the agent passes connections from other hosts; empty in a job on one host.
+        address: the address at which it listens.
+        entrance: the address to which the agent passes connections from other hosts; empty in a job on one
+            host.
     """
 
     def __init__(
@@ -458,7 +460,7 @@ class AnsweringEnd:
             if self._closed:
                 return
             self._closed = True
-            # Wakes the threads, which close their ends.
+            # This wakes the threads, which close their ends.
             for listener in self._listeners:
                 listener.shutdown(socket.SHUT_RDWR)
                 listener.close()
@@ -586,7 +588,7 @@ class AnsweringEnd:
             self._leave(asks)
 
     def _leave(self, asks: Introduction | None) -> None:
-        """Note that a process asks no more in the call of its introduction."""
+        """Note that a process no longer asks in the call of its introduction."""
         if asks is not None:
             self._put(
                 QuestionArrival(asks.process, None, server=asks.server, worker=asks.worker, call=asks.call)

@@ -32,7 +32,7 @@ _SLICE = 0.2
 
 
 def _never() -> None:
-    """Let a wait continue."""
+    """Allow a wait to continue."""
 
 
 def connect(
@@ -46,16 +46,16 @@ def connect(
 
     Args:
         address: the address of the listener.
-        greeting: its nonce does not matter.
-        credentials: sign the greeting; None if the job has no key.
+        greeting: the greeting, with any nonce.
+        credentials: the credentials that sign the greeting; None if the job has no key.
         patience: seconds until this gives up.
         check: called at least every 0.2 s, except while a name is resolved; an error that it raises ends the
             wait.
 
     Raises:
         ConfigError: the address is malformed.
-        NetworkError: the host cannot be reached, and the message says what firewalls must allow; or the key
-            has expired.
+        NetworkError: the host cannot be reached (the message says what firewalls must allow), or the key has
+            expired.
     """
     until = time.monotonic() + patience
     host, port = split_address(address)
@@ -102,7 +102,7 @@ def dial(
 
     Args:
         address: the address of the listener of that host's agent, which answers at once.
-        greeting: its nonce does not matter.
+        greeting: the greeting, with any nonce.
         credentials: the credentials of this worker; None if the job has no key.
         patience: seconds in which the worker accepts.
         check: as in `connect`.
@@ -158,7 +158,8 @@ def accept(
         A blocking socket without a timeout; an `ssl.SSLSocket` if the credentials encrypt.
 
     Raises:
-        NetworkError: the other worker closed the connection, is not of this job, or did not respond in time.
+        NetworkError: the other worker closed the connection, does not belong to this job, or did not respond
+            in time.
     """
     until = time.monotonic() + patience
     with contextlib.closing(connection):
@@ -206,7 +207,7 @@ def _reach(
     check: Callable[[], None],
     reach: float,
 ) -> socket.socket:
-    """Return a connection to a listener, which a short interruption of the network does not prevent."""
+    """Return a connection to a listener, in spite of short interruptions of the network."""
     until, left = time.monotonic() + reach, reach
     while True:
         try:
@@ -214,7 +215,7 @@ def _reach(
         except NetworkError as error:
             failure = str(error)
         time.sleep(_SLICE)
-        # An attempt that has no time would only fail with a worse reason.
+        # An attempt without time would only fail with a worse reason.
         if (left := until - time.monotonic()) <= _SLICE:
             raise UnreachableError(f"{failure}; tried again for {reach:g} s")
 
@@ -279,9 +280,9 @@ def wait_for(
     Args:
         connection: the connection, which does not block.
         event: the event to wait for.
-        until: when this gives up, by `time.monotonic`.
+        until: the time, by `time.monotonic`, at which this gives up.
         check: as in `connect`.
-        late: the message of the error if the time is over.
+        late: the message of the error after that time.
 
     Raises:
         NetworkError: the event did not happen in time.
@@ -298,7 +299,7 @@ def wait_for(
 
 
 def explain_refusal(peer: str) -> str:
-    """Say why the listener at the address `peer` may have closed a connection after the greeting."""
+    """Explain why the listener at the address `peer` may have closed a connection after the greeting."""
     return (
         f"{peer} closed the connection after the greeting: it has another job, key or version of Lockstep, "
         "or its view has ended; the log of its host says why"

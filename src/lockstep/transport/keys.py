@@ -68,11 +68,11 @@ class JobKey:
 
         Args:
             text: the line.
-            source: names the text in messages.
+            source: the name of the text in messages.
             now: the wall clock.
 
         Raises:
-            ConfigError: it is not a key, or has expired.
+            ConfigError: the line is not a key, or the key has expired.
         """
         match = _LINE.fullmatch(text)
         if match is None:
@@ -113,7 +113,7 @@ class JobKey:
             raise ConfigError(
                 f"the key file {path} belongs to another user (id {status.st_uid}), who can replace it"
             )
-        # Kubernetes lets the group of a pod's user read what belongs to root. Only root can make such a file.
+        # Kubernetes lets the group of a pod's user read root's files. Only root can make such a file.
         shared = stat.S_IRGRP if status.st_uid == 0 != os.geteuid() else 0
         if (mode := stat.S_IMODE(status.st_mode)) & 0o077 & ~shared:
             raise ConfigError(
@@ -152,7 +152,7 @@ class JobKey:
 
     @property
     def expiry(self) -> str:
-        """When the key expires, for users."""
+        """The time at which the key expires, for users."""
         return self._expiry.strftime("%Y-%m-%d %H:%M UTC")
 
     @property
@@ -168,7 +168,7 @@ class JobKey:
         from cryptography.hazmat.primitives import hashes
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-        # Includes the expiry: with another one, the key is a different key.
+        # This includes the expiry: with another expiry, the key is a different key.
         info = f"lockstep 1 {purpose} {self.expires}".encode()
         return HKDF(hashes.SHA256(), length=_BYTES, salt=None, info=info).derive(self.secret)
 

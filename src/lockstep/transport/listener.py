@@ -15,8 +15,8 @@ job.
     mutual TLS 1.3                  <- - - - - - - - - - - - - - - - - - - - -> mutual TLS 1.3
     dial: returns                   <- - - - - - - - - - - - - - - - - - - - -  one byte: certificate accepted
 
-The greeting is cheap to check, so a stranger costs the listener one read, and cannot begin a handshake. A
-copy of a greeting is refused: a lane is connected once in a view, and the nonces of other connections are
+The greeting is cheap to check, so a stranger costs the listener one read, and cannot begin a handshake.
+Copies of greetings are refused: a lane is connected once in a view, and the nonces of other connections are
 remembered. A job without a key listens only on the loopback device, and asks the kernel for the user of the
 other process.
 
@@ -78,7 +78,7 @@ class Listener:
     the oldest of the host with most of them is closed. Each turn of the loop does bounded work.
 
     Attributes:
-        address: where it listens, with the number of the port.
+        address: the address at which it listens, with the number of the port.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Listener:
         Args:
             address: a host of this machine and a port, such as 10.0.0.1:12345 or [::1]:0; port 0 means any
                 free one.
-            credentials: the credentials with which greetings are checked. None is possible on the loopback
-                device; then only processes of this user are accepted.
+            credentials: the credentials with which greetings are checked. On the loopback device, they may be
+                None. Then only processes of this user are accepted.
             admit: takes the connections of this job.
             report: called with a line about refused connections, at most one in `QUIET` seconds.
             loop: serves the listener.
@@ -177,7 +177,7 @@ class Listener:
         self._refusals.show_all(self._clock.now())
 
     def _tend(self) -> float | None:
-        """Close connections whose time is over; return the seconds until the next is due."""
+        """Close connections whose time is over; return the seconds until the next one is due."""
         if self._events.closed:
             return None
         now = self._clock.now()
@@ -290,8 +290,8 @@ class Listener:
         """Remember a greeting.
 
         Raises:
-            ValueError: it is a copy, or is of another job.
-            _LateError: it is of a view that has ended.
+            ValueError: the greeting is a copy, or belongs to another job.
+            _LateError: the greeting belongs to a view that has ended.
         """
         view, in_view = (greeting.term, greeting.view), greeting.kind is not ConnectionKind.CONTROL
         if in_view and self._job is not None and greeting.job != self._job:
@@ -328,7 +328,7 @@ class Listener:
 
 
 class _LateError(Exception):
-    """A worker of this job connects for the view `view`, which has ended."""
+    """A worker of this job has connected for the view `view`, which has ended."""
 
     def __init__(self, view: int) -> None:
         super().__init__(view)
@@ -337,7 +337,7 @@ class _LateError(Exception):
 
 @dataclass
 class _Pending:
-    """A connection that has not greeted yet."""
+    """A connection that has not sent a greeting yet."""
 
     connection: socket.socket
     peer: str

@@ -47,7 +47,7 @@ class PacketChannel(Generic[Out, In]):
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
             if patience:
                 wait_for([], patience, writable=[self._connection.fileno()])
-            # Not `socket.send_fds`, which ignores its flags in Python 3.11.
+            # `socket.send_fds` is not used, because it ignores its flags in Python 3.11.
             self._connection.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
         except (OSError, ValueError, RecursionError):
             return False
@@ -89,7 +89,7 @@ def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None)
     """Return the packet of `message`; long texts are cut, and values of unknown types become their `repr`.
 
     Args:
-        message: to encode.
+        message: the message to encode.
         attachments: receives the attachments of the message; the packet refers to them by index.
 
     Raises:
@@ -155,7 +155,7 @@ def _clean(value: Any) -> Any:
 
 
 def _clip(text: str) -> str:
-    # A lone surrogate (an undecodable file name in an error) has no UTF-8.
+    # A lone surrogate, such as one in an undecodable file name, does not have a UTF-8 encoding.
     encoded = text.encode(errors="backslashreplace")
     if len(encoded) <= MAX_TEXT:
         return encoded.decode()

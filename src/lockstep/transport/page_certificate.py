@@ -1,7 +1,7 @@
 """The certificate of the page that shows runs to browsers of other machines.
 
-Browsers know no authority of a job, so the certificate is its own, and users compare its fingerprint. Its
-private key follows from the key of the job, as an ECDSA key: browsers do not accept Ed25519.
+Browsers do not know the authority of a job, so the certificate is self-signed, and users compare its
+fingerprint. Its private key follows from the key of the job, as an ECDSA key: browsers do not accept Ed25519.
 """
 
 import contextlib

@@ -17,7 +17,7 @@ class StateTransport(Protocol):
 
         Args:
             contents: the contents to publish; they may change afterwards.
-            prepared: whether to use the preparation; each serves for one call.
+            prepared: whether to use the preparation, which serves only one call.
 
         Raises:
             CheckpointError: there is too little memory, or checkpoints do not support the name or dtype of an
@@ -28,7 +28,7 @@ class StateTransport(Protocol):
         """Return a published state, as read-only arrays.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: the state cannot be read.
         """
 
     def forget(self) -> None:

@@ -73,9 +73,9 @@ class StreamChannel(Generic[Out, In]):
 
     Args:
         incoming: the union of the types of messages that arrive here.
-        reading: the descriptor to read from, which now belongs to the channel.
-        writing: the descriptor to write to, which now belongs to the channel; may be the same.
-        tls: the context that encrypts the stream; None for none.
+        reading: the descriptor from which to read, which now belongs to the channel.
+        writing: the descriptor to which to write, which now belongs to the channel; it may be the same.
+        tls: the context that encrypts the stream, if any.
         accepted: with `tls`, whether this end accepted the connection; the other end opened it.
         most_queued: maximum bytes to keep for a slow peer; `send` refuses more.
         tcp: whether the descriptors are a TCP connection.
@@ -106,7 +106,7 @@ class StreamChannel(Generic[Out, In]):
         self._arrived = bytearray()
         self._ended = False
         self._fault: str | None = None
-        # Frames to encrypt, and bytes to write.
+        # These are frames to encrypt, and bytes to write.
         self._frames: deque[bytes] = deque()
         self._frame_bytes = 0
         self._output = bytearray()
@@ -144,7 +144,7 @@ class StreamChannel(Generic[Out, In]):
         Args:
             connection: the socket, after the greeting.
             incoming: the union of the types of messages that arrive here.
-            credentials: say whether and how the connection is encrypted; None if it is not.
+            credentials: the credentials with which the connection may be encrypted; None if it is not.
             accepted: whether this end accepted the connection; the other end opened it.
             most_queued: maximum bytes to keep for a slow peer.
         """
@@ -205,8 +205,8 @@ class StreamChannel(Generic[Out, In]):
     def flush(self, patience: float) -> bool:
         """Wait at most `patience` seconds until the host of the peer has all messages; return whether it has.
 
-        It is not enough that this kernel has them: it drops messages on their way when the peer sends
-        something to a connection that is closed here.
+        It is not enough that this kernel has them: it drops messages on their way when the peer sends data to
+        a connection that is closed here.
         """
         until = time.monotonic() + patience
         while True:
@@ -220,7 +220,7 @@ class StreamChannel(Generic[Out, In]):
                 return False
 
     def see_off(self, patience: float) -> bool:
-        """Wait like `flush`, as long as the peer takes something every `patience` seconds.
+        """Wait like `flush`, as long as the peer takes some bytes every `patience` seconds.
 
         Returns:
             Whether its host has all messages.
@@ -256,14 +256,14 @@ class StreamChannel(Generic[Out, In]):
 
     @property
     def _unseen(self) -> int:
-        """Number of bytes that the host of the peer does not have yet, as far as this end knows."""
+        """Number of bytes that the host of the peer does not have yet, if this end can know it."""
         if self._closed or not self._tcp:
             return self.queued
         answer = fcntl.ioctl(self._writing, termios.TIOCOUTQ, bytes(4))
         return self.queued + int.from_bytes(answer, sys.byteorder)
 
     def _step(self) -> None:
-        """Read a complete frame, and write, as far as possible now."""
+        """Read a complete frame, and write, as much as is possible now."""
         while not self._ended and self._fault is None and not self._complete():
             if not self._read():
                 break
@@ -301,7 +301,7 @@ class StreamChannel(Generic[Out, In]):
         return True
 
     def _fail(self, fault: str) -> None:
-        """Give up the stream: nothing that follows can be read."""
+        """Give up the stream, because nothing that follows can be read."""
         self._fault = fault
         self._frames.clear()
         self._frame_bytes = 0
@@ -377,7 +377,7 @@ class StreamChannel(Generic[Out, In]):
             # The handshake waits for the peer.
             poll.register(self._reading, select.POLLIN)
         else:
-            # Nothing tells that bytes are acknowledged.
+            # There is no event when bytes are acknowledged.
             left = min(left, _ACKNOWLEDGED)
         poll.poll(left * 1000)
         return True

@@ -20,18 +20,19 @@ _EXPIRED = 10
 def job_context(credentials: Credentials, *, accepted: bool) -> ssl.SSLContext:
     """Return the context of an end of a connection between hosts; `accepted` means the accepting one."""
     context = _context(accepted, credentials.certificate, credentials.private_key)
-    # The authority belongs to this job alone, so names have no meaning.
+    # The authority belongs only to this job, so names have no meaning.
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=credentials.authority.decode())
     if accepted:
-        # No session is resumed, and a ticket that arrives after the other end has closed resets a connection.
+        # Sessions are not resumed, and a ticket that arrives after the other end has closed resets a
+        # connection.
         context.num_tickets = 0
     return context
 
 
 def page_context(certificate: bytes, private_key: bytes) -> ssl.SSLContext:
-    """Return the context of a server that browsers connect to; both arguments are PEM."""
+    """Return the context of a server to which browsers connect; both arguments are PEM."""
     return _context(True, certificate, private_key)
 
 
@@ -46,7 +47,7 @@ def _context(accepted: bool, certificate: bytes, private_key: bytes) -> ssl.SSLC
 
 
 def describe_tls_error(error: ssl.SSLError) -> str:
-    """Say why the other end of an encrypted connection is not trusted, or does not trust this one."""
+    """Explain why the other end of an encrypted connection is not trusted, or does not trust this one."""
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         expired = error.verify_code == _EXPIRED

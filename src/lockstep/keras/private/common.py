@@ -537,7 +537,7 @@ def rate_object(optimizer: Any) -> Any:
 
 @contextmanager
 def kept_losses(layers: Sequence[Any]) -> Iterator[None]:
-    """Within the block, layers may add losses or get those of a stateless call. They forget both after it."""
+    """Within the block, layers may add losses or get those of a stateless call. They then forget both."""
     before = added_losses(layers)
     try:
         yield
@@ -612,7 +612,7 @@ def with_clipped(optimizer: Any, gradients: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def knowing_finite(optimizer: Any, finite: Any) -> Iterator[None]:
-    """Within the block, a `LossScaleOptimizer` takes this for whether all gradients are finite."""
+    """Within the block, a `LossScaleOptimizer` takes this as the answer whether all gradients are finite."""
     with replaced(optimizer, "check_finite", lambda _: finite):
         yield
 

@@ -28,12 +28,12 @@ def occurrences(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def iterates_as_defined(loader_class: Any) -> bool:
-    """Whether a class of loaders inherits `__iter__`, and `_get_iterator`, by which it creates iterations."""
+    """Whether a class of loaders inherits `__iter__`, and `_get_iterator`, which creates iterations."""
     return all(getattr(loader_class, name) is getattr(DataLoader, name) for name in _ITERATION)
 
 
 def keeps_iterator(loader: Any) -> bool:
-    """Whether a loader has begun an iteration that it keeps, as one with persistent workers does."""
+    """Whether a loader has begun an iteration that it keeps, such as one with persistent workers."""
     return loader._iterator is not None
 
 
@@ -43,9 +43,9 @@ def normalizes(module: torch.nn.Module) -> bool:
 
 
 def normalizing_or_dropping(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the inner modules that use the statistics of a batch, or drop values at random, in training.
+    """Return the inner modules that use batch statistics, or drop values at random, in training.
 
-    PyTorch's classes of both have one base class each. The present mode of a module does not show how it
+    PyTorch's classes of each kind have a common base class. The present mode of a module does not show how it
     trains, because each call of the layer that wraps the module sets the mode.
     """
     classes = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.dropout._DropoutNd)
