@@ -116,7 +116,7 @@ def test_training_waits_for_a_slow_disk_and_reports_it_once(
     (said,) = capsys.readouterr().err.splitlines()
     assert said == (
         "lockstep: the disk is slower than the steps: it writes a checkpoint in 1.5 s, and training has "
-        "waited 2.0 s in all for 4 of them; save them less often to train faster"
+        "waited 2.0 s in total for 4 of them; save them less often to train faster"
     )
 
 

@@ -138,11 +138,11 @@ def test_the_line_of_a_call_is_explained_by_its_hint() -> None:
     line = (
         "lockstep: fit 1: 1,991 examples/s with 2 workers; input 69 %, compute 7 %, wait 11 %, exchange 2 %, "
         "update 3 %, other 7 %; reading takes 69 % of the time: cache or prefetch the data, or "
-        "do less work per example (page input of the documentation)"
+        "do less work per example (see 'input' in the documentation)"
     )
     shown = explanation(PAGE, line)
     assert shown.startswith("Hints: ")
-    assert "(page input of the documentation)" in shown
+    assert "(see 'input' in the documentation)" in shown
     assert "docs/" not in shown
 
 

@@ -167,7 +167,7 @@ REFUSALS = [
         (
             f"--ps {way} not --workers",
             "there is room for 2, but a job with --ps 1 has a chief, 1 parameter server and at least one "
-            "worker: 3 processes in all",
+            "worker: 3 processes in total",
         )
         for way in ("--hosts", "--slurm")
     ),

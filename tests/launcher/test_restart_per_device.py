@@ -94,7 +94,7 @@ def test_a_script_starts_once_per_device(tmp_path: Path, start: str) -> None:
     assert (run / "worker-1.log").read_text() == "1 2 ['--epochs', '3'] __main__\n"
     said = [line for line in done.stderr.splitlines() if "MirroredStrategy" in line]
     assert said == [
-        "lockstep: MirroredStrategy on 2 CPUs (CPU:0, CPU:1): starting the script once per device, as by "
+        "lockstep: MirroredStrategy on 2 CPUs (CPU:0, CPU:1): starting the script once per device, as with "
         f"lockstep run -n 2 {own} --epochs 3",
         "lockstep: MirroredStrategy names 3 devices, but this job has 2 replicas: in a worker, "
         "--workers and --devices decide",

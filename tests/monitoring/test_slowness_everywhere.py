@@ -20,8 +20,8 @@ from lockstep.observability.slowness import describe
 from .recorded import event, gpu, job, load, record, started, steps
 
 READING = (
-    "reading takes {} % of the time: cache or prefetch the data, or do less work per example (page "
-    "input of the documentation)"
+    "reading takes {} % of the time: cache or prefetch the data, or do less work per example (see "
+    "'input' in the documentation)"
 )
 VALIDATION = "validation takes {} % of the time: validate on less data, or less often (validation_freq)"
 NESTED = {"nested": 10.0, "calls": {"validation": 10.0}}

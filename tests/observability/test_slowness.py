@@ -81,7 +81,7 @@ def test_a_line_is_due_when_all_members_have_ended_the_call() -> None:
     assert call.ended("fit 1", 0, (0, 1)) == (
         "fit 1: 3,200 examples/s with 2 workers; input 60 %, compute 30 %, wait 6 %, exchange 2 %, "
         "update 1 %, other 1 %; reading takes 60 % of the time: cache or prefetch the data, or do less work "
-        "per example (page input of the documentation)"
+        "per example (see 'input' in the documentation)"
     )
     assert call.ended("fit 1", 0, (0, 1)) == ""
 

@@ -264,7 +264,7 @@ class CheckpointScheduler:
         if before < _TOLERATED_SECONDS <= self._waited:
             note(
                 f"the disk is slower than the steps: it writes a checkpoint in {self._writer.seconds:.2g} s, "
-                f"and training has waited {self._waited:.1f} s in all for {self._waits} of them; save them "
+                f"and training has waited {self._waited:.1f} s in total for {self._waits} of them; save them "
                 "less often to train faster"
             )
 

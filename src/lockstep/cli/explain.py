@@ -54,7 +54,7 @@ def explanation(page: str, error: str) -> str:
     if best is None:
         raise ConfigError(
             "no message like this is known: `lockstep explain` without a message lists the classes of "
-            'errors, and the page "From symptom to command" of the documentation begins with symptoms'
+            'errors, and the page "From symptom to command" in the documentation begins with symptoms'
         )
     name, message, advice = best
     return f"{name}: {_first_sentence(sections[name])}\n\n{message}\n\n{advice}\n"
@@ -89,7 +89,7 @@ def _phrases(message: str) -> set[tuple[str, str]]:
 def _named_page(link: re.Match[str]) -> str:
     """Return a link to another page as text: an installed package has no pages."""
     text, page = link[1], link[2].partition(".md")[0]
-    return f"{text} (page {page} of the documentation)" if page else text
+    return f"{text} (see '{page}' in the documentation)" if page else text
 
 
 def _first_sentence(text: str) -> str:

@@ -73,7 +73,7 @@ def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None"
         servers = options["servers"]
         raise ConfigError(
             f"there is room for {workers}, but a job with --ps {servers} has a chief, "
-            f"{count(servers, 'parameter server')} and at least one worker: {servers + 2} processes in all"
+            f"{count(servers, 'parameter server')} and at least one worker: {servers + 2} processes in total"
         )
     replicas = replicas or workers
     if others and options["one_process"]:

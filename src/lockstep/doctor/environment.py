@@ -129,7 +129,7 @@ def judge_visible_gpus(shell: Shell) -> Iterator[Finding]:
     elif len(shown) < len(shell.variables[LISTED].split(",")):
         yield warning(
             f"{value!r} shows {count(len(shown), 'GPU')} and hides the following ones",
-            f"let {LISTED} name only GPUs",
+            f"name only GPUs in {LISTED}",
             facts,
         )
     else:

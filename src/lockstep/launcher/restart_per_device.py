@@ -67,7 +67,7 @@ def restart_per_device(devices: Sequence[str] | None) -> None:
         raise ConfigError(_USE_LAUNCH)
     arguments = ("run", *restart.options, *started_by.command)
     note(
-        f"MirroredStrategy on {restart.shown}: starting the script once per device, as by "
+        f"MirroredStrategy on {restart.shown}: starting the script once per device, as with "
         f"lockstep {shlex.join(arguments)}"
     )
     if restart.hides_gpus:

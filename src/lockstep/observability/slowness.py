@@ -83,7 +83,7 @@ _ALWAYS = frozenset({"input", "compute", "wait", "exchange", "update"})
 
 _REMEDIES = {
     "input": "reading takes {share} of the time: cache or prefetch the data, or do less work per example "
-    "(page input of the documentation)",
+    "(see 'input' in the documentation)",
     "exchange": "the exchange takes {share} of the time: use larger batches",
     "update": "the update takes {share} of the time, and every worker applies it: use larger batches",
     "other": "callbacks and the loop itself take {share} of the time: do less there, or use larger batches",

@@ -291,7 +291,7 @@ def different_paths(gathered: Sequence[tuple[int, dict[str, str]]]) -> list[str]
                 texts.append(
                     f"the path of {key.partition(' ')[2]} is {path} on worker {chief}, which writes it, and "
                     f"{theirs[key]} on worker {worker}, which will not find its own: give all workers "
-                    "the same name, such as an argument of the script (page every-worker of the "
+                    "the same name, such as an argument of the script (see 'every-worker' in the "
                     "documentation)"
                 )
                 break

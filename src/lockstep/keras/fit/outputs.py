@@ -134,7 +134,7 @@ def joined(parts: Sequence[ReplicaOutputs]) -> list[Array]:
         if others != names[0]:
             raise ModelError(
                 f"replicas return different outputs: {_listed(names[0])} (replica {parts[0].replica}) and "
-                f"{_listed(others)} (replica {part.replica}); let the model return the same outputs for all "
+                f"{_listed(others)} (replica {part.replica}); make the model return the same outputs for all "
                 "rows of a batch, or run with one replica (--replicas 1)"
             )
     columns = [[array for _, array in column] for column in zip(*arrays, strict=True)]

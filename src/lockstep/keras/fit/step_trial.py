@@ -123,7 +123,7 @@ class StepTrial:
                 if summed and group[0].startswith(GRADIENTS):
                     # The rule has made these values means.
                     if value not in (MEAN, NOTHING):
-                        self._tried.name(f"{names[0]}, whose gradients are added up as by tf.distribute")
+                        self._tried.name(f"{names[0]}, whose gradients are added up as in tf.distribute")
                     continue
                 if value is None:
                     self._tried.name_array(group[0], owners, step)

@@ -97,7 +97,7 @@ def division(
         return f"reading its first batch fails with {type(error).__name__}"
     if changed := _changed(attributes, after):
         return (
-            f"its attribute {changed!r} changes when a batch is read: let batches depend on their index only"
+            f"its attribute {changed!r} changes when a batch is read: make batches depend on their index only"
         )
     if once != again:
         return "it keeps random numbers that it has drawn: draw in each __getitem__, or before the training"

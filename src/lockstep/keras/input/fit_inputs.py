@@ -740,8 +740,8 @@ def global_input(
     if isinstance(x, DistributedDataset):
         if y is not None or sample_weight is not None or class_weight is not None:
             raise DataError(
-                "with a distributed dataset, targets and weights come from the dataset itself: let its "
-                "elements be (x, y) or (x, y, sample_weight), and give no class_weight"
+                "with a distributed dataset, targets and weights come from the dataset itself: make its "
+                "elements (x, y) or (x, y, sample_weight), and give no class_weight"
             )
         if isinstance(x.source, Pipelines):
             return PipelinesInput(x.source)

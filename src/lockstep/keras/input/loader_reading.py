@@ -548,7 +548,7 @@ def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderRea
     items = next(_in_processes(loader, source, [request], 1)) if loader.num_workers else request.read(source)
     once, again = items.drawn
     if once != again:
-        return "the dataset keeps values that it has drawn; let each item draw, or keep the values before"
+        return "the dataset keeps values that it has drawn; draw in each item, or store the values earlier"
     joint, second = (checked_part(convert(batch), len(indices)) for batch in (items.joint, items.second))
     parts = [
         (rows, checked_part(convert(part), rows.stop - rows.start)) for rows, part in items.parts.items()
@@ -556,8 +556,8 @@ def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderRea
     if all(_same_rows(joint, len(indices), rows, part) for rows, part in parts):
         return LoaderReading(loader, reader, convert, once)
     if _same_rows(joint, len(indices), slice(0, len(indices)), second):
-        return "the collate_fn combines rows of a batch; let it make each row from one item"
-    return "an item differs when it is read again; let it depend on its index and on random states only"
+        return "the collate_fn combines rows of a batch; make each row from one item"
+    return "an item differs when it is read again; make it depend on its index and on random states only"
 
 
 class _FirstItems(NamedTuple):
@@ -654,8 +654,8 @@ def checked_part(part: Any, items: int) -> Any:
     if not leaves or not all(leaf.ndim for leaf in leaves) or len(leaves[0]) != items:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
         raise DataError(
-            f"the DataLoader's collate_fn makes arrays of shapes {shapes} of {items} items; let it make one "
-            f"row of each item, or {_JOINT}"
+            f"the DataLoader's collate_fn makes arrays of shapes {shapes} of {items} items; make one row "
+            f"of each item, or {_JOINT}"
         )
     return part
 

@@ -43,7 +43,7 @@ _WAY = Way("each worker reads the datasets of its replicas", "distribute_dataset
 
 _EQUAL = (
     "the first batches of replicas {} and {} are equal; if replicas should read different "
-    "examples, let dataset_fn shard its dataset, before or after it shuffles: "
+    "examples, shard the dataset in dataset_fn, before or after you shuffle it: "
     "dataset.shard(context.num_input_pipelines, context.input_pipeline_id)"
 )
 

@@ -323,8 +323,8 @@ def _prepared(parts: _Parts) -> _Maps | str:
         for operation, function in zip(parts.every_map, functions, strict=True):
             if _draws(function) and not _same_graph(function, _plainly_traced(operation)):
                 return (
-                    "a map that draws random numbers changes when it is traced again: let it use only "
-                    "Python values that do not change, as by functools.partial"
+                    "a map that draws random numbers changes when it is traced again: use only Python "
+                    "values that do not change in it, as with functools.partial"
                 )
         steps = _traced_again(parts)
     except Exception as error:

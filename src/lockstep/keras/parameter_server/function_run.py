@@ -429,7 +429,7 @@ class FunctionRunner:
                 assert table is not None
                 raise ModelError(
                     f"a scheduled function that trains layer {table.name!r}, a ServerEmbedding, applies an "
-                    "optimizer several times, or uses the new weights: let it do so once, at its end"
+                    "optimizer several times, or uses the new weights: apply it once, at the end"
                 )
 
     def _refuse_late(self, first_new: int) -> None:
@@ -832,7 +832,7 @@ class _Watcher:
                 self._profile.exchanges = True
                 return
             raise ModelError(
-                "a scheduled function applies an optimizer more often than when it first ran: let it do so "
+                "a scheduled function applies an optimizer more often than when it first ran: apply it "
                 "equally often in each run"
             )
         self.applied.add(number)

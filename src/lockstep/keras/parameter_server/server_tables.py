@@ -642,7 +642,7 @@ def _running(name: str) -> LooksUp:
     if not _function:
         raise ModelError(
             f"a graph that was traced in a scheduled function looks up rows of layer {name!r}, a "
-            "ServerEmbedding, outside of one: let the script call another tf.function"
+            "ServerEmbedding, outside of one: call another tf.function in the script"
         )
     return _function[0]
 

@@ -176,7 +176,7 @@ def refuse_weight(variable: Any) -> NoReturn:
 
 ZERO_ROWS = (
     "lockstep: replica {replica} has no examples in this batch, which has fewer rows than there are replicas "
-    "({replicas}); it computes on zero rows, as under tf.distribute: drop such a batch "
+    "({replicas}); it computes on zero rows, as in tf.distribute: drop such a batch "
     "(drop_remainder=True), or make the function accept zero rows"
 )
 
