@@ -89,7 +89,7 @@ class DisagreementError(PeerError):
 
 
 class WrongStateError(DisagreementError):
-    """A state of the training was wrong in the memory of a worker, and a checkpoint from before is left."""
+    """A state of the training was wrong in the memory of a worker, and an earlier checkpoint is left."""
 
 
 class UnfitError(LockstepError):

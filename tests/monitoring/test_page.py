@@ -281,7 +281,7 @@ def test_the_first_look_says_how_a_run_went_what_it_cost_and_what_to_do(
                 "2 of 2",
                 "1 lost, 1 joined",
             ),
-            *("Pauses", "2", "12.6 ms in all", "Checkpoints", "1", "the newest has step 40"),
+            *("Pauses", "2", "12.6 ms in total", "Checkpoints", "1", "the newest is from step 40"),
         ]
         assert browser.text("#tags") == "lr=1"
         assert browser.run("document.querySelectorAll('.sparkline polyline').length") == 4

@@ -176,5 +176,5 @@ def test_steps_of_the_program_add_up_gradients_as_in_tensorflow(launch: Callable
     named = [line for line in run.stderr.splitlines() if "per replica" in line]
     assert named == [
         "lockstep: model 'unscaled': computed per replica: train_step of Stepping, whose gradients are added "
-        "up as by tf.distribute"
+        "up as in tf.distribute"
     ]

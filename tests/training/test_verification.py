@@ -1105,9 +1105,8 @@ def test_an_evaluation_with_a_fault_that_lasts_is_not_right_since_its_last_verif
     assert run.status == 1
     assert "step 4 of evaluate 1: replica " in run.stderr
     assert ", computed on worker 1, has the wrong bits in metric " in run.stderr
-    assert "may be wrong after step 12, the last one after which it was found right, and there is no che" in (
-        run.stderr
-    )
+    wrong = "may be wrong after step 12, the last one after which it was found right"
+    assert f"{wrong}, and there is no earlier checkpoint; start over" in run.stderr
 
 
 @pytest.mark.ci

@@ -378,8 +378,8 @@ class Verifications:
 
         Raises:
             DisagreementError: facts differ. Every worker raises it.
-            WrongStateError: likewise, steps since the last comparison of states may be wrong, and there is a
-                checkpoint from before.
+            WrongStateError: likewise, steps since the last comparison of states may be wrong, and there is an
+                earlier checkpoint.
         """
         if not self.plan.verification.every:
             agree(self._job, label, state)

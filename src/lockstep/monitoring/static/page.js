@@ -1000,8 +1000,8 @@ function drawCosts(summary) {
     ["Steps", count(summary.steps), summary.before ? `${count(summary.before)} of them before` : epochs ? `${ends > epochs ? `${count(epochs)} of ${some(ends, "epoch")}` : some(epochs, "epoch")}` : ""],
     [ended ? "Mean speed" : "Speed now", rate, rate && summary.rate_unit],
     ["Workers", `${summary.workers} of ${summary.wanted ?? "?"}`, changes.join(", ")],
-    ["Pauses", summary.pauses ? count(summary.pauses) : "none", summary.pauses ? `${duration(summary.paused)} in all` : ""],
-    ["Checkpoints", summary.checkpoints ? count(summary.checkpoints) : "", summary.checkpoints && summary.saved !== null ? `the newest has step ${count(summary.saved)}` : ""]];
+    ["Pauses", summary.pauses ? count(summary.pauses) : "none", summary.pauses ? `${duration(summary.paused)} in total` : ""],
+    ["Checkpoints", summary.checkpoints ? count(summary.checkpoints) : "", summary.checkpoints && summary.saved !== null ? `the newest is from step ${count(summary.saved)}` : ""]];
   byId("costs").replaceChildren(...costs.filter(([, value]) => value).map(([name, value, remark, share]) => {
     const meter = isNumber(share) ? make("span", { class: "meter", "aria-hidden": "true" }, make("span")) : null;
     if (meter) meter.firstChild.style.width = percent(share).replace(" ", "");
