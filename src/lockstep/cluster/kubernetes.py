@@ -16,7 +16,7 @@ _PATIENCE = 10.0
 
 
 class KubernetesExecutableLocation(Enum):
-    """Where this process runs. This determines how it finds the API server, and with which identity.
+    """The location of this process, which determines how it finds the API server, and its identity there.
 
     `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: outside, with kubectl's
     configuration.
@@ -59,7 +59,7 @@ class KubernetesClusterResolver(ClusterResolver):
             job_to_label_mapping: the label selectors of each job, such as `{"worker": ["job-name=a"]}`;
                 by default `{"worker": ["job-name=tensorflow"]}`.
             tf_server_port: the port of every task.
-            rpc_layer: the protocol prefix of addresses; None for none.
+            rpc_layer: the protocol prefix of addresses; None if there is none.
             override_client: a `kubernetes.client.CoreV1Api` to use, configured by the caller.
             executable_location: where this process runs; ignored with `override_client`.
 
@@ -115,7 +115,7 @@ def _pods(client: Any, selector: str) -> Any:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
-    # A pair, because clients up to at least version 35 ignore a single float.
+    # This is a pair, because clients up to at least version 35 ignore a single float.
     patience = (_PATIENCE, _PATIENCE)
     request = f"asked for the pods with the label {selector!r}"
     try:

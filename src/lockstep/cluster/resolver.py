@@ -87,7 +87,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol prefix of addresses that `master` returns, or None for none."""
+        """The protocol prefix of addresses that `master` returns, or None if there is none."""
         return self._default("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -95,7 +95,7 @@ class ClusterResolver(ABC):
         self._rpc_layer = rpc_layer
 
     def _default(self, name: str) -> Any:
-        """Return the value of a property that was neither given nor set."""
+        """Return the value of a property that was neither passed nor set."""
         return None
 
 
@@ -129,7 +129,7 @@ class SimpleClusterResolver(ClusterResolver):
             task_type: the job of this process.
             task_id: its index in the job.
             environment: the environment of the cluster.
-            num_accelerators: such as `{"GPU": 2}`; None for none.
+            num_accelerators: the devices of this process, such as `{"GPU": 2}`; None for an empty dict.
             rpc_layer: the protocol prefix of addresses.
 
         Raises:
@@ -167,7 +167,7 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Return the value given at creation, or an empty dict; the arguments have no effect."""
+        """Return the value passed at creation, or an empty dict; the arguments have no effect."""
         return {} if self._num_accelerators is None else self._num_accelerators
 
 
@@ -193,7 +193,7 @@ class UnionResolver(ClusterResolver):
         """Store the resolvers.
 
         Args:
-            resolvers: at least one.
+            resolvers: the resolvers, at least one.
             rpc_layer: overrides that of the first resolver.
             task_type: overrides that of the first resolver.
             task_id: overrides that of the first resolver.

@@ -18,7 +18,7 @@ class SlurmClusterResolver(ClusterResolver):
     port, starting at `port_base`, and its share of the host's GPUs.
 
     Example:
-        What `srun` sets for the second of two tasks on the hosts n1 and n2:
+        With the variables that `srun` sets for the second of two tasks on the hosts n1 and n2:
 
         >>> import os
         >>> step = {"PROCID": "1", "LOCALID": "0", "STEP_NUM_TASKS": "2"}
@@ -53,7 +53,7 @@ class SlurmClusterResolver(ClusterResolver):
             tasks_per_node: the number of tasks on every host, or on each host by name, in Slurm's order; by
                 default the number that Slurm sets.
             auto_set_gpu: whether `cluster_spec` makes CUDA show this task only its own GPUs.
-            rpc_layer: the protocol prefix of addresses; None for none.
+            rpc_layer: the protocol prefix of addresses; None if there is none.
 
         Raises:
             ConfigError: this is not a task of a Slurm job step, Slurm's variables are invalid, the requested

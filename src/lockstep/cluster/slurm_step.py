@@ -84,7 +84,7 @@ def required(name: str, variable: Variable = slurm_variable) -> str:
     """Return the value of a variable.
 
     Raises:
-        ConfigError: it is not set.
+        ConfigError: the variable is not set.
     """
     value = variable(name)
     if value is None:
@@ -98,7 +98,7 @@ def number(name: str, variable: Variable = slurm_variable) -> int:
     """Return the value of a variable that is a whole number.
 
     Raises:
-        ConfigError: it is not set, or is none.
+        ConfigError: the variable is not set, or is not a whole number.
     """
     text = required(name, variable)
     if not (text.isascii() and text.isdigit() and len(text) < 11):
@@ -133,7 +133,7 @@ def expand_counts(text: str) -> list[int]:
     """Return the numbers of a list such as `2(x3),1`: 2, 2, 2, 1.
 
     Raises:
-        ConfigError: the text is not such a list, or has more than 65,536 numbers.
+        ConfigError: the text is not a list of numbers, or has more than 65,536.
     """
     matches = [_COUNT.fullmatch(part) for part in text.split(",")]
     runs = [(int(match[1]), int(match[2] or 1)) for match in matches if match]

@@ -35,7 +35,7 @@ class ClusterSpec:
 
         Args:
             cluster: for each job, the addresses of its tasks in order, or a mapping from the index of a task
-                to its address (indices may be omitted); or a `ClusterSpec`, also TensorFlow's; or a
+                to its address (indices may be omitted); or a `ClusterSpec`, including TensorFlow's; or a
                 `tf.train.ClusterDef`.
 
         Raises:

@@ -23,11 +23,11 @@ class TaskConfig:
     """A parsed `TF_CONFIG`.
 
     Attributes:
-        cluster: all tasks; no index is omitted, and each address is unique and has a port.
+        cluster: all tasks. No index is omitted, and each address is unique and has a port.
         task_type: the type of this process's task, one of `TASK_TYPES`.
         task_id: its index in the job of that type; any index for an evaluator that the cluster does not list.
-        rpc_layer: such as "grpc"; None if it is not specified.
-        environment: such as "cloud"; None if it is not specified.
+        rpc_layer: the protocol, such as "grpc"; None if it is not specified.
+        environment: the environment, such as "cloud"; None if it is not specified.
     """
 
     cluster: ClusterSpec

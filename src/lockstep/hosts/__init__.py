@@ -1,1 +1,1 @@
-"""How a job gets its hosts: which hosts, the start of their agents, and their comparison. No decisions."""
+"""How a job gets its hosts: their choice, the start of their agents, and their comparison. No decisions."""

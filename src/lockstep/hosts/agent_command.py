@@ -117,17 +117,17 @@ class AgentOptions:
         port: the port if `listen` is empty; 0 for any free one.
         encrypted: whether connections are encrypted.
         patience: seconds until this stops trying to reach the coordinator.
-        shows: whether the terminal of this process shows the output of its workers too.
+        shows: whether the terminal of this process also shows the output of its workers.
         quiet: whether only the coordinator writes notes, because it has the same terminal.
         grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
-        engine: the engine that has started this agent; None for none.
+        engine: the engine that has started this agent, if any.
         inherited: see `StartedWorkers`.
         tasks: see `HostOffer`.
         task: see `HostOffer`.
         others: more addresses at which the coordinator may be.
-        leads_at: the one of these at which this host takes the job over if the coordinator is lost; empty if
-            it is at most the standby.
+        leads_at: the address among these at which this host takes over the job if the coordinator is lost;
+            empty if it does not take it over.
     """
 
     coordinator: str
@@ -161,7 +161,7 @@ def run_for_engine(engine: EngineLink) -> int:
 def join_and_run(options: AgentOptions) -> int:
     """Join a job over the network, and run its workers on this host; return the exit status of the job.
 
-    It is `LEFT_OUT` if the coordinator is lost, or does not let this host join a job that runs.
+    It is `LEFT_OUT` if the coordinator is lost, or does not let this host join a running job.
 
     Raises:
         ConfigError: there is no key, or it cannot be used.
@@ -190,7 +190,7 @@ def _take_part(
     *,
     again: bool = False,
 ) -> int:
-    """Take part in a job, again whenever it has left this host behind; return its exit status."""
+    """Take part in a job, again whenever it has left this host behind; return the job's exit status."""
     refusals, others, first = 0, list(options.others), options.coordinator
     while True:
         try:
@@ -219,7 +219,7 @@ def _take_part(
 
 
 def _say_nothing(text: str) -> None:
-    """Leave a note to the coordinator."""
+    """Leave notes to the coordinator."""
 
 
 def _join(
@@ -294,8 +294,8 @@ def _connect(
     """Return a connection to the coordinator.
 
     Raises:
-        UnfitError: none was made within the limit; LeftOut if this host may lead the job.
-        Stopped: this agent was stopped before.
+        UnfitError: no connection was made within the limit; LeftOut if this host may lead the job.
+        Stopped: this agent was stopped first.
     """
     dialer = address.dial()
     loop.watch(command.fileno(), lambda: None)
@@ -332,7 +332,7 @@ def _run(
     lifeline: int | None = None,
     leads_at: str = "",
 ) -> int:
-    """Run an agent in a process of its own, with a folder for its workers; return the exit status.
+    """Run an agent in its own process, with a folder for its workers; return the exit status.
 
     Args:
         serve: runs it, given the channel of its command, the folder, and the standby of a job.
@@ -355,7 +355,7 @@ def _run(
             return 128 + stopped.signal
         finally:
             standby.close()
-            # Even if the process that watches this one was killed.
+            # This works even if the process that watches this one was killed.
             shutil.rmtree(folder, ignore_errors=True)
 
     with temporary_folder() as folder:

@@ -4,7 +4,7 @@ A host that was cut off may get a new agent while its old one still waits for th
 waits for `--timeout`, or until the new agent of the job takes its place on the host.
 
 A command of `--hosts` that is run again may begin another job in the place of one that a standby could have
-continued. Once it leads, no coordinator can continue the old job, and its agents that wait for one end, too.
+continued. After it leads, no coordinator can continue the old job, and its waiting agents also end.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ _BACKLOG = 16
 
 
 class AgentPlace:
-    """A socket without a file, by which agents of the same job and user on this host find each other.
+    """A socket without a file, with which agents of the same job and user on this host find each other.
 
     Args:
         job: the id of the job.
         loop: serves the socket.
-        store: the URL of the store that decides which job leads; empty for none.
+        store: the URL of the store that decides which job leads; empty if there is none.
 
     Attributes:
-        is_wanted: whether another agent has come since this was last set to False.
+        is_wanted: whether another agent has arrived since this was last set to False.
     """
 
     def __init__(self, job: bytes, loop: EventLoop, store: str = "") -> None:

@@ -1,9 +1,9 @@
 """The process of an agent on a host other than that of the coordinator.
 
 An agent whose `ssh` connection ends kills all processes of the job on its host, and so does the process that
-watches it. In a job with a standby, the agent looks for a coordinator there instead. The tasks of Slurm share
-a terminal, so only the coordinator writes notes there. They get signals at the same time, so an agent leaves
-the end to the coordinator, whose last checkpoint needs the workers of all hosts.
+watches it. In a job with a standby, the agent looks for a coordinator there instead. Slurm tasks share a
+terminal, so only the coordinator writes notes there. The tasks get signals at the same time, so an agent
+leaves the end to the coordinator, whose last checkpoint needs the workers of all hosts.
 """
 
 import contextlib
@@ -96,15 +96,15 @@ Message = TypeVar("Message", Prepare, BeginJob)
 
 
 class CoordinatorGone(Exception):
-    """The connection to the coordinator ended, or is silent, or this agent was stopped in the job."""
+    """The connection to the coordinator has ended or is silent, or this agent was stopped in the job."""
 
 
 class HostRefused(CoordinatorGone):
-    """The coordinator closed the connection before anything arrived from it."""
+    """The coordinator closed the connection before it sent anything."""
 
 
 class LeftBehind(CoordinatorGone):
-    """The job has continued, or begins, without this host, which may join it as a new one."""
+    """The job continues, or begins, without this host, which may join it as a new host."""
 
 
 class LeftOut(ConfigError):
@@ -118,7 +118,7 @@ class HostWorkers(Protocol):
         """Return the facts of this host, which accepts connections at an address and a port."""
 
     def begin(self, begin: BeginJob, output: ForwardedOutput) -> LocalHost:
-        """Return a `LocalHost` by which the agent gets workers; its network does not matter."""
+        """Return a `LocalHost` with which the agent gets workers; its network does not matter."""
 
     def need_coordinator(self) -> bool:
         """Return whether this host should wait for a coordinator that was lost."""
@@ -186,7 +186,7 @@ class StartedWorkers:
         return LocalHost(output, starter, LinuxDescendants(self.children))
 
     def need_coordinator(self) -> bool:
-        """True: the next coordinator decides on lost workers."""
+        """Return True, because the next coordinator decides on lost workers."""
         return True
 
     def _watch(self, console: Console) -> None:
@@ -196,7 +196,7 @@ class StartedWorkers:
 
 @dataclass
 class _Silence:
-    """Notices that the coordinator has become silent."""
+    """Detects that the coordinator has become silent."""
 
     channel: StreamChannel[RemoteReport, RemoteInstruction]
     clock: Clock
@@ -204,11 +204,11 @@ class _Silence:
     _heard: float = 0.0
 
     def use(self, channel: StreamChannel[RemoteReport, RemoteInstruction]) -> None:
-        """Listen to another channel from now on."""
+        """From now on, listen to another channel."""
         self.channel, self._received = channel, -1
 
     def seconds(self) -> float:
-        """Return for how long nothing has arrived; exact only if this is called often."""
+        """Return the time for which nothing has arrived; exact only if this is called often."""
         now = self.clock.now()
         if self.channel.received != self._received:
             self._received, self._heard = self.channel.received, now
@@ -218,7 +218,7 @@ class _Silence:
         """Raise `error` if the coordinator has been silent for longer than `patience` seconds.
 
         Raises:
-            CoordinatorGone: nothing has ever arrived from it.
+            CoordinatorGone: nothing has ever arrived from the coordinator.
         """
         if self.seconds() <= patience:
             return
@@ -235,7 +235,7 @@ class AgentProcess:
     """Serves one job on this host.
 
     Attributes:
-        channel: to the coordinator.
+        channel: the channel to the coordinator.
         command: the channel to the process that watches this one.
         loop: serves everything.
         clock: for deadlines.
@@ -243,18 +243,18 @@ class AgentProcess:
         workers: the workers of this host.
         folder: an existing folder for files that the workers of this host share.
         joined: whether this agent has joined the coordinator over the network.
-        waits: called with a text that says for what the coordinator waits.
+        waits: called with a text on what the coordinator waits for.
         begins: called when this host takes part in a job.
         say: shows a note to the users of this host.
         address: the address of the coordinator, to connect again; None if that is impossible.
         grace: seconds that the job may take for a checkpoint after a signal, if the coordinator gets each
             signal too and ends the job; None to leave the job at once.
         first: the first process that a user has started on this host by hand; None if this starts workers.
-        engine: the engine that has started this process, and says where the coordinator is; None if that is
-            fixed.
+        engine: the engine that has started this process, and tells it the address of the coordinator; None if
+            that is fixed.
         patience: seconds that this host waits for a silent coordinator before the job begins.
-        again: whether this host has joined the coordinator before. If nothing arrives from its address, it is
-            stopped: another program does not listen there.
+        again: whether this host has already joined the coordinator. Then silence at its address means that it
+            is stopped, not that another program listens there.
         standby: starts another coordinator on this host if the job has a standby; None if it cannot have one.
             Its owner keeps it after `LeftBehind`: the coordinator may be the one that this host joins again.
         begun: whether the job has begun.
@@ -311,7 +311,7 @@ class AgentProcess:
         """Wait for a message, until the coordinator or this process's command ends.
 
         Until the hosts are complete, a host that can connect to the coordinator again does so. Later, the
-        coordinator would give the job up if a connection ended, so this host keeps the connection.
+        coordinator would give up the job if a connection ended, so this host keeps the connection.
         """
         self.loop.watch(self.channel.fileno(), lambda: None)
         self.loop.watch(self.command.fileno(), lambda: None)
@@ -357,7 +357,7 @@ class AgentProcess:
             self.loop.unwatch(self.command.fileno())
 
     def coordinator_moved_from(self, address: CoordinatorAddress) -> bool:
-        """Return whether the engine has started another coordinator than the one at an address."""
+        """Return whether the engine has started a coordinator other than the one at an address."""
         return self.engine is not None and self.engine.coordinator != address.address
 
     def _serve(self, begin: BeginJob, prepare: Prepare, listener: HostListener) -> int:
@@ -427,7 +427,7 @@ class AgentProcess:
             return agent.status
 
     def _take_place(self, job: bytes, spec: JobSpec) -> contextlib.AbstractContextManager[AgentPlace | None]:
-        """Return the place of this agent, or None if an engine ensures that a host has one agent."""
+        """Return the place of this agent, or None if an engine ensures that a host has only one agent."""
         if self.engine is not None:
             return contextlib.nullcontext()
         decides = spec.checkpoints.location if spec.standby and spec.checkpoints is not None else ""
@@ -441,7 +441,7 @@ class AgentProcess:
 
 @dataclass
 class _Contact:
-    """The contact of an agent with the coordinator of its job, which may be lost and come back.
+    """The contact of an agent with the coordinator of its job, which may be lost and return.
 
     Attributes:
         process: the process of the agent.
@@ -485,7 +485,7 @@ class _Contact:
         """
         address, engine = self.process.address, self.process.engine
         if address is not None and engine is not None and self.process.coordinator_moved_from(address):
-            # The previous one, if it lives, is not the coordinator any more.
+            # The previous coordinator, if it is alive, is not the coordinator any more.
             address.address = engine.coordinator
             self.session.leave(_MOVED)
         if self.session.lost:
@@ -507,7 +507,7 @@ class _Contact:
             self._limit = SILENCE
         if seconds <= ALIVE_EVERY and not self.session.lost and not pauses:
             self._noted, self._repeat = False, 0.0
-            # An agent over ssh cannot return to a first command that has started another one here, and must
+            # An agent over ssh cannot return to a first command that has started another agent here, and must
             # remember that until the standby leads the job.
             returned = self.process.joined or (self._moved and self.session.leads)
             if self.agent_place is not None and returned:
@@ -532,16 +532,16 @@ class _Contact:
     def _given_up(self) -> float:
         """Seconds of silence after which this agent leaves a coordinator, if there is a standby."""
         if not self.process.channel.received:
-            # The host accepts connections, but its process stands still.
+            # The host accepts connections, but its process is stopped.
             return SILENCE
         starts = self.session.term == self._starts_after
         return _STARTING if starts else max(self._limit, _GIVEN_UP)
 
     def _note(self, event: str, seconds: float) -> None:
-        """Show a note that the coordinator is gone: once until it is back, or repeatedly if this host waits.
+        """Note that the coordinator is gone: once until it returns, or repeatedly if this host waits.
 
         Args:
-            event: the event, in words.
+            event: a description of the event.
             seconds: the seconds since something has arrived from the coordinator.
         """
         now = self.process.clock.now()
@@ -577,7 +577,7 @@ class _Contact:
         if session.rejected:
             raise LeftBehind(session.rejected)
         if process.address is None:
-            # The agent says so, and ends.
+            # The agent reports this, and ends.
             session.give_up()
             return
         if self._dialer is None:

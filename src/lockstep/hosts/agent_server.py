@@ -34,12 +34,12 @@ class JoiningAgent:
     """A connected agent.
 
     Attributes:
-        channel: to it.
+        channel: the channel to it.
         peer: the IP address of its host.
-        heard: when it was last heard.
+        heard: the time at which its last message arrived.
         offer: its offer; None until that has arrived and is accepted.
         received: number of bytes that had arrived when `heard` was set.
-        told: the last text that it was told about the wait.
+        told: the last text on the wait that was sent to it.
     """
 
     channel: StreamChannel[RemoteInstruction, RemoteReport]
@@ -96,7 +96,7 @@ class AgentServer:
         self._loop.watch(channel.fileno(), partial(self._hear, agent))
 
     def keep_waiting(self, awaited: str) -> None:
-        """Tell agents for what they wait, unless they already know it."""
+        """Tell agents what they wait for, unless they already know it."""
         for agent in self.agents:
             if agent.told != awaited:
                 agent.told = awaited
@@ -118,10 +118,10 @@ class AgentServer:
         """From now on, give agents that pass another `judge` to `take`, which serves their channels.
 
         Args:
-            judge: judges agents from now on.
-            take: takes an agent that has passed.
-            leads: returns whether the coordinator of this process leads the job. Only then, a connection that
-                offers nothing hears that this process lives (`standby.is_led_at`).
+            judge: from now on, judges agents.
+            take: receives an agent that has passed.
+            leads: returns whether the coordinator of this process leads the job. Only then, connections
+                without an offer learn that this process is alive (`standby.is_led_at`).
         """
         self._judge, self._take, self._leads = judge, take, leads
         for agent in list(self.agents):
@@ -197,13 +197,13 @@ class AgentServer:
         self._say(f"the agent of {agent.peer} has left")
 
     def _tend(self) -> float | None:
-        """Tell the agents that this process lives, and drop silent ones."""
+        """Tell the agents that this process is alive, and drop silent ones."""
         if not (self.agents or self._silent or self._rejected):
             return None
         if (now := self._clock.now()) >= self._due:
             self._due = now + ALIVE_EVERY
             for agent in [*self.agents, *self._silent]:
-                # If this process stood still, messages have arrived that it has not read.
+                # If this process was stopped, messages may have arrived that it has not read.
                 self._hear(agent)
                 if agent not in self.agents and agent not in self._silent:
                     continue

@@ -137,23 +137,13 @@ def continued(
 
     Args:
         record: the record of the host.
-        channel: to its agent.
+        channel: the channel to its agent.
         standing: the standing of the agent; None if it did not answer.
-        kept: the newest record, as an agent keeps it; None if this agent keeps none.
+        kept: the newest record, in the form for agents; None if this agent does not keep it.
     """
     # Four numbers decide how to go on. The record has two: how many reports of the agent the state contains,
     # and how many instructions the agent was sent. The agent has two: how many instructions it has taken
     # (`standing.received`), and how many reports it no longer has (`standing.acknowledged`).
-    #
-    # Instructions: the agent lacks those after `standing.received`. They are in the outbox of the record, and
-    # are sent again. It cannot have more than the record says, unless it took instructions that follow from a
-    # newer record, which is lost: a record is kept before the instructions that follow from it are sent. Such
-    # an agent may run workers that the state does not know, so it counts as lost.
-    #
-    # Reports: those after `record.received` are repeated. The agent still has them, because a report is
-    # acknowledged only once a record contains it. The maximum below matters only if that record is lost. The
-    # reports in between are then lost with it. Their consequences, such as the end of a worker, show later in
-    # other ways, or at the limit of a wait.
     agent = HostAgent(
         channel,
         record.name,
@@ -170,7 +160,7 @@ def continued(
         agent.channel = gone()
     else:
         if kept is not None and kept != standing.kept:
-            # It precedes the instructions that follow from it, as always.
+            # As always, the record precedes the instructions that follow from it.
             channel.send(kept)
         agent.received = max(record.received, standing.acknowledged)
         channel.send(RepeatReports(agent.received))
@@ -264,7 +254,7 @@ class CoordinatorProcess:
             following = [host for host, agent in enumerate(agents) if host in standings and not agent.is_gone]
             self._persist(partial(leader.take_over, first.term, following), show_life)
         elif leader is not None:
-            # The standby may have taken the job over since the command began.
+            # The standby may have taken over the job since the command began.
             if leader.other == spec.standby:
                 leads = partial(is_led_at, spec.standby, encrypted=not spec.plain)
                 if self._persist(leads, show_life):
@@ -277,7 +267,7 @@ class CoordinatorProcess:
         return self._coordinate(first, record, agents[:begins], clock, has_begun)
 
     def leaves(self, error: Exception) -> bool:
-        """Return whether another coordinator leads the job, or may, after an error of this one."""
+        """Return whether another coordinator leads, or may lead, the job after an error of this one."""
         if not self._contested or (self._leader is not None and self._leader.is_replaced):
             return False
         return isinstance(error, CheckpointError) or not self._leads
@@ -388,10 +378,10 @@ class CoordinatorProcess:
         return None
 
     def _persist(self, act: Callable[[], Result], show_life: ShowLife, limit: float = math.inf) -> Result:
-        """Write to the store, or read there, until it answers or the limit has passed; return the result.
+        """Write to the store, or read from it, until it answers or the limit has passed; return the result.
 
         Args:
-            act: does it; called in a thread.
+            act: writes or reads; called in a thread.
             show_life: called every second; returns a stop that another terminal has requested.
             limit: the seconds that are left to a job that the user has stopped already; infinite otherwise.
                 A job that the user stops during this or an earlier wait has `--grace` for all of them, and
@@ -403,7 +393,7 @@ class CoordinatorProcess:
         """
         clock, told = self._clock, set[str]()
         begun = clock.now()
-        # When the grace period ends, and the signals of the user.
+        # These are the end of the grace period, and the signals of the user.
         until, signals = begun + limit, [int(signal.SIGTERM)] if limit < math.inf else []
 
         def tell(why: str) -> None:
@@ -464,7 +454,7 @@ class CoordinatorProcess:
                 wait_for([self.keeper.fileno()], _PAUSE)
 
     def _postpone(self) -> list[tuple[StopRequest, float]]:
-        """Keep the messages of the keeper for later; return the new stops, and when each was received."""
+        """Keep the keeper's messages for later; return the new stops, and the time of each."""
         stops, now = [], self._clock.now()
         while (message := self.keeper.receive()) is not None:
             if isinstance(message, PeerGone):
@@ -478,9 +468,9 @@ class CoordinatorProcess:
         self.keeper.send(HostDropped(host))
 
     def _end_without_keeper(self) -> None:
-        """End this process if the keeper has ended, and all connections with it.
+        """End this process if the keeper, and so all connections, have ended.
 
-        No host is lost then, and the job has not ended: another coordinator may take it over.
+        In this case, no host is lost, and the job has not ended: another coordinator may take it over.
         """
         poll = select.poll()
         poll.register(self.keeper.fileno(), 0)
@@ -508,7 +498,7 @@ class CoordinatorProcess:
                     sys.exit(1)
 
     def _tend(self, coordinator: Coordinator, user: StopChannel) -> float:
-        """Admit hosts that have joined, report when no more can join, and show that this process lives."""
+        """Admit hosts that have joined, report when no more can join, and show that this process is alive."""
         if not self._turned:
             # The first turn of the loop finds losses, which came before.
             self._turned = True
@@ -565,7 +555,7 @@ def _exports(first: Coordinate) -> Exports:
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:
-    """Do nothing: the keeper passes on the signals that the user sends."""
+    """Do nothing, because the keeper passes on the signals that the user sends."""
 
 
 def main(descriptor: int) -> int:

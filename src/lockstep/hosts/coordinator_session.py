@@ -38,10 +38,10 @@ class CoordinatorSession:
     Attributes:
         term: the term of the coordinator.
         lost: why the connection ended; empty while there is one.
-        rejected: why a coordinator does not take this agent back; empty if it has not rejected it.
+        rejected: why a coordinator does not take this agent back; empty if no coordinator has rejected it.
         kept: the newest record of the job that the agent has; None before the first.
         leads: whether the coordinator of this connection leads the job: a record or a view of its term has
-            arrived. One that takes over repeats older ones before it knows that.
+            arrived. A coordinator that takes over repeats older ones before it knows that.
         output: number of bytes of output in the reports that are kept.
         received: number of numbered instructions that have arrived.
     """
@@ -72,7 +72,7 @@ class CoordinatorSession:
         self._events.register(channel.fileno(), select.EPOLLIN)
 
     def leave(self, why: str) -> None:
-        """Close the connection, whose coordinator is not the newest one."""
+        """Close the connection, because its coordinator is not the newest one."""
         self._detach(why)
 
     def give_up(self) -> None:
@@ -83,7 +83,7 @@ class CoordinatorSession:
             os.eventfd_write(self._wake, 1)
 
     def keep_alive(self) -> None:
-        """Tell the coordinator that this process lives, and which instructions it has."""
+        """Tell the coordinator that this process is alive, and which instructions it has."""
         self.send(KeepAlive(self.received, self._clock.now()))
 
     def send(self, message: HostReport, patience: float = 0.0) -> bool:

@@ -39,15 +39,15 @@ class EngineLink:
     """Receives the messages of an engine to this process.
 
     Args:
-        channel: to the engine.
+        channel: the channel to the engine.
         start: its first message.
 
     Attributes:
         start: the first message.
         key: the key of the job.
-        coordinator: HOST:PORT of the coordinator, as far as the engine has said it.
+        coordinator: HOST:PORT of the coordinator, if the engine has reported it.
         workers: the number of workers that fit on the hosts of the engine.
-        retires: why this host will go soon; empty if it stays, as far as the engine has said it.
+        retires: why this host is about to leave, if the engine has reported that; otherwise empty.
     """
 
     LIFELINE = 0
@@ -116,7 +116,7 @@ class EngineLink:
         def left() -> float:
             """Return the seconds of the lease."""
             if time.monotonic() > self._lease:
-                # It may have been renewed before now.
+                # The lease may have been renewed in the meantime.
                 hear()
             if (seconds := self._lease - time.monotonic()) < 0:
                 self._give_up()
@@ -129,7 +129,7 @@ class EngineLink:
             loop.before_each_handler(left)
 
     def _give_up(self) -> None:
-        """End this process without a message to the agents: they wait for another coordinator."""
+        """End this process without a message to the agents, which wait for another coordinator."""
         note(
             "the cluster's control store does not answer: the coordinator ends, and hosts pause until it does"
         )

@@ -28,10 +28,10 @@ class EngineProcess:
     Args:
         words: the arguments of `lockstep`.
         start: the first message.
-        folder: where it runs.
+        folder: its working folder.
         environment: the variables of the user that can change the results of a script.
-        show: called in threads with its output: 1 for stdout and 2 for stderr, and the bytes; None to
-            write to the streams of this process.
+        show: called in threads with its output: the number of the stream (1 for stdout, 2 for stderr), and
+            the bytes. None to write to the streams of this process.
         inherited: descriptors that it inherits with the same numbers.
         program: the module that it runs; its arguments are the words.
 
@@ -87,7 +87,7 @@ class EngineProcess:
 
     @property
     def status(self) -> int | None:
-        """The exit status, once all output was passed on, or None before."""
+        """The exit status, after all output has been passed on, or None before."""
         status = self.process.poll()
         if status is None or any(reader.is_alive() for reader in self._readers):
             return None

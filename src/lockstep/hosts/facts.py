@@ -99,7 +99,7 @@ def check_standby(standby: str, hosts: Sequence[JobHost], facts: Sequence[HostFa
     """Check that a coordinator can listen at the address of the standby, if that is one of these hosts.
 
     Raises:
-        ConfigError: the host itself listens there.
+        ConfigError: the host already listens at this address itself.
     """
     if not standby:
         return
@@ -116,7 +116,7 @@ def check_standby(standby: str, hosts: Sequence[JobHost], facts: Sequence[HostFa
 
 
 def threads_for_all(hosts: Sequence[JobHost], facts: Sequence[HostFacts], replicas: int) -> int:
-    """Return the threads that each replica can have on every host, if all compute at the same time."""
+    """Return the threads that each replica can have on every host, if all compute at once."""
     ids = iter(range(sum(host.workers for host in hosts)))
     view = place_on_hosts(replicas, tuple(tuple(islice(ids, host.workers)) for host in hosts))
     there = [sum(len(view.replicas_of(worker)) for worker in workers) for workers in view.hosts]

@@ -31,15 +31,15 @@ from lockstep.system.event_loop import EventLoop
 
 @dataclass
 class Gate:
-    """Listens for agents, asks the roster about each, and runs the job once the roster is complete.
+    """Listens for agents, passes each to the roster, and runs the job when the roster is complete.
 
     Attributes:
-        roster: returns the hosts of the job as things are now.
+        roster: returns the present hosts of the job.
         credentials: the credentials of this process.
         command: the channel over which the job is stopped.
         console: shows notes.
         loop: serves everything.
-        listener: accepts connections, once the gate listens.
+        listener: accepts connections, after `listen`.
     """
 
     roster: Callable[[], Roster]
@@ -71,11 +71,11 @@ class Gate:
         self._ends.close()
 
     def gather(self, wait: Callable[[str], float | None]) -> None:
-        """Return once the job can begin, or if agents run it already.
+        """Return when the job can begin, or if agents already run it.
 
         Args:
-            wait: tells users and agents for what the job waits; returns the seconds until it has more to say,
-                or None.
+            wait: tells users and agents what the job waits for; returns the seconds until its next text, or
+                None.
 
         Raises:
             Stopped: the user has stopped the job.
@@ -175,7 +175,7 @@ class Gate:
         return why
 
     def _accept(self, newcomers: Newcomers, agents: Sequence[JoiningAgent]) -> None:
-        """Admit these agents to the running job, and those that come later."""
+        """Admit these agents, and those that arrive later, to the running job."""
         roster = self.roster()
 
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:

@@ -41,7 +41,7 @@ def heed_stop(command: StopChannel) -> None:
 
 
 def turn(loop: EventLoop, command: StopChannel, seconds: float | None) -> None:
-    """Turn `loop` once, for at most so many seconds, None for no limit; raise Stopped as `heed_stop`."""
+    """Turn `loop` once, for at most so many seconds (None: no limit); raise Stopped as `heed_stop` does."""
     loop.watch(command.fileno(), lambda: None)
     try:
         loop.turn(seconds)
@@ -56,7 +56,7 @@ class AwaitedHost:
 
     Attributes:
         name: the name of the host.
-        channel: to its agent.
+        channel: the channel to its agent.
         why_lost: returns why the channel has ended.
     """
 
@@ -78,7 +78,7 @@ def gather_facts(
     """Send each agent the first message, and return the facts of each host.
 
     Args:
-        hosts: by their index in the job.
+        hosts: the hosts, by their index in the job.
         prepare: the first message to each agent.
         command: the channel over which the job is stopped.
         loop: serves the channels.
@@ -105,7 +105,7 @@ def gather_facts(
                     case HostFacts() as host_facts:
                         facts[index] = host_facts
                     case KeepAlive():
-                        # It may read a big checkpoint.
+                        # It may be reading a large checkpoint.
                         heard[index] = clock.now()
                     case PeerGone():
                         raise UnfitError(f"host {host.name} cannot take part: {host.why_lost()}")

@@ -17,10 +17,10 @@ def parse_hosts(text: str, workers: int | None = None) -> tuple[JobHost, ...]:
 
     Args:
         text: the list.
-        workers: the number of workers of the job; None for as many as the list says, at least one a host.
+        workers: the number of workers of the job; None for the number in the list, at least one per host.
 
     Raises:
-        ConfigError: the list is invalid, names a host twice, or has another number of workers.
+        ConfigError: the list is invalid, names a host twice, or has a different number of workers.
     """
     names, counts = [], []
     for entry in text.split(","):

@@ -52,7 +52,7 @@ class HostListener:
             report: called with lines about refused connections.
             loop: serves the listener.
             clock: for deadlines.
-            agents: takes the connections of agents; None to refuse them.
+            agents: receives the connections of agents; None to refuse them.
 
         Raises:
             ConfigError: the address is malformed, not of this host, in use, or needs a key.
@@ -85,14 +85,14 @@ class HostListener:
 
 
 def own_credentials(address: str, *, encrypted: bool) -> Credentials:
-    """Return credentials from the key file that the environment names; `WITHOUT_KEY` on the loopback device.
+    """Return credentials from the key file in the environment; on the loopback device, `WITHOUT_KEY`.
 
     Args:
         address: HOST:PORT at which the job can be reached.
         encrypted: whether connections are encrypted.
 
     Raises:
-        ConfigError: other hosts can reach the address and no key file is set, or it cannot be used.
+        ConfigError: other hosts can reach the address and no key file is set, or the key file cannot be used.
         NetworkError: the name cannot be resolved.
         UnfitError: the package for encryption is not installed.
     """

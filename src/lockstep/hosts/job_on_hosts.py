@@ -89,10 +89,10 @@ class ThisHost:
 def first_message(
     spec: JobSpec, *, key: str = "", encrypted: bool, folder: str = "", by_hand: bool = False
 ) -> Prepare:
-    """Return the first message to the agents of a new job; a user who starts workers sets their variables.
+    """Return the first message to the agents of a new job. If a user starts workers, it has no variables.
 
     Raises:
-        ConfigError: a variable that the user has asked for is not set here.
+        Return the first message to a new job's agents, without variables if a user starts the workers.
     """
     require_variables(spec.env)
     return Prepare(
@@ -142,10 +142,10 @@ class JobOnHosts:
         notifies: whether the agents of other hosts show the notes of this process.
         resumed: see `Resumed`; needed by a job with checkpoints.
         start: starts the agent of a lost host again, given its name; None if agents join by themselves.
-        accept: called, before the job begins, with the `Newcomers` that admits agents that come later.
+        accept: called, before the job begins, with the `Newcomers` that admits later agents.
         wanted: the number of workers to which the job grows when hosts join; 0 for that of `spec`.
         exports: the exports of the process of the coordinator.
-        address: HOST:PORT where agents join; empty if this starts them.
+        address: HOST:PORT at which agents join; empty if this starts them.
     """
 
     spec: JobSpec
@@ -228,7 +228,7 @@ class JobOnHosts:
         newcomers: Newcomers,
         unless_led: ExitStack,
     ) -> int:
-        """Run the coordinator in a process of its own, which can be lost."""
+        """Run the coordinator in its own process, which can be lost."""
         hosts = dict(remote)
         with ExitStack() as ends:
             if self.here is not None:
@@ -269,7 +269,7 @@ class JobOnHosts:
         until, channels = time.monotonic() + SILENCE, [agent.channel for agent in self.others.values()]
         for channel in channels:
             channel.send(EndHost(0.0, status=LEFT_OUT))
-        # What has not arrived when this process ends may be lost.
+        # Messages that have not arrived when this process ends may be lost.
         while (channels := [channel for channel in channels if not _has_ended(channel)]) and (
             left := until - time.monotonic()
         ) > 0:
@@ -449,7 +449,7 @@ def start_here(
         console: shows notes.
         children: process ids of the children of this process that are not workers.
         by_hand: the workers of this host, if a user starts all workers; None if the agent starts them.
-        late: whether the host joins a job that runs already.
+        late: whether the host joins a running job.
     """
     session = CoordinatorSession()
     output = ForwardedOutput(session, lambda: session.output > MOST_KEPT)
@@ -511,7 +511,7 @@ def _is_here(name: str) -> bool:
 
 
 def _unsaid(text: str) -> None:
-    """Take a note for the users of the coordinator's host: its process shows it."""
+    """Take a note for the users of the coordinator's host. The process there shows it."""
 
 
 def _peer_of(facts: HostFacts) -> PeerAddress:

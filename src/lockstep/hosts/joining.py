@@ -1,4 +1,4 @@
-"""How the agent of a host joins a coordinator over the network: one connection, tried until it succeeds."""
+"""How an agent's host joins a coordinator over the network: one connection, attempted until it succeeds."""
 
 import os
 import socket
@@ -56,7 +56,7 @@ class CoordinatorAddress:
 
 
 class CoordinatorDialer:
-    """Connects to a coordinator in a thread, again and again until it succeeds.
+    """Connects to a coordinator in a thread, repeatedly until it succeeds.
 
     Args:
         address: returns the address of the coordinator, for each attempt.
@@ -100,7 +100,7 @@ class CoordinatorDialer:
         """Return the connection, if there is one now.
 
         Raises:
-            ConfigError: there can be none.
+            ConfigError: no connection is possible.
         """
         if self.error is not None:
             raise self.error

@@ -1,4 +1,4 @@
-"""Keeps the connections of a job over hosts, and runs its coordinator in a process of its own.
+"""Keeps the connections of a job over hosts, and runs its coordinator in a separate process.
 
 The agents of other hosts are connected to this process, and the agent of this host runs in it. If the
 coordinator is lost, this process starts another one, which takes over. No worker notices.
@@ -70,10 +70,10 @@ class ConnectedHost:
 
     Attributes:
         name: the name of the host.
-        peer: where workers of other hosts connect.
+        peer: the address for workers of other hosts.
         workers: the number of workers that it should have.
         cores: number of its cores.
-        agent: the channel to its agent, or the session of the agent in this process; None once it is lost.
+        agent: the channel to its agent, or the session of the agent in this process; None after its loss.
     """
 
     name: str
@@ -101,9 +101,9 @@ class Keeper:
         notifies: whether the agents show notes.
         when_lost: called with the index of each host that is lost.
         exports: the exports of the coordinators.
-        address: HOST:PORT where agents connect; empty if they do not.
-        shows_life: whether the agents of other hosts hear that this process lives. Those of a job with a
-            standby leave a silent host, but not one whose coordinator is replaced.
+        address: HOST:PORT to which agents connect; empty if they do not.
+        shows_life: whether the agents of other hosts learn that this process is alive. In a job with a
+            standby, they leave a silent host, but not one whose coordinator is being replaced.
         is_over: whether the end of the job is decided, so that no host can join.
         leads: whether a coordinator of this process has led the job.
     """
@@ -141,12 +141,12 @@ class Keeper:
         """Run the job to its end; return its exit status.
 
         Raises:
-            UnfitError: no coordinator can be started, or one after the other is lost.
+            UnfitError: no coordinator can be started, or several are lost in a row.
         """
         self.loop.watch(self.command.fileno(), self._hear_command)
         self.loop.before_each_wait(self._tend)
         # The name of the job outlives a coordinator: its clients wait for the next one. Without the name, the
-        # coordinator says why.
+        # coordinator reports why.
         with contextlib.suppress(UnfitError):
             self._requests = take_name(Path(self.run_dir).absolute().name)
         try:
@@ -161,7 +161,7 @@ class Keeper:
             self._close()
 
     def add_host(self, host: ConnectedHost) -> None:
-        """Let a host take part from now on. Its agent already knows the job."""
+        """From now on, let a host take part. Its agent already knows the job."""
         self.hosts.append(host)
         if self._coordinator is not None:
             self._introduce(len(self.hosts) - 1)
@@ -169,7 +169,7 @@ class Keeper:
     # The coordinator.
 
     def _start(self) -> None:
-        # A coordinator may have a higher term than it was given: see `leadership.py`.
+        # A coordinator may have a higher term than the one that it was given: see `leadership.py`.
         self._term = max(self._term, self.kept.term) + 1
         self._heard = self.clock.now()
         try:
@@ -316,7 +316,7 @@ class Keeper:
         self._start()
 
     def _release(self) -> None:
-        """Close everything that belongs to the coordinator that has ended."""
+        """Close everything that belongs to the ended coordinator."""
         assert self._process is not None
         assert self._coordinator is not None
         self.children.discard(self._process.pid)
@@ -327,7 +327,7 @@ class Keeper:
         self._coordinator = None
         for host in self.hosts:
             if host._up is not None:
-                # Only whole instructions are left there, which the next coordinator sends again.
+                # Only whole instructions are left there, and the next coordinator sends them again.
                 self._pass_down(host)
                 self.loop.unwatch(host._up.fileno())
                 host._up.close()
@@ -346,7 +346,7 @@ class Keeper:
                 self.loop.unwatch(host.agent.fileno())
                 if not self._left and (self._status is None or not self.is_over):
                     # Otherwise, the agent would wait for another coordinator. If only the command is lost, it
-                    # should: the same command takes the job over.
+                    # should wait: the same command takes over the job.
                     host.agent.send(EndHost(0.0, status=self._status or LEFT_OUT))
                 host.agent.close()
 
@@ -372,10 +372,10 @@ class Keeper:
                 host.agent.send(ShowNote(text))
 
     def _tend(self) -> float:
-        """Show that this process and the agent of this host live, and end a coordinator that is stuck."""
+        """Show that this process and this host's agent are alive, and end a stuck coordinator."""
         if (now := self.clock.now()) >= self._alive_due:
             if now - self._alive_due > SILENCE / 2:
-                # This process was stopped, and probably the coordinator with it.
+                # This process was stopped, and probably so was the coordinator.
                 self._heard = now
             self._alive_due = now + ALIVE_EVERY
             for host in self.hosts:

@@ -1,15 +1,15 @@
 """Which coordinator leads a job that another host may take over: an object in the store of its checkpoints.
 
 A coordinator may do two things only after it has replaced this object: begin to lead, and begin a view. Each
-write is conditional, so of two coordinators that cannot hear each other one fails, and ends. No clock is
-involved. The rule holds at any speed of processes, network and store:
+write is conditional, so if two coordinators cannot communicate, one of them fails, and ends. The rule does
+not need a clock, and holds at any speed of processes, network and store:
 
 1. Before agents hear of a view, the object names its hosts.
 2. A coordinator takes a job over only if the agent of one of these hosts follows it, with the newest record
-   that has arrived. Such an agent takes no instruction of another coordinator any more. So it never enters
-   the view that the object names, or it has left it; without it, no call of that view ends.
+   that has arrived. Such an agent no longer takes instructions from another coordinator. So it never enters
+   the view that the object names, or has left it. Without this agent, no call of that view ends.
 
-So the calls that end belong to one sequence of views, each of which has a host of the one before. While
+So the completed calls belong to one sequence of views, each of which has a host of the previous one. While
 nothing changes, training needs neither the object nor the coordinator.
 """
 
@@ -30,9 +30,9 @@ class Leadership(msgspec.Struct, frozen=True):
     """The coordinator that leads a job, and the hosts of its newest view.
 
     Attributes:
-        job: identifies the job.
-        writer: identifies the coordinator.
-        address: HOST:PORT where agents connect to it; empty if it has started them over ssh.
+        job: the id of the job.
+        writer: the id of the coordinator.
+        address: HOST:PORT at which agents connect to it; empty if it has started them over ssh.
         term: its term.
         view: the number of the view; 0 before the first.
         hosts: the indices of the hosts that have members in the view.
@@ -65,11 +65,11 @@ class LeadershipStore(Protocol):
 class Leader:
     """A coordinator that leads its job, or tries to.
 
-    Each method raises CheckpointError if the store does not answer. It may be called again then.
+    Each method raises CheckpointError if the store does not answer. It may then be called again.
 
     Attributes:
-        store: has the object.
-        job: identifies the job.
+        store: the store that has the object.
+        job: the id of the job.
         address: see `Leadership`.
         is_replaced: whether the store names another job, or none, so that no host can continue this one.
     """
@@ -86,7 +86,7 @@ class Leader:
         """Read the object; return a term for this coordinator, which is higher than that in the object.
 
         Args:
-            term: the least term.
+            term: the lowest possible term.
         """
         content = self.store.read(_NAME)
         self._seen, self._tag = (None, None) if content is None else (_decoded(content[0]), content[1])
@@ -99,7 +99,7 @@ class Leader:
         return self._seen.address if self._seen is not None and self._seen.job != self.job else ""
 
     def begin(self, term: int) -> None:
-        """Begin to lead a new job, also in the place of an earlier one.
+        """Begin to lead a new job, even in place of an earlier one.
 
         Raises:
             SupersededError: another coordinator has written the object since `look`.
@@ -107,7 +107,7 @@ class Leader:
         self._write(Leadership(self.job, self._writer, self.address, term))
 
     def take_over(self, term: int, following: Collection[int]) -> None:
-        """Begin to lead a job in the place of the coordinator that was seen.
+        """Begin to lead a job in place of the coordinator in the object.
 
         Args:
             term: the term of this coordinator.
@@ -132,7 +132,7 @@ class Leader:
         self._write(Leadership(self.job, self._writer, self.address, term, seen.view, seen.hosts))
 
     def begin_view(self, term: int, view: int, hosts: Collection[int]) -> None:
-        """Begin a view; its agents may hear of it when this returns.
+        """Begin a view. When this returns, its agents may learn of it.
 
         Args:
             term: the term of this coordinator.
@@ -140,7 +140,7 @@ class Leader:
             hosts: the hosts that have members in it.
 
         Raises:
-            SupersededError: another coordinator has taken the job over.
+            SupersededError: another coordinator has taken over the job.
         """
         self._write(Leadership(self.job, self._writer, self.address, term, view, tuple(sorted(hosts))))
 
@@ -152,7 +152,7 @@ class Leader:
             there = None if content is None else _decoded(content[0])
             if content is None or there != after:
                 raise self._superseded(there) from None
-            # An earlier try has succeeded, and its answer was lost.
+            # An earlier attempt has succeeded, and its answer was lost.
             tag = content[1]
         self._seen, self._tag = after, tag
 

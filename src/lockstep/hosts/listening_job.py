@@ -1,4 +1,4 @@
-"""A job that agents of other hosts join. It waits until its hosts are complete, then coordinates."""
+"""A job that agents of other hosts join. It waits until its hosts are complete, and then coordinates."""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -149,7 +149,7 @@ class _ListeningJob:
             turn(self.loop, self.command, 1.0)
 
     def narrator(self, gate: Gate) -> Callable[[str], float]:
-        """Return a function that says for what the job waits, and gives up at the limit."""
+        """Return a function that reports what the job waits for, and gives up at the limit."""
         begun, told = self.clock.now(), ""
         due = begun + _FIRST_NOTE
         patience, engine = self.where.patience, self.where.engine
@@ -169,7 +169,7 @@ class _ListeningJob:
         def tell(missing: str) -> float:
             nonlocal told, due
             waited = (now := self.clock.now()) - begun
-            # See `OpenRoster.missing`: why a task was refused comes last.
+            # See `OpenRoster.missing`: the reason for which a task was refused comes last.
             awaited, separator, refusal = missing.partition("; ")
             why = separator + refusal
             if missing != told or now >= due:

@@ -1,8 +1,8 @@
-"""Admits hosts to a running job: new hosts, and lost hosts that come back.
+"""Admits hosts to a running job: new hosts, and lost hosts that return.
 
 They get a new index. Their agents answer `Prepare` with facts, which must equal those of the first host, and
 `HostJoined` gives their slots to supervision. Workers start where a host has free slots; `lockstep scale`
-adds slots where each gets most cores. A joiner compares its host's report with that of a member, which
+adds slots where each gets the most cores. A joiner compares its host's report with that of a member, which
 travels with the position (`keras/host_report.py`).
 """
 
@@ -54,7 +54,7 @@ class _Candidate:
 
 @dataclass
 class _Absent:
-    """A lost host that may come back."""
+    """A lost host that may return."""
 
     workers: int
     pause: float
@@ -127,11 +127,11 @@ class Newcomers:
 
     @property
     def job_is_led(self) -> bool:
-        """Whether the coordinator of this process leads the job; another one may, until it knows."""
+        """Whether the coordinator of this process leads the job. Until it knows, another one may."""
         return self._leads()
 
     def free_name(self, name: str) -> str:
-        """Return a name that no host has: several hosts may be on the loopback device."""
+        """Return a name that no host has, because several hosts may be on the loopback device."""
         names = self.names
         numbers = ("", *(f" ({number})" for number in range(2, len(names) + 3)))
         return next(name + number for number in numbers if name + number not in names)
@@ -154,7 +154,7 @@ class Newcomers:
                     self._judge(candidate, report)
                     return
                 case KeepAlive():
-                    # It may read a big checkpoint.
+                    # It may be reading a large checkpoint.
                     latest = candidate.begun + disk_work.PATIENCE
                     candidate.until = min(self.clock.now(), latest) + _PATIENCE
                 case PeerGone():
@@ -203,7 +203,7 @@ class Newcomers:
         return next(start for start in starts if taken.isdisjoint(range(start, start + workers)))
 
     def note_loss(self, host: int) -> None:
-        """Expect a lost host to come back."""
+        """Expect a lost host to return."""
         name, slots = self._hosts.pop(host)
         if self.start is not None:
             self._absent[name] = _Absent(len(slots), FIRST_PAUSE, self.clock.now() + FIRST_PAUSE)
@@ -227,7 +227,7 @@ class Newcomers:
         candidate.host.channel.close()
 
     def _tend(self) -> float | None:
-        """Start agents that are due, and show agents that still prepare that this process lives."""
+        """Start agents that are due, and show preparing agents that this process is alive."""
         now = self.clock.now()
         if self._is_over():
             return None
@@ -249,7 +249,7 @@ class Newcomers:
         return min(dues) - now if dues else None
 
     def _note_wait(self, candidate: _Candidate, now: float) -> None:
-        """Tell both ends for what the job waits, unless they know that it continues to try."""
+        """Tell both ends what the job waits for, unless they know that it keeps trying."""
         absent = self._absent.get(candidate.host.name)
         if absent is None or not absent.noted:
             awaited = (

@@ -1,6 +1,6 @@
-"""The hosts of a job: which agents it admits, for what it waits, and the order of the hosts. Pure.
+"""The hosts of a job: the agents that it admits, the hosts that it waits for, and their order. Pure.
 
-Hosts that a user names need no roster: the job itself starts their agents, and no others can come.
+Hosts that a user names do not need a roster: the job itself starts their agents, and no others can join.
 """
 
 import sys
@@ -25,7 +25,7 @@ _NO_SUCH_TASK = "its message names tasks that do not exist; use one version of L
 
 
 class RefusedOffer(NamedTuple):
-    """An offer that was refused, by the IP address of its host, and why."""
+    """A refused offer, by the IP address of its host, and the reason."""
 
     peer: str
     offer: HostOffer
@@ -56,10 +56,10 @@ class Roster(Protocol):
         """
 
     def is_full(self, offers: Offers) -> bool:
-        """Return whether the job needs no other agent."""
+        """Return whether the job does not need another agent."""
 
     def missing(self, offers: Offers, refused: Sequence[RefusedOffer]) -> str:
-        """Return a text that says for what the job waits, or an empty string if it can begin."""
+        """Return a text on what the job waits for, or an empty string if it can begin."""
 
     def name(self, peer: str, offer: HostOffer) -> str:
         """Return the name of the host of an agent."""
@@ -70,7 +70,7 @@ class Roster(Protocol):
 
 @dataclass(frozen=True)
 class OpenRoster:
-    """The hosts that come, until they have enough workers.
+    """The hosts that arrive, until they have enough workers.
 
     Attributes:
         workers: see `Roster`.
@@ -112,7 +112,7 @@ class OpenRoster:
         task = offer.tasks[offer.task]
         if difference := cluster_difference(offer.tasks, self.tasks):
             return f"{task.name} and {self.tasks[0].name} have {difference}"
-        # A user may add hosts that are in no cluster.
+        # A user may add hosts that do not belong to a cluster.
         started = {self.tasks[0]: "the coordinator"}
         started |= {other.tasks[other.task]: name for name, other in others if other and other.tasks}
         return _twice(task, started[task]) if task in started else ""
@@ -130,7 +130,7 @@ class OpenRoster:
         absent = [task for task in self.tasks if (task,) not in started]
         names = ", ".join(map(str, absent[:_NAMED])) + (", ..." if len(absent) > _NAMED else "")
         text = ": ".join(filter(None, (count(vacancies, "more worker"), names)))
-        # A task of another cluster has its name in common with the one that is missing.
+        # A task of another cluster may have the same name as the missing one.
         missing = {task.name for task in absent}
         whys = [
             f"{peer} was refused: {why}"
@@ -148,7 +148,7 @@ class OpenRoster:
         return offer.task if offer.tasks else sys.maxsize
 
     def _vacancies(self, offers: Offers) -> int:
-        """Return how many workers have no host yet."""
+        """Return the number of workers that do not have a host yet."""
         here = self.here.workers if self.here is not None else 0
         return max(0, self.workers - here - sum(offer.workers for _, offer in offers))
 

@@ -57,8 +57,8 @@ class AgentCheckpoints:
     """The folder of checkpoints on the host of an agent, before the job begins.
 
     Attributes:
-        folder: absolute; None if the job saves no checkpoints.
-        channel: to the coordinator.
+        folder: the absolute path of the folder; None if the job does not save checkpoints.
+        channel: the channel to the coordinator.
         loop: the loop of the agent; turns when there is something to `advance`.
         clock: for time limits.
     """
@@ -123,7 +123,7 @@ class AgentCheckpoints:
             self.channel.send(CheckpointTaken(str(error)))
 
     def advance(self) -> bool:
-        """Do a bounded part of the current work; return whether more can be done at once."""
+        """Do a bounded part of the current work; return whether more can be done now."""
         try:
             if self._work is not None and self._work.is_over:
                 work, self._work = self._work, None
@@ -336,7 +336,7 @@ class SharedCheckpoints:
             self.loop.unwatch(descriptor)
 
     def _wait(self, text: str, begun: float) -> None:
-        """Turn the loop once; note from time to time for what this waits, and since when."""
+        """Turn the loop once; regularly report what this waits for, and since when."""
         self._live()
         now = self.clock.now()
         if now - max(begun, self._said) >= GATHERING_NOTE_EVERY:
@@ -345,7 +345,7 @@ class SharedCheckpoints:
         self.loop.turn(max(0.0, self._due - now))
 
     def _live(self) -> None:
-        """Show the agents that this process lives, and obey the command."""
+        """Show the agents that this process is alive, and obey the command."""
         now = self.clock.now()
         if now < self._due:
             return

@@ -22,7 +22,7 @@ Resolve = Callable[[str], str]
 
 
 def own_place(workers: int | None) -> TaskPlace:
-    """Return the place of the process of this task, once the names that it needs are resolved.
+    """Return the place of this task's process, after resolving the names that it needs.
 
     Args:
         workers: see `find_place`.

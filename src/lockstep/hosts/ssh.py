@@ -27,7 +27,7 @@ class SshAgent:
     Attributes:
         name: the name of the host, for `ssh`.
         process: the `ssh` process.
-        channel: to the agent.
+        channel: the channel to the agent.
     """
 
     name: str

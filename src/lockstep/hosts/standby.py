@@ -1,17 +1,18 @@
 """The standby of a job: the agent of its host starts another coordinator when the first one is lost.
 
 That coordinator is a process beside the agent, which listens at the address of `--standby`. All agents that
-have lost the first one connect there, also that of its own host. From then on, everything is as after a
-restart of the first command (`takeover.py`). The store decides whether it may lead (`leadership.py`).
+have lost the first one connect there, including that of its own host. From then on, everything happens as
+after a restart of the first command (`takeover.py`). The store decides whether it may lead (`leadership.py`).
 
-Agents over ssh do the same, with the key that the first command has sent them. They have no terminal, so what
-the new coordinator shows is in its run folder.
+Agents over ssh do the same, with the key that the first command has sent them. They have no terminal, so the
+output of the new coordinator is in its run folder.
 
-The coordinator may continue the job without its own host, which the record of the job may have as lost. The
-agent then joins again as that of a new host. So the standby outlives each part of the agent in the job.
+The coordinator may continue the job without its own host, which may be lost according to the job's record.
+The agent then joins again as the agent of a new host. So the standby outlives each part of the agent in the
+job.
 
-When the first host comes back, its command joins the job with an agent, which is the standby of the standby:
-if the coordinator is lost, it starts one at the address of the first host.
+When the first host returns, its command joins the job with an agent, which is the standby of the standby: if
+the coordinator is lost, it starts one at the address of the first host.
 """
 
 import contextlib
@@ -80,12 +81,12 @@ _FAREWELL = 30.0
 
 @dataclass
 class Standby:
-    """Starts a coordinator on this host; used by its agent, also after it has joined the job anew.
+    """Starts a coordinator on this host. Its agent uses it, even after it has joined the job again.
 
     Attributes:
-        leads_at: HOST:PORT of this host at which agents look for a coordinator too; empty for none.
+        leads_at: HOST:PORT of this host at which agents also look for a coordinator; empty if there is none.
         children: process ids of the children of this process that are not workers.
-        address: HOST:PORT at which the coordinator listens, perhaps of another host; empty before the first
+        address: HOST:PORT, perhaps of another host, at which the coordinator listens; empty before the first
             job, and if the job has no standby.
         prepare: the first message to the agent; it has the key if the first command runs the agent over ssh.
         begin: the job, with the paths of this host.
@@ -106,7 +107,7 @@ class Standby:
     _due: float = field(default=0.0)
 
     def follow(self, prepare: Prepare, begin: BeginJob, reached_at: str) -> None:
-        """Be the standby of a job in which the agent takes part from now on, perhaps not for the first time.
+        """From now on, be the standby of a job in which the agent takes part, perhaps not for the first time.
 
         Args:
             prepare: the first message to the agent.
@@ -116,8 +117,7 @@ class Standby:
         if self.address and prepare.job != self.prepare.job:
             self.close()
         elif self.address and self.prepare.key and not prepare.key:
-            # Only the first command sends the key, and its run folder is the one beside which that of this
-            # host is.
+            # Only the first command sends the key. The run folder of this host is beside that command's.
             prepare = msgspec.structs.replace(prepare, key=self.prepare.key)
             spec = replace(begin.spec, run_dir=self.begin.spec.run_dir)
             begin = msgspec.structs.replace(begin, spec=spec)
@@ -127,11 +127,11 @@ class Standby:
 
     @property
     def replaces_command(self) -> bool:
-        """Whether nothing else takes the job over: the command of `--hosts` does not when it is run again."""
+        """Whether nothing else takes over the job: the command of `--hosts` does not when it runs again."""
         return bool(self.address and self.prepare.folder)
 
     def is_here(self) -> bool:
-        """Return whether other hosts reach it on this host; its name may be unknown until later."""
+        """Return whether other hosts reach the address on this host; its name may be unknown until later."""
         if not self.address:
             return False
         if self._is_here is None:
@@ -141,12 +141,12 @@ class Standby:
             except (NetworkError, OSError):
                 return False
             if is_loopback(address[0]) and not is_loopback(self.reached_at):
-                # Debian gives 127.0.1.1 to the name of a host: no agent of another host would connect.
+                # Debian gives 127.0.1.1 to the name of a host, so agents of other hosts could not connect.
                 self._is_here, self._hidden_at = False, address[0]
         return self._is_here
 
     def lacks(self) -> str:
-        """Return what this host lacks to take the job over, or an empty string."""
+        """Return what this host lacks for taking over the job, or an empty string."""
         if not self.is_here() and self._hidden_at:
             return (
                 f"this host cannot take the job over at {self.address}, which is {self._hidden_at} here, "
@@ -168,7 +168,7 @@ class Standby:
         return self._process is not None
 
     def start(self, now: float) -> None:
-        """Start a coordinator, unless one runs, or a short time ago one could not lead the job."""
+        """Start a coordinator, unless one runs, or one failed to lead the job a short time ago."""
         if not self.address or self.runs or now < self._due:
             return
         self._due = now + _AGAIN
@@ -195,7 +195,7 @@ class Standby:
             assert self._channel is not None
             wait_for([self._channel.fileno()], _FAREWELL)
             if isinstance(self._channel.receive(), PeerGone):
-                # If it has not ended yet, the upload is left, which has a limit of its own.
+                # If it has not ended yet, the upload is in progress, which has its own limit.
                 self._process.wait()
             else:
                 note(f"the coordinator of this host has not ended within {_FAREWELL:g} s")
@@ -240,8 +240,8 @@ def continues_at(address: str) -> str:
 def is_led_at(address: str, *, encrypted: bool) -> bool:
     """Return whether a coordinator at an address leads the job, or does so within `_ANSWER`.
 
-    A standby that is cut off listens there, too, while it tries to take the job over. It shows no life to a
-    connection that offers nothing.
+    A standby that is cut off also listens there while it tries to take over the job. It does not answer a
+    connection without an offer.
 
     Raises:
         ConfigError: there is no key, or it cannot be used.
@@ -274,7 +274,7 @@ def is_led_at(address: str, *, encrypted: bool) -> bool:
 
 
 def lead(prepare: Prepare, begin: BeginJob, command: StopChannel) -> int:
-    """Take the job over whose agents connect, and run it to its end; return its exit status.
+    """Take over the job whose agents connect, and run it to its end; return its exit status.
 
     Args:
         prepare: the first message to the agent of this host.
@@ -319,9 +319,9 @@ def lead(prepare: Prepare, begin: BeginJob, command: StopChannel) -> int:
 
 @contextlib.contextmanager
 def _uploaded(spec: JobSpec, command: StopChannel) -> Iterator[None]:
-    """Upload the run folder of this host to a place of its own, below that of the first host's folder.
+    """Upload the run folder of this host to a separate place below that of the first host's folder.
 
-    The channel to the agent closes before the rest is uploaded: the agent waits for that (`see_off`).
+    The channel to the agent closes before the rest is uploaded, and the agent waits for that (`see_off`).
     """
     if not spec.run_store:
         yield
@@ -333,7 +333,7 @@ def _uploaded(spec: JobSpec, command: StopChannel) -> Iterator[None]:
 
 
 def _run_folder_with_output(spec: JobSpec) -> Path:
-    """Return the locked run folder of this host for a job over ssh. The output of this process goes there."""
+    """Return this host's locked run folder for a job over ssh. The output of this process goes there."""
     notes = list[str]()
     folder = _run_folder_beside(spec, notes.append)
     with contextlib.suppress(OSError):
@@ -341,7 +341,7 @@ def _run_folder_with_output(spec: JobSpec) -> Path:
         for standard in (1, 2):
             os.dup2(output, standard)
         os.close(output)
-    # Before, nobody would see them: the connection of ssh is lost.
+    # Earlier, nobody would see them, because the connection of ssh is lost.
     for text in notes:
         note(text)
     return folder
@@ -350,8 +350,8 @@ def _run_folder_with_output(spec: JobSpec) -> Path:
 def _run_folder_beside(spec: JobSpec, say: Callable[[str], None]) -> Path:
     """Return the locked run folder of this host for a job over ssh, beside that of the command.
 
-    Each try to lead the job uses the same folder, which the first host does not use, also on a shared disk.
-    If it cannot be used, a note names another one.
+    Each attempt to lead the job uses the same folder, which the first host does not use, even on a shared
+    disk. If it cannot be used, a note names another one.
     """
     folder, notes = spec.run_dir.with_name(f"{spec.run_dir.name}-standby"), list[str]()
     try:
@@ -369,7 +369,7 @@ def _run_folder(spec: JobSpec, say: Callable[[str], None]) -> Path:
     If it cannot be used, for example because the disk is full, the job continues with a temporary folder.
 
     Raises:
-        ConfigError: that cannot be used either.
+        ConfigError: the temporary folder cannot be used either.
     """
     name = spec.target if spec.module else Path(spec.target).stem
     try:

@@ -1,26 +1,27 @@
-"""Takeover by a coordinator's process that is started again: it continues the job of the agents that connect.
+"""Takeover by a restarted coordinator process: it continues the job of the agents that connect.
 
 Without ssh, the process at the job's address can be lost as a whole, keeper and coordinator. The command that
-is started again there takes over. In a job whose workers are started by hand, the process of the first host
-does, when its tasks are started again.
+is restarted there takes over. In a job whose workers are started by hand, the process of the first host takes
+over when its tasks are restarted.
 
-1. Each agent notices that the connection is closed, or silent, and connects to the same address again. Its
-   workers train on meanwhile. It offers its knowledge of the job: a `RunningJob`, with the newest record that
-   it keeps.
-2. The address is the lock: only one process can listen there, so there is only one successor. As soon as it
-   hears such an offer, it waits until the other hosts of that record have had the time to notice the loss
-   (`wait_for_hosts`). It does not wait longer, because the workers of a host that is lost too will not come.
+1. Each agent notices that the connection is closed, or silent, and connects to the same address again.
+   Meanwhile, its workers continue training. It offers a `RunningJob`: what it knows of the job, with the
+   newest record that it keeps.
+2. The address is the lock: only one process can listen there, so there is only one successor. After the first
+   such offer, it waits until the other hosts of that record have had the time to notice the loss
+   (`wait_for_hosts`). It does not wait longer, because the workers of a host that is also lost will not
+   connect.
 3. The newest record counts. Agents that the record considers lost, and agents of another job, are refused
-   (`taking_part`). Hosts that have not connected count as lost; they may come back as new hosts.
+   (`taking_part`). Hosts that have not connected count as lost; they may return as new hosts.
 4. A keeper starts a coordinator in a higher term, as after the loss of a coordinator alone. It asks the
    agents for their standing, and continues from there (`coordinator_process.py`, `continued`).
 
 The workers of this host join like those of a new host: the old ones died with their agent.
 
 The keeper and the first eight agents keep records. If all of these are lost together, no process can continue
-the job, and the command says so. If only the agents with the newest record are lost, an older record counts.
-Then an agent that has carried out a later instruction cannot follow it, and is left behind. The job loses
-these workers but no step: the members of the next view agree on the state themselves.
+the job, and the command reports that. If only the agents with the newest record are lost, an older record
+counts. Then an agent that has carried out a later instruction cannot follow this record, and is left behind.
+The job loses these workers but no step: the members of the next view agree on the state by themselves.
 """
 
 import itertools
@@ -131,7 +132,7 @@ class TakenOverJob:
         command: the channel over which the job is stopped.
         console: shows notes.
         loop: serves everything.
-        listener: where agents and workers of other hosts connect.
+        listener: the listener for agents and workers of other hosts.
         agents: the agents that run the job.
         by_hand: the workers of this host, if a user starts all workers; None if agents start them.
         exports: the exports of the process of the coordinator.
@@ -151,10 +152,10 @@ class TakenOverJob:
         """Run the job to its end; return its exit status.
 
         Args:
-            accept: called with the `Newcomers` that admits agents that come later.
+            accept: called with the `Newcomers` that admits later agents.
 
         Raises:
-            ConfigError: the agents run another job than the one of this command.
+            ConfigError: the agents do not run the job of this command.
             UnfitError: the hosts that keep the record of the job have not connected.
         """
         running = running_jobs(self.agents)

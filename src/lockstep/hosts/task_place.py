@@ -23,7 +23,7 @@ class TaskRole(Enum):
 
 @dataclass(frozen=True)
 class TaskPlace:
-    """The place of a process among the tasks that something else has started on each host.
+    """The place of a process among the tasks that another program has started on each host.
 
     Attributes:
         role: its role.
@@ -34,7 +34,7 @@ class TaskPlace:
         here: the workers that this process starts.
         tasks: the tasks of the cluster, in whose order the hosts of the job are placed; empty for any order.
         task: the index of its task in `tasks`.
-        standby: HOST:PORT at which another task takes the job over, unless the user names another one; empty
+        standby: HOST:PORT at which another task takes over the job, unless the user names another one; empty
             if the tasks have no such port.
     """
 

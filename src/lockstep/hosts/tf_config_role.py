@@ -71,7 +71,7 @@ def _servers(cluster: ClusterSpec, servers: int, here: int) -> tuple[tuple[str, 
     """Return the tasks of parameter servers.
 
     Raises:
-        ConfigError: the cluster has another number of them, or no chief or worker, or `here` is not 1.
+        ConfigError: the cluster has a different number of them, or no chief or worker, or `here` is not 1.
     """
     indices = cluster.task_indices("ps") if "ps" in cluster.jobs else []
     if len(indices) != servers:

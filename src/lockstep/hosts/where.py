@@ -1,4 +1,4 @@
-"""Where the workers of a job run, read once from the options of `lockstep run`. Pure.
+"""The places of a job's workers, read once from the options of `lockstep run`. Pure.
 
 Another scheduler is a file such as `slurm_role.py`, which returns the role of a task, and a row of
 `SCHEDULERS`.
@@ -29,12 +29,12 @@ _ENGINE = re.compile(r"ray|ray://\S+:[0-9]+")
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A scheduler starts the same command once on each host, as a task of a cluster.
+    """A scheduler, which starts the same command once on each host, as a task of a cluster.
 
     Attributes:
         help: the help of its option.
-        place: returns the place of this process, given the number of processes of the job, if the user has
-            chosen it, those of each task and that of parameter servers.
+        place: returns the place of this process, given the number of processes of the job (if the user has
+            chosen it), of each task, and of parameter servers.
         starts_all: whether it starts all tasks together: they share a terminal and get the same signals, the
             names of their hosts are known, and `-n` workers are divided among them. Otherwise each task runs
             one worker, or `--workers-here`.
@@ -94,7 +94,7 @@ class Listen:
         retries: whether a name that cannot be resolved yet is tried again.
         task: the name of this process in its cluster, for a note; empty without a cluster.
         tasks: see `HostOffer`.
-        engine: the engine that has started this process, and starts the agents; None for none.
+        engine: the engine that has started this process, and starts the agents, if any.
     """
 
     processes: int
@@ -227,7 +227,7 @@ _REFUSALS = (
 
 
 def parse_where(options: Mapping[str, Any], others: int) -> Where:
-    """Return where the workers of a job run.
+    """Return the place of a job's workers.
 
     Args:
         options: the options of `lockstep run`, by their parameters.

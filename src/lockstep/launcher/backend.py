@@ -13,7 +13,7 @@ that exists decides:
     the first that is installed        of TensorFlow, JAX and PyTorch
 
 So a script runs on the backend that Keras itself chooses for `python train.py`, or on another one if Keras
-finds none because TensorFlow is not installed.
+does not find one because TensorFlow is not installed.
 """
 
 from collections.abc import Callable
@@ -44,12 +44,12 @@ class Wishes:
     """The requests for a backend, by source, or None for a source without one.
 
     Attributes:
-        option: the one on the command line.
+        option: the backend on the command line.
         script: the value to which the script sets `KERAS_BACKEND`.
         overrides: whether the script does so even if the variable is already set.
         variable: `KERAS_BACKEND`.
         checkpoint: the backend of the checkpoint that the job resumes from.
-        configured: the one in Keras's own configuration file.
+        configured: the backend in Keras's own configuration file.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
     """
 
@@ -131,10 +131,10 @@ def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None
 
     Args:
         value: the value of `TF_USE_LEGACY_KERAS`; None if it is not set.
-        who: where it is set, for the message.
+        who: the place where it is set, for the message.
 
     Raises:
-        ConfigError: it is on.
+        ConfigError: the setting is on.
     """
     if is_legacy(value):
         raise ConfigError(

@@ -39,7 +39,7 @@ class ForkServerPlan:
         """Return the plan of a job."""
         script = Script(spec.target, spec.module, spec.arguments)
         source = script.source()
-        # A framework may look for GPUs when it is imported, and each worker must see only its own.
+        # A framework may look for GPUs when it is imported, and each worker must see only its own GPUs.
         scanned = source if not spec.devices else None
         environment = job_environment(spec.seed, spec.threads, backend=spec.backend)
         scan = scan_imports(scanned, script.folder, environment) if scanned else NOTHING
@@ -78,7 +78,7 @@ class ForkServer:
             scan = plan.scan
             setup = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
             environment = {**plan.environment, **scan.settings, **parent_variable(setup.written())}
-            # Saves its output; each worker repeats it.
+            # This saves the server's output, which each worker repeats.
             stdout, stderr = (os.memfd_create("lockstep-output", os.MFD_CLOEXEC) for _ in range(2))
             try:
                 process = subprocess.Popen(
@@ -107,7 +107,7 @@ class ForkServer:
         return not self.ready or bool(wait_for([self.fileno()], 0.0))
 
     def fork(self, environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
-        """Have it fork a worker that becomes a child of this process; return its process id.
+        """Let the server fork a worker that becomes a child of this process; return its process id.
 
         Raises:
             OSError: the fork failed.

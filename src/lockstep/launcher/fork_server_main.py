@@ -4,10 +4,10 @@ The agent starts it, and requests one worker at a time. A worker becomes the age
 between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or initialize a
 backend: a thread would not exist in a worker, and a backend would not work there.
 
-So workers, especially replacements, do not import again the modules that the script will need, as far as its
-source shows them. If the imports cannot be predicted (a script that computes its environment or its
-`sys.path`, a job with GPUs, an import that starts a thread), the worker starts as a new process. A fork
-server that ends is replaced.
+So workers, especially replacements, need not import the modules that the script will need, if its source
+shows them. If the imports cannot be predicted (a script that computes its environment or its `sys.path`, a
+job with GPUs, an import that starts a thread), the worker starts as a new process. A fork server that ends is
+replaced.
 """
 
 import gc
@@ -73,7 +73,7 @@ def _prepare(setup: ForkServerSetup) -> bool:
     """Import the modules that workers need; return whether workers can be forked with them."""
     # The default action ends this process even if an import hangs.
     signal.alarm(_LONGEST_IMPORT)
-    # The objects of modules stay: searching them for garbage takes a quarter of the time.
+    # The objects of modules stay, and searching them for garbage would take a quarter of the time.
     gc.disable()
     try:
         _import(setup)
@@ -107,7 +107,7 @@ def _can_fork() -> bool:
 
 
 def _serve(connection: socket.socket) -> Forked:
-    """Fork a worker for each request; return in the workers only."""
+    """Fork a worker for each request; return only in the workers."""
     while True:
         packet, descriptors = receive_descriptors(connection, MAX_REQUEST, _DESCRIPTORS)
         if not packet:
@@ -135,8 +135,8 @@ def _fork_orphan(connection: socket.socket) -> int:
             os._exit(0)
         for descriptor in (setup, tell, orphan):
             os.close(descriptor)
-        # Returns once the process in between was reaped. From then on, the agent is the parent of this
-        # process.
+        # This returns after the process in between has been reaped. From then on, the agent is the parent of
+        # this process.
         os.read(orphaned, 1)
         os.close(orphaned)
         return 0

@@ -21,7 +21,7 @@ def parse_devices(text: str, gpus: Sequence[Gpu] | None = None) -> tuple[tuple[s
         gpus: all GPUs of this machine; None if unknown.
 
     Raises:
-        ConfigError: a name is not that of a GPU, identifies none of `gpus`, or is repeated in one worker.
+        ConfigError: a name is not a GPU's, does not identify one of `gpus`, or is repeated in one worker.
     """
     entries = tuple(tuple(name.strip() for name in entry.split("+")) for entry in text.split(","))
     for name in (name for entry in entries for name in entry):
@@ -42,7 +42,7 @@ def parse_devices(text: str, gpus: Sequence[Gpu] | None = None) -> tuple[tuple[s
 
 
 def visible(gpus: Sequence[Gpu] | None, listed: str | None) -> tuple[tuple[str, ...], str]:
-    """Return the names of the devices that workers can use, and what CUDA does not accept.
+    """Return the names of the devices that workers can use, and the part that CUDA does not accept.
 
     Args:
         gpus: all GPUs of this machine; None if unknown.
@@ -74,7 +74,8 @@ def assign(
         gpus: all GPUs of this machine; None if unknown.
 
     Raises:
-        ConfigError: the number of entries is neither one nor that of the workers, or the machine has no GPU.
+        ConfigError: the number of entries is neither one nor the number of workers, or the machine has no
+            GPU.
     """
     if len(entries) not in (1, workers):
         raise ConfigError(
@@ -96,7 +97,7 @@ def spread(names: Sequence[str], workers: int, gpus: Sequence[Gpu] | None = None
         gpus: all GPUs of this machine; None if unknown.
 
     Returns:
-        One entry per worker, and one for each GPU beyond, for workers that start later; empty if there is no
+        One entry per worker, and one for each further GPU, for workers that start later; empty if there is no
         GPU.
     """
     if not names:
@@ -113,18 +114,18 @@ def choose(
     faults: Collection[str],
     yielding: Collection[str] = (),
 ) -> Devices | None:
-    """Return the GPUs of a worker that starts while others run, or None if it would get one with a fault.
+    """Return the GPUs of a worker that starts while others run, or None if only faulty ones are left.
 
-    It gets its own ones, or unused ones, or some that workers share anyway. It shares the GPUs of a worker
-    that has them for itself only if it has no own ones, because that worker may have reserved all memory.
+    It gets its own GPUs, or unused ones, or some that workers share anyway. It shares GPUs that another
+    worker uses alone only if it has no GPUs of its own, because that worker may have reserved all memory.
 
     Args:
-        slot_devices: those of its slot.
-        others: those of all slots.
+        slot_devices: the GPUs of its slot.
+        others: the GPUs of all slots.
         used: the names of GPUs that workers use now.
         faults: the names of GPUs that cannot be used.
-        yielding: the names of GPUs of workers that leave, which it gets if no others are unused: such a
-            worker may hold memory, or may have computed wrongly.
+        yielding: the names of GPUs of workers that leave. It gets these only if no others are unused, because
+            such a worker may hold memory, or may have computed wrongly.
     """
     fine = [each for each in (slot_devices, *others) if not set(each.names) & set(faults)]
     unused = [each for each in fine if not set(each.names) & set(used)]
@@ -134,7 +135,7 @@ def choose(
 
 
 def describe_sharing(devices: tuple[Devices, ...]) -> str:
-    """Return a text on the GPUs that several of the workers compute on, or an empty string if there are none.
+    """Return a text on the GPUs on which several of the workers compute, or an empty string.
 
     Args:
         devices: the GPUs of each worker.

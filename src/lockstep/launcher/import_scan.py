@@ -1,4 +1,4 @@
-"""The modules that a script will import, as far as its source shows, without running or importing it."""
+"""The modules that a script will import, judging by its source, without running or importing it."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -38,7 +38,7 @@ class ImportScan:
 
     Attributes:
         imports: modules that workers will import, in this order.
-        folder: where they search for modules first; None if unknown.
+        folder: the folder in which they search for modules first; None if unknown.
         settings: environment variables that the script sets before it imports any of these.
     """
 
@@ -58,7 +58,7 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
 
     Args:
         script: a file with Python code.
-        folder: where it searches for modules first.
+        folder: the folder in which it searches for modules first.
         environment: the environment of the script.
     """
     source = _SourceScan(folder, environment)
@@ -87,7 +87,7 @@ def imports_for_training(backend: str) -> tuple[str, ...]:
 def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
     """Return the value to which a script sets a variable, and whether it overrides the environment.
 
-    None if, as far as its source shows, it does not set the variable or computes the value.
+    None if, according to its source, it does not set the variable or computes the value.
     """
     try:
         statements = ast.parse(script.read_bytes()).body
@@ -205,7 +205,7 @@ def _decides(node: ast.AST) -> bool:
 
 
 def _seeds(node: ast.AST) -> bool:
-    """Whether a node names Keras's function that seeds everything."""
+    """Whether a node names Keras's function that seeds all random generators."""
     match node:
         case ast.Attribute(attr=name):
             return name == _SEEDS

@@ -24,7 +24,8 @@ class Launch:
 
     Attributes:
         worker: its id.
-        environment: returns its whole environment for the number of its control descriptor in this process.
+        environment: returns its whole environment, given the number of its control descriptor in this
+            process.
     """
 
     worker: int
@@ -59,7 +60,7 @@ class PipedHandle(Handle, Protocol):
 
     Attributes:
         stdout: read end of its stdout; does not block.
-        stderr: likewise.
+        stderr: read end of its stderr, likewise.
     """
 
     stdout: int
@@ -124,8 +125,8 @@ class LocalHandle:
 class LocalLauncher:
     """Starts workers as children of this process, which must adopt orphans.
 
-    They are forked from a fork server that has imported the modules that they need. If the server ends
-    before it is ready, a new one imports nothing; if it ends later, a new one imports the same.
+    They are forked from a fork server that has imported the modules that they need. If the server ends before
+    it is ready, a new one does not import modules; if it ends later, a new one imports the same modules.
 
     Args:
         plan: the settings that the workers share.

@@ -47,8 +47,8 @@ def restart_per_device(devices: Sequence[str] | None) -> None:
     """Return if this process needs no other worker; otherwise become a command with one worker per device.
 
     This returns in a worker of a job, whose command has chosen the devices, and in a plain program that needs
-    only the one device that it uses by default. Otherwise `lockstep run` replaces this process and restarts
-    the script from its beginning.
+    only its default device. Otherwise `lockstep run` replaces this process and restarts the script from its
+    beginning.
 
     Args:
         devices: names such as "GPU:0"; None for all visible GPUs.

@@ -1,7 +1,7 @@
 """The main program of a worker: enters its job, then runs the user's script.
 
-The fork server starts it, or a process that the user started by hand. Most modules are imported late, because
-this process must first be bound to the life of the agent.
+The fork server, or a process that the user started by hand, starts it. Most modules are imported late,
+because this process must first be bound to the life of the agent.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_end_with_coordinator, args=(identity, client), daemon=True).start()
     clock = SystemClock()
     events = Bus(clock, identity.worker)
-    # Before the client: the measurements of a call precede the event of its end.
+    # This comes before the client: the measurements of a call precede the event of its end.
     recorder = StepRecorder(events, clock, _is_chief)
     events.subscribe(client.report, *WORKER_EVENTS, *WORKER_MEASUREMENTS)
     events.subscribe(client.report, *WORKER_DIGESTS, OrderRecorded)
@@ -162,7 +162,7 @@ def _watch_writes(run_dir: Path, settings: JobSettings, client: AgentClient) -> 
 
 
 def _write_only_here(folders: Sequence[Path]) -> None:
-    """Let the libraries of a script, which may be written in C, write no files of the script."""
+    """Keep libraries of a script, which may be written in C, from writing files of the script."""
     hidden = [folder for folder in home_folder().glob(".*") if folder.is_dir()]
     system = [Path("/dev"), Path("/proc"), Path(tempfile.gettempdir())]
     with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _enter_job(identity: WorkerIdentity, client: AgentClient, events: Bus) -> "J
 def _publish_import(event: ImportStarted) -> None:
     from lockstep.worker import job
 
-    # Not on the bus of the worker, because this may be a process that the script has forked.
+    # This does not use the bus of the worker, because the script may have forked this process.
     job.current().events.publish(event)
 
 
@@ -262,7 +262,7 @@ def _run(script: Script, client: AgentClient, identity: WorkerIdentity) -> None:
         if leaving.code in (None, 0):
             _finish(client, identity)
         else:
-            # An agent cannot see the exit status of a process that a user started.
+            # An agent cannot get the exit status of a process that a user started.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
@@ -271,10 +271,10 @@ def _run(script: Script, client: AgentClient, identity: WorkerIdentity) -> None:
 
 
 def _finish(client: AgentClient, identity: WorkerIdentity) -> None:
-    """Report success, and do the last work of the job here."""
+    """Report success, and complete the last work of the job here."""
     from lockstep.worker import job
 
-    # First: a stop that arrives now waits for the last checkpoint.
+    # This comes first: a stop that arrives now waits for the last checkpoint.
     client.finished()
     job.current().end()
     if identity.by_hand:
@@ -285,7 +285,7 @@ def _finish(client: AgentClient, identity: WorkerIdentity) -> None:
 
 
 def _await_last_line(client: AgentClient, worker: int) -> None:
-    """Wait for the last line of the job, which appears on the terminal of each worker that still runs."""
+    """Wait for the last line of the job, which appears on the terminal of each running worker."""
     client.awaits_last_line()
     if client.wait_for_release(_SILENT_WAIT):
         return
@@ -312,7 +312,7 @@ def _run_whole(script: Script) -> None:
 
 
 def _end_if_refused(error: BaseException, summary: str) -> None:
-    """If a job only checks the script, say that the check ends where the script would have written a file."""
+    """If a job only checks the script, report that the check ends at a refused write."""
     from lockstep.worker import job
 
     if job.current().settings.checks and is_refused_write(error):
@@ -323,7 +323,7 @@ def _end_if_refused(error: BaseException, summary: str) -> None:
 def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -> int:
     trace = user_traceback(error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
-        # The frames of Keras or Lockstep in which the signal arrived explain nothing.
+        # The frames of Keras or Lockstep in which the signal arrived do not explain anything.
         trace = program_traceback(trace) or trace
     error = original_of(error).with_traceback(trace)
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
@@ -334,7 +334,7 @@ def _fail(error: BaseException, client: AgentClient, identity: WorkerIdentity) -
         prints = identity.by_hand or sys.excepthook is not sys.__excepthook__
     else:
         summary, prints = f"{summarize(error)}{_hint(error, identity.device_users)}", True
-        # For the terminal. The event has all frames.
+        # This is for the terminal. The event has all frames.
         hide_internals(error)
     _end_if_refused(error, summary)
     flush_streams()
@@ -353,14 +353,14 @@ def _hint(error: BaseException, device_users: int) -> str:
     """Return a hint to show after an error of the script, or an empty string if there is none."""
     from lockstep.worker import job
 
-    # A library may raise such an error without a number, about something else than a path.
+    # A library may raise such an error without a number, for a reason other than a path.
     exists = isinstance(error, FileExistsError) and error.errno is not None
     if exists and job.current().settings.workers > 1:
         return (
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"
         )
-    # Without the driver if possible: it may hang when it has lost a GPU.
+    # This does not use the driver if possible, because it may hang when it has lost a GPU.
     listed = variable(LISTED)
     gpus = gpus_within_patience() if listed is None else names_in(listed)
     return device_memory_hint(error, gpus, device_users) or gpu_hint(error, gpus, ask_driver)

@@ -39,10 +39,10 @@ class LocalHost:
         output: takes the output of workers.
         starter: starts workers.
         descendants: the processes of the job.
-        arrivals: where workers that a user starts by hand arrive; None if none can.
+        arrivals: the arrivals of workers that a user starts by hand; None if there can be none.
         host: the index of the host in the job.
         name: the name of the host, for messages; empty if the job has one host.
-        peer: where workers of other hosts connect; None if the job has one host.
+        peer: the address for workers of other hosts; None if the job has one host.
         network: how workers reach other hosts; None if the job has one host.
     """
 
@@ -72,7 +72,7 @@ def start_agent(
         spec: the job.
         coordinator: the channel to its coordinator.
         loop: serves the agent.
-        late: whether the host joins a job that runs already.
+        late: whether the host joins a running job.
         say: shows a note of the coordinator to the users of this host.
 
     Raises:

@@ -3,10 +3,10 @@
 The command forks it, passes signals on to it, and ends the processes that it leaves behind if it dies.
 
 Both processes watch each other, and both are subreapers, so that processes that a script started and left
-behind are found and ended too. When the command is killed, the agent ends everything. When the job's process
+behind are also found and ended. When the command is killed, the agent ends everything. When the job's process
 is killed, the kernel ends the workers (`PR_SET_PDEATHSIG`), and the command ends the rest. Only if both are
-killed at once can a process that a script left behind outlive them; workers cannot. None of this uses a port
-or a file.
+killed at once can a process that a script left behind outlive them; workers cannot. This does not use ports
+or files.
 
 A stopped job has one budget, `--grace`: the coordinator gives it to the chief for its step and a checkpoint,
 and the command waits that much longer for the agent. Output never stops a job: a failure to write to a
@@ -47,7 +47,7 @@ def run_in_job_process(serve: Serve, grace: float, lifeline: int | None) -> int:
     Args:
         serve: runs the job in that process.
         grace: seconds that the job may take for a checkpoint after a signal.
-        lifeline: a pipe at whose end all processes of the job are killed; None for none.
+        lifeline: a pipe at whose end all processes of the job are killed; None if there is none.
 
     Raises:
         UnfitError: the process cannot be started.
@@ -83,7 +83,7 @@ def _become_job_process(command: StopChannel, serve: Serve) -> None:
         keep_priority()
         adopt_orphans()
         for number in STOP_SIGNALS:
-            # The command forwards signals. Not SIG_IGN, which the workers would inherit.
+            # The command forwards signals. SIG_IGN is not used, because the workers would inherit it.
             signal.signal(number, _no_op)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         status = serve(command)
@@ -179,4 +179,4 @@ class _Watch:
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:
-    """Do nothing: a signal arrives through the wakeup descriptor, or is ignored."""
+    """Do nothing, because a signal arrives through the wakeup descriptor, or is ignored."""

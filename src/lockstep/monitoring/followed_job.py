@@ -42,7 +42,7 @@ class JobContact:
 
     Attributes:
         status: the newest reply; None before the first.
-        answered: when it arrived, or when this was created, in seconds since 1970.
+        answered: the time of its arrival, or of the creation of this object, in seconds since 1970.
         is_silent: whether the last request had no reply in time.
         gone: whether the job has ended.
     """
@@ -69,7 +69,7 @@ class JobContact:
         threading.Thread(target=self._serve, name="contact", daemon=True).start()
 
     def ask(self, request: AdminRequest, answer: Answer) -> None:
-        """Send a request, after earlier ones; the thread must run."""
+        """Send a request, after earlier ones. The thread must be running."""
         self._requests.put((request, answer))
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class JobContact:
         self._requests.put(None)
 
     def look(self) -> None:
-        """Ask for the state, and wait for the reply for a limited time."""
+        """Request the state, and wait for the reply for a limited time."""
         self._send(StatusRequest(), lambda reply: None)
 
     def _serve(self) -> None:
@@ -132,7 +132,7 @@ class FollowedJob:
             OSError: there is only the folder, and it cannot be read.
         """
         contact = self.contact
-        # In this order: once the job is gone, its last lines are complete.
+        # This order matters: when the job is gone, its last lines are complete.
         gone = contact is None or contact.gone
         try:
             self.folder.update()
@@ -180,7 +180,7 @@ def open_job(job: str, clock: Clock, interval: float) -> FollowedJob:
     """Return a running job of this user, or the folder of a run.
 
     Args:
-        job: the name by which the user calls it; see `find_run`.
+        job: the user's name for it; see `find_run`.
         clock: dates overviews.
         interval: seconds between two requests to its coordinator.
 

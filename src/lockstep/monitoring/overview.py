@@ -62,13 +62,13 @@ class WorkerRow:
     Attributes:
         worker: its id.
         host: the name of its host; empty if unknown.
-        state: its state, in words.
+        state: a description of its state.
         task: `chief`, `worker` or `ps` in a job with parameter servers; else empty.
         replicas: the number of replicas that it executes.
         steps_per_second: training steps per second; for a parameter server, updates.
         parts: the share of each part of its steps in their time, from 0 to 1; empty without steps.
         score: its pace compared with the fastest worker, which has 1.0.
-        staleness: the mean of its steps, with parameter servers.
+        staleness: the mean staleness of its steps, with parameter servers.
         largest_staleness: the largest staleness of its steps, with parameter servers.
         cores: the cores in use.
         delayed: seconds per second in which its threads waited for a core.
@@ -140,7 +140,7 @@ class Overview:
         left: seconds until its last step at the present speed; None if they are unknown.
         trained: training steps of all calls.
         metrics: the newest metrics, by name.
-        better: the best epochs of metrics that were better before; see `better_epochs`.
+        better: the best epochs of metrics that were better earlier; see `better_epochs`.
         examples_per_second: examples per second; None if the size of batches is unknown.
         steps_per_second: training steps per second.
         idle: seconds since the last measured step; None before the first.
@@ -148,11 +148,11 @@ class Overview:
         wanted: the number of workers that the job should have; None if unknown.
         hosts: the hosts of the workers.
         events: the last events, one line each.
-        silent_since: since when the coordinator has not answered; None if it does.
-        compared: the verdict of the comparison with one process; empty if none was wanted.
+        silent_since: the time since which the coordinator has not answered; None if it answers.
+        compared: the verdict of the comparison with one process; empty if none was requested.
         end: how the run ended, in one line; empty while it runs.
         averages: whether rates are those of the whole run.
-        remedies: what to do about its end and its troubles.
+        remedies: remedies for its end and its troubles.
         went: its effective training time, pauses, losses and joiners, and its troubles; see `how_it_goes`.
         advice: causes that slow training, one line each; empty if none does notably.
         pid: the process id of the command; None if the coordinator has not answered.
@@ -205,8 +205,8 @@ def overview(
         job: its name.
         now: the time, in seconds since 1970.
         status: the last reply of its coordinator.
-        silent_since: since when the coordinator has not answered; None if it does.
-        end: how the run ended, or why no more is known of it; empty while it runs.
+        silent_since: the time since which the coordinator has not answered; None if it answers.
+        end: how the run ended, or why its end is unknown; empty while it runs.
         active: whether it runs.
         averages: whether to average over the whole run instead of the last seconds.
     """
@@ -286,7 +286,7 @@ def _times(run: RunState, info: WorkerInfo, since: float) -> WorkerTimes:
 
 
 def _steps(run: RunState, info: WorkerInfo) -> npt.NDArray[np.bool_]:
-    """Return which measurements of a worker are of training steps, or of updates."""
+    """Return which measurements of a worker belong to training steps, or to updates."""
     calls = [at for at, call in enumerate(run.calls) if trains(call.name) or serves(call.name)]
     return steps_of(info.steps, calls)
 
@@ -417,7 +417,7 @@ def _host(info: HostInfo, rows: Sequence[WorkerRow]) -> HostRow:
 
 
 def _told(run: RunState) -> list[str]:
-    """Return the last events, such as `0:12 worker 2 joined: ...`; equal ones are one line, which counts."""
+    """Return the last events, such as `0:12 worker 2 joined: ...`; equal events are one line with a count."""
 
     def told(event: Happening) -> str | None:
         return _tell(event) if event.event in _TOLD and event.time >= run.began else None
@@ -427,7 +427,7 @@ def _told(run: RunState) -> list[str]:
         who = f"{name_workers(group.workers)} " if group.event in _NAMED and group.workers else ""
         often = f" ({group.number} times)" if group.is_repeated else ""
         verb, _, reason = group.text.partition(": ")
-        # The reason may say all of it.
+        # The reason may contain the whole text.
         text = reason if who and reason.startswith(f"{who}{verb}") else f"{who}{group.text}"
         lines.append(f"{clock_text(group.last - run.began)} {text}{often}")
     return lines

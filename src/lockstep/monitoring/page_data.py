@@ -1,6 +1,6 @@
 """The content of the page and the report of a run, as values that are ready for JSON. Pure.
 
-A run is shown in parts (`parts`), which change seldom, and in charts (`chart`), which have a bounded number
+A run is shown in parts (`parts`), which rarely change, and in charts (`chart`), which have a bounded number
 of points, however long the run is. Times within a run are seconds since it started.
 """
 
@@ -163,7 +163,7 @@ def _summary(run: RunState, active: bool) -> dict[str, Any]:
 
 
 def _time_elsewhere(run: RunState) -> dict[str, float]:
-    """Return the seconds of a run that are not effective training time, by what they were for.
+    """Return the seconds of a run that are not effective training time, by their purposes.
 
     Pauses in other calls than training also count as pauses.
     """
@@ -179,7 +179,7 @@ def _time_elsewhere(run: RunState) -> dict[str, float]:
 
 
 def _own_frames(traceback: str) -> str:
-    """Return a traceback without frames of Lockstep and Keras, unless the error is from there."""
+    """Return a traceback without frames of Lockstep and Keras, unless the error comes from there."""
     pieces = _FRAME.split(traceback)
     # Pieces of text alternate with frames.
     frames = [piece for piece in pieces[1::2] if not _INTERNAL.match(piece)]
@@ -253,7 +253,7 @@ def _worker(run: RunState, info: WorkerInfo) -> dict[str, Any]:
 
 
 def _phase(run: RunState) -> str:
-    """Return the phase of the longest-serving worker, such as `compiling`, once it has started."""
+    """Return the phase of the longest-serving worker, such as `compiling`, if one has started."""
     return next((run.workers[worker].phase for worker in run.members if worker in run.workers), "")
 
 
@@ -340,7 +340,8 @@ def _key(event: Happening) -> tuple[Any, ...]:
 def _events(run: RunState) -> list[dict[str, Any]]:
     """Return the newest events in the order of their times; equal ones are one row.
 
-    Calls within calls, such as validations, are not shown: they are many, and the charts have their time.
+    Calls within calls, such as validations, are not shown, because there are many, and the charts have their
+    time.
     """
 
     def told(event: Happening) -> str | None:
@@ -389,7 +390,7 @@ class _Series:
         label: the label of the series in its chart.
         role: `train`, `epoch` or `validation` for metrics, else empty.
         x, y: of equal length; NaN in `y` for values that are not finite.
-        weight: sums instead of averages: a point is the sum of `y` over the sum of `weight`.
+        weight: weights, with which a point is the sum of `y` over the sum of `weight` instead of an average.
     """
 
     label: str
@@ -400,7 +401,7 @@ class _Series:
 
 
 def _charts(run: RunState) -> list[dict[str, Any]]:
-    """Return the charts of the run in their order on the page; `version` changes if one has gained values."""
+    """Return the run's charts in their order on the page; `version` changes if a chart has gained values."""
     charts: list[dict[str, Any]] = []
 
     def add(section: str, name: str, title: str, version: int, unit: str = "", kind: str = "lines") -> None:
@@ -442,10 +443,10 @@ def chart(run: RunState, name: str, window: Window) -> list[dict[str, Any]]:
     """Return the first `MOST_SERIES` series of a chart, at most `window.points` points each.
 
     A series has `label`, `role` and lists of equal length: `x`; `low` and `high`, the extremes of the values
-    that a point represents, so that no spike is lost; `mean`, their average, over the width of the smoothing.
-    They are None where no value is finite. `missing` counts values that are not finite, and `first_missing`
-    is the `x` of the first one. `count` is the number of all values, and `extent` has the first and the last
-    `x`.
+    that a point represents, so that no spike is lost; and `mean`, their average over the width of the
+    smoothing. They are None where no value is finite. `missing` counts values that are not finite, and
+    `first_missing` is the `x` of the first one. `count` is the number of all values, and `extent` has the
+    first and the last `x`.
 
     Args:
         run: the run.
@@ -495,7 +496,7 @@ def _series(run: RunState, name: str, axis: str) -> Iterator[_Series]:
 
 
 def _metric_names(run: RunState) -> list[str]:
-    """Return the names of metrics, of which `val_loss` belongs to `loss`; the loss first."""
+    """Return the names of metrics in groups, such as `loss` with `val_loss`; the loss comes first."""
     both = dict.fromkeys((*run.metrics, *run.batch_metrics))
     names = dict.fromkeys(base if (base := name.removeprefix(_VALIDATION)) in both else name for name in both)
     return sorted(names, key=lambda name: name != "loss")
@@ -537,7 +538,7 @@ def _without_first(steps: Columns) -> dict[str, Numbers]:
 def _training(
     run: RunState, chosen: Callable[[Columns], dict[str, Numbers]] = _without_first
 ) -> Iterator[dict[str, Numbers]]:
-    """Yield the steps of calls that train, each from one worker; after a worker has ended, from another one.
+    """Yield the steps of calls that train, each from one worker; after its end, from another one.
 
     With parameter servers, the chief takes all steps.
     """
@@ -667,7 +668,7 @@ def compare(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[st
     """Return how two runs differ, differences first.
 
     Args:
-        first, second: their `parts`.
+        first, second: the `parts` of the runs.
 
     Returns:
         Rows of `section`, `name`, the values `a` and `b` (empty where a run has none), and `differs`.

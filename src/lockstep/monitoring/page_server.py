@@ -3,15 +3,15 @@
 The address has a token, which the first request exchanges for a cookie. Requests without the cookie, with a
 name in `Host` that another site could point here, or with another method than GET are refused.
 
-One browser asks every two seconds, so the server of the standard library suffices, and the command needs no
-package. The page is three files in `static/`, written by hand: a page of tables and canvas charts needs
-neither a framework nor a build, and the wheel needs no other tool. All computing is in Python
-(`page_data.py`). Data that changes seldom travels in parts with digests, so a poll transfers only parts that
-have changed. The report is the same page with the data inside; its policy allows the script and the style by
-their hashes.
+One browser sends a request every two seconds, so the server of the standard library is sufficient, and the
+command does not need a package. The page is three files in `static/`, written by hand: a page of tables and
+canvas charts needs neither a framework nor a build, and the wheel needs no other tool. All computing is in
+Python (`page_data.py`). Data that rarely changes travels in parts with digests, so a poll transfers only
+parts that have changed. The report is the same page with the data inside; its policy allows the script and
+the style by their hashes.
 
-The page never takes part in a run. `lockstep run --ui` starts it as another process of the command, outside
-of the job, and kills it at the end.
+The page never takes part in a run. `lockstep run --ui` starts it as a separate process of the command,
+outside of the job, and kills it at the end.
 """
 
 import hmac
@@ -129,7 +129,7 @@ class RunsView:
         """Return the JSON for a request.
 
         Raises:
-            BadRequest: the page does not have it.
+            BadRequest: the page does not have the requested data.
             ConfigError: a later version of Lockstep has recorded the run.
             OSError: a file cannot be read.
         """
@@ -254,7 +254,7 @@ class PageServer(ThreadingHTTPServer):
     """Serves the page at an address; `serve_forever` serves until `shutdown`, or an interrupt.
 
     Args:
-        address: the host and the port to listen at; port 0 for any free port.
+        address: the host and the port at which to listen; port 0 for any free port.
         family: the family of the address.
         view: answers requests about runs.
         context: the context with which connections are encrypted; None if they are not.
@@ -392,7 +392,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name is None:
             return False
         try:
-            # No other site can point an IP address here.
+            # No other site can make an IP address point here.
             ipaddress.ip_address(name)
         except ValueError:
             return name.lower() in self.server.names
@@ -428,7 +428,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Refuse a request that is malformed, or has another method than GET."""
-        # A request without a version gets an answer with a status line, too.
+        # A request without a version also gets an answer with a status line.
         self.request_version = self.protocol_version
         if code == HTTPStatus.NOT_IMPLEMENTED:
             self.close_connection = True
@@ -438,4 +438,4 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus(code), "The request is malformed.\n")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the address has the token."""
+        """Do not log anything, because the address has the token."""

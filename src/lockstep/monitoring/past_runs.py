@@ -1,8 +1,7 @@
 """The runs in folders, one row each: their times, workers, progress and ends.
 
 `summarize`, `select` and the tables are pure. Values that a log does not have, or has in a form that this
-version does not know, are omitted: the last line may be incomplete, and an earlier version has recorded
-less.
+version does not know, are omitted: the last line may be incomplete, and earlier versions recorded less.
 """
 
 import contextlib
@@ -46,7 +45,7 @@ class PastRun:
     Attributes:
         name: the name of the folder.
         began: when it started, in seconds since 1970.
-        seconds: how long it took, or has taken so far.
+        seconds: the time that it took, or has taken so far.
         state: `finished`, `failed`, `stopped`, `running`, or `lost` without an end.
         script: its script.
         backend: the Keras backend.
@@ -204,11 +203,11 @@ def summarize(
 
 
 def _linked(run: PastRun, runs: Sequence[PastRun]) -> PastRun:
-    """Return a run with the name of the one that wrote the checkpoint from which it resumed."""
+    """Return a run with the name of the run that wrote the checkpoint from which it resumed."""
     if run.resumed is None:
         return run
     folder, step = run.resumed
-    # A command that is killed may not have recorded its last checkpoint: an earlier one names the run, too.
+    # A killed command may not have recorded its last checkpoint, but an earlier one also names the run.
     before = [
         (written_step == step, time, other.name)
         for other in runs
@@ -222,7 +221,7 @@ def _linked(run: PastRun, runs: Sequence[PastRun]) -> PastRun:
 
 
 class _RunColumn(NamedTuple):
-    """A column: its name, its value for a run, and its text in the table; None if it is not there."""
+    """A column: its name, its value for a run, and its text in the table; None if it is not in the table."""
 
     name: str
     value: Callable[[PastRun], Any]
@@ -292,7 +291,7 @@ def select(runs: Sequence[PastRun], conditions: Sequence[str], order: str = "") 
         order: the column by which to sort, after `-` for the largest value first; empty to keep the order.
 
     Raises:
-        ConfigError: a condition has another form, or there is no such column.
+        ConfigError: a condition has a different form, or there is no such column.
     """
     by_name = {column.name.lower(): column for column in _all_columns(runs)}
 
@@ -393,7 +392,7 @@ def _workers(run: PastRun) -> str:
 
 
 def _remark(run: PastRun) -> str:
-    """Return how a run ended without its state, which has a column."""
+    """Return how a run ended, without its state, which has a column."""
     first, _, rest = run.end.partition("; ")
     return rest if first == run.state else run.end
 
@@ -425,6 +424,6 @@ def _share(share: float | None) -> float | None:
 
 
 def _number(value: Any, otherwise: float | None = None) -> float | None:
-    """Return a time, or None if the value is not a number or its time is in no calendar."""
+    """Return a time, or None if the value is not a number or not a time in the calendar."""
     is_valid = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _END_OF_TIME
     return float(value) if is_valid else otherwise

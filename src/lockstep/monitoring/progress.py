@@ -30,7 +30,7 @@ What comes before may be the name of an output.
 
 @dataclass(frozen=True)
 class BetterEpoch:
-    """An epoch at whose end a metric was better than at that of the last one.
+    """An epoch at whose end a metric was better than at the end of the last one.
 
     Attributes:
         value: the best value of the metric.
@@ -80,14 +80,14 @@ def progress(run: RunState) -> TrainingProgress | None:
 
 
 def metric_rank(name: str) -> int:
-    """Return the place of a metric where only some are shown: the losses first."""
+    """Return the rank of a metric for displays of only some: the losses come first."""
     return {"loss": 0, "val_loss": 1}.get(name, 2)
 
 
 def better_epochs(run: RunState) -> dict[str, BetterEpoch]:
-    """Return the best epochs of the last `fit`, of metrics whose last and newest values are worse than that.
+    """Return the last `fit`'s best epochs for metrics whose last and newest values are worse.
 
-    If it was resumed, its epochs before that count too.
+    If it was resumed, its earlier epochs also count.
     """
     import numpy as np
 
@@ -119,7 +119,7 @@ class _Span(NamedTuple):
     before: float
 
     def contains(self, columns: Columns) -> "npt.NDArray[np.bool_]":
-        """Return which rows are within."""
+        """Return which rows are within the span."""
         times = columns.column("time")
         within: npt.NDArray[np.bool_] = (times >= self.since) & (times <= self.until)
         return within & (columns.column("epoch") < self.before)
@@ -185,7 +185,7 @@ def _steps(run: RunState, call: CallInfo, rows: "npt.NDArray[np.void] | None") -
 
 
 def _left_in_epochs(run: RunState, call: CallInfo) -> float | None:
-    """Return how long the rest of the epochs takes, if steps are not measured; the first epoch compiles."""
+    """Return the time of the remaining epochs, if steps are not measured; the first epoch compiles."""
     ended = _ended_epochs(run, call)
     if call.epochs is None or len(ended) < 2:
         return None
@@ -194,7 +194,7 @@ def _left_in_epochs(run: RunState, call: CallInfo) -> float | None:
 
 
 def _left(rows: "npt.NDArray[np.void]", steps: int | None) -> float | None:
-    """Return how long the rest of the steps takes at the speed of the last ones."""
+    """Return the time of the remaining steps at the speed of the last ones."""
     # The first row is that of the first step, which compiles.
     rows = rows[1:]
     if steps is None or len(rows) < 2:

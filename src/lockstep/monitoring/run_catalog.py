@@ -1,4 +1,4 @@
-"""The runs in folders that the user names, and a glance at each from the ends of its log."""
+"""The runs in folders that the user names, and a short look at each from the ends of its log."""
 
 import contextlib
 import os
@@ -21,10 +21,11 @@ _TAIL = 64 * 1024
 
 
 def resolve(words: Sequence[str]) -> list[Path]:
-    """Return the folders that words name: each a folder that contains run folders, or a run (`find_run`).
+    """Return the folders that the arguments name: each a folder of run folders, or a run (`find_run`).
 
     Raises:
-        ConfigError, UnfitError: a word names neither; or there are no words, and no folder of runs here.
+        ConfigError, UnfitError: an argument names neither; or there are no arguments, and there is no folder
+            of runs here.
     """
     if not words and not RUNS.is_dir():
         raise ConfigError(f"there is no folder {RUNS} here; name the folder of a run, or a running job")
@@ -47,7 +48,7 @@ def is_run(folder: Path) -> bool:
 
 
 def is_active(folder: Path) -> bool:
-    """Whether a process holds the lock of a run folder, maybe in another container."""
+    """Whether a process holds the lock of a run folder, possibly in another container."""
     try:
         return is_locked(RunPaths(folder).lock)
     except OSError:
@@ -60,10 +61,10 @@ class Glance:
 
     Attributes:
         script: its script; empty if unknown.
-        began: when its first run started, in seconds since 1970; 0 if unknown.
-        last: when its log was last written.
+        began: the time at which its first run started, in seconds since 1970; 0 if unknown.
+        last: the time at which its log was last written.
         end: its state at its end; empty if its last event is not `finished`.
-        troubled: whether it has had problems until then.
+        troubled: whether it has had problems so far.
         steps: training steps at its end; None if unknown.
     """
 

@@ -26,7 +26,7 @@ def task_of(state: RunState, worker: int) -> str:
     if processes == 1:
         # One process with all tasks repeats a run.
         return "chief"
-    # Others take the place of workers only.
+    # Other processes replace only workers.
     return Tasks(processes, servers).of(worker)[0] if 0 <= worker < processes else "worker"
 
 
@@ -70,7 +70,7 @@ class RunFolder:
         if self._events.shrank() or self._measurements.shrank():
             self._begin()
         before = self.state
-        # In the order of time: the phase of a worker follows from both files.
+        # The order is that of time, because the phase of a worker follows from both files.
         for entry in heapq.merge(self._happenings(), self._measured(), key=lambda happening: happening.time):
             self.state = self.state.after(entry)
         self.state = self.state.with_verdict(read_verdict(self.paths, ended=self.state.finished is not None))

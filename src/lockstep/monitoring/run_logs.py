@@ -58,7 +58,7 @@ def read_page(folder: Path, worker: int, start: int | None = None, before: int |
 
     Args:
         folder: the folder of the run.
-        worker: whose log.
+        worker: the worker of the log.
         start: the byte at which the page starts, the beginning of a line.
         before: instead, the byte at which it ends. Without both, the page is the last one.
 
@@ -92,9 +92,9 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
 
     Args:
         folder: the folder of the run.
-        worker: whose log.
-        text: the text to look for, not empty.
-        case: whether the case of ASCII letters counts; that of others always does.
+        worker: the worker of the log.
+        text: the text to find, not empty.
+        case: whether the case of ASCII letters counts; that of other letters always does.
         start: the byte at which to start, the beginning of a line.
 
     Raises:
@@ -118,7 +118,7 @@ def search(folder: Path, worker: int, text: str, *, case: bool, start: int = 0) 
                 first = data.rfind(b"\n", 0, hit) + 1
                 end = data.find(b"\n", hit)
                 end = len(data) if end < 0 else end
-                # In a long line, the text stands in the middle.
+                # In a long line, the text is in the middle.
                 shown = max(first, min(hit - _LONGEST // 2, end - _LONGEST))
                 lines.append(FoundLine(at + first, readable(data[shown : min(end, shown + _LONGEST)])))
                 offset = end + 1

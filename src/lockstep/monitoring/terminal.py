@@ -27,7 +27,7 @@ class Input(NamedTuple):
 
     Attributes:
         typed: the characters that the user has typed.
-        ended: the signal that tells the program to end; SIGHUP if the terminal is gone; None for none.
+        ended: the signal that tells the program to end, if any; SIGHUP if the terminal is gone.
     """
 
     typed: str = ""
@@ -37,8 +37,8 @@ class Input(NamedTuple):
 class PictureTerminal:
     """The terminal of stdin and stdout, on its alternate screen, without echo, within a `with` block.
 
-    Signals that end the program are reported by `wait`. Ctrl-Z stops it and restores the terminal.
-    For the main thread.
+    Signals that end the program are reported by `wait`. Ctrl-Z stops it and restores the terminal. This class
+    is for the main thread.
 
     Args:
         console: the console of stdout, which is a terminal.
@@ -80,7 +80,7 @@ class PictureTerminal:
 
     @property
     def size(self) -> tuple[int, int]:
-        """The width and the height in characters, now."""
+        """The present width and height in characters."""
         return self._console.size
 
     def show(self, lines: Iterable[tuple[str, str]]) -> None:
@@ -147,4 +147,4 @@ class PictureTerminal:
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:
-    """Do nothing: a signal arrives through the wakeup descriptor."""
+    """Do nothing, because a signal arrives through the wakeup descriptor."""

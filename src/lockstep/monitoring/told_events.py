@@ -1,4 +1,4 @@
-"""The events of a run in words, with equal ones as one. Pure.
+"""The events of a run as texts, with equal events as one. Pure.
 
 The page, the report and `lockstep top` count and join events in the same way.
 """
@@ -37,11 +37,11 @@ class ToldEvents:
     """Equal events of one worker or of several, with the same membership.
 
     Attributes:
-        event: their name.
-        text: what they say beyond their name and their workers; maybe empty.
+        event: the name of the events.
+        text: their text besides their name and their workers; may be empty.
         workers: the workers that published them, sorted; empty for events of the run itself.
         first, last: the times of the first and the last one, in seconds since 1970.
-        number: their number.
+        number: the number of events.
     """
 
     event: str
@@ -64,7 +64,7 @@ def join_equal(
 
     Args:
         events: the events, the newest first.
-        told: returns what an event says; None for one that is not told.
+        told: returns the text of an event, or None for an event that is not shown.
         most: the largest number of groups.
     """
     groups: dict[tuple[Any, ...], ToldEvents] = {}
@@ -72,7 +72,7 @@ def join_equal(
     for event in events:
         if event.event in _SEPARATING:
             if len(groups) == most:
-                # Older events belong to no group.
+                # Older events do not belong to a group.
                 break
             changes += 1
         text = told(event)
@@ -93,11 +93,11 @@ def join_equal(
 
 
 def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
-    """Return what an event says beyond its name and its worker, in words, or an empty text.
+    """Return an event's text besides its name and its worker, or an empty text.
 
     Args:
         event: the event.
-        otherwise: returns the fields of an event that has no words of its own.
+        otherwise: returns the fields of an event without a text of its own.
     """
     fields = event.fields
     match event.event:
@@ -147,7 +147,7 @@ def details(event: Happening, otherwise: Callable[[Happening], str]) -> str:
 
 
 def _verdict(fields: Mapping[str, Any]) -> str:
-    """Return what the verdict of a verification says of its workers, or an empty text for an unknown one."""
+    """Return a verdict's text on its workers, or an empty text for an unknown verdict."""
     hosts = ", ".join(map(str, _items(fields.get("hosts"))))
     who = _named(fields.get("workers")) + (f" ({hosts})" if hosts else "")
     verdicts = _VERDICTS_ON.get(str(fields.get("part")), _VERDICTS)
@@ -166,5 +166,5 @@ def _named(workers: Any) -> str:
 
 
 def _items(value: Any) -> Sequence[Any]:
-    """Return the items of a field; anything may stand in a file."""
+    """Return the items of a field, which may contain anything."""
     return value if isinstance(value, list | tuple) else ()

@@ -43,7 +43,7 @@ def show_job(job: str, interval: float, form: Form, *, once: bool) -> int:
     A table is shown in place on a terminal, and once elsewhere.
 
     Args:
-        job: a name, the beginning of one, or the folder of a run.
+        job: a name, the beginning of a name, or the folder of a run.
         interval: seconds between two looks.
         form: a table, or lines of CSV or JSON.
         once: whether to show it once, instead of every `interval`.

@@ -89,7 +89,7 @@ class TopScreen:
         return None
 
     def see(self, request: AdminRequest, reply: Reply | str) -> None:
-        """Process the reply to a request, or why there is none."""
+        """Process the reply to a request, or the reason for a missing reply."""
         if isinstance(request, ScaleRequest) and request.workers == self._wanted:
             self._wanted = None
         if isinstance(reply, str):
@@ -128,7 +128,7 @@ class TopScreen:
         ]
 
     def _first_row(self, view: Overview, rows: int, room: int) -> int:
-        """Return the first row that is shown, so that the selected one is among them."""
+        """Return the first visible row, so that the selected one is visible."""
         at = next((at for at, row in enumerate(view.workers) if row.worker == self.selected), 0)
         return max(0, min(at - room // 2, rows - room))
 
@@ -159,7 +159,7 @@ class TopScreen:
         return StackRequest(worker)
 
     def _scale(self, by: int, view: Overview) -> ScaleRequest | None:
-        """Scale from the last number that was requested: the overview may not have it yet."""
+        """Scale from the last requested number, which the overview may not have yet."""
         wanted = self._wanted if self._wanted is not None else view.wanted
         if wanted is None:
             self.message = "the coordinator has not answered yet, so the number of workers is unknown"
@@ -221,7 +221,7 @@ _KEYS = {
 
 
 def read_keys(typed: str) -> Sequence[str]:
-    """Return the keys in the characters of a terminal; keys without a meaning are left out."""
+    """Return the keys in the characters of a terminal; keys without a meaning are omitted."""
     keys, at = [], 0
     while at < len(typed):
         sequence = typed[at : at + 3]
@@ -230,7 +230,7 @@ def read_keys(typed: str) -> Sequence[str]:
             at += 3
         elif typed[at : at + 2] in ("\x1b[", "\x1bO"):
             at += 2
-            # Parameters, then a letter or a tilde.
+            # These are parameters, then a letter or a tilde.
             while at < len(typed) and not (typed[at].isalpha() or typed[at] == "~"):
                 at += 1
             at += 1

@@ -24,7 +24,7 @@ _METRICS = 6
 
 
 class _Column(NamedTuple):
-    """A column of the table of workers; columns of the highest ranks are left out if room is scarce."""
+    """A column of the table of workers. Columns of the highest ranks are omitted if room is scarce."""
 
     heading: str
     show: Callable[[WorkerRow], str]
@@ -105,7 +105,7 @@ def heading(view: Overview) -> list[str]:
 
 
 def _time_left(now: float, seconds: float) -> str:
-    """Say how long a run still trains, and of a longer time, when it ends."""
+    """Return how long a run will still train and, for a longer time, when it ends."""
     if seconds < _LONG:
         return f"{duration_text(seconds)} left"
     today, end = time.localtime(now), time.localtime(now + seconds)
@@ -114,7 +114,7 @@ def _time_left(now: float, seconds: float) -> str:
 
 
 def _best(view: Overview, name: str) -> str:
-    """Name an earlier epoch that was better; of a metric of training only if there is no validation."""
+    """Name an earlier epoch that was better; use a metric of training only if there is no validation."""
     if (best := view.better.get(name)) is None or f"val_{name}" in view.metrics:
         return ""
     shown = f"{best.value:.5g}"

@@ -33,12 +33,12 @@ class SingleStep(NamedTuple):
     """A training step that a worker has recorded one by one.
 
     Attributes:
-        step: the training step, from 1.
+        step: the number of the training step, from 1.
         worker: its id.
         call: its call, such as `fit 1`.
         number: its number in its call, from 1; with parameter servers, among the steps that the worker takes.
-        start: microseconds since 1970.
-        parts: microseconds of each of `STEP_PARTS`.
+        start: the time of its start, in microseconds since 1970.
+        parts: the microseconds of each of `STEP_PARTS`.
     """
 
     step: int
@@ -50,7 +50,7 @@ class SingleStep(NamedTuple):
 
     @property
     def end(self) -> int:
-        """When it ended, in microseconds since 1970."""
+        """The time of its end, in microseconds since 1970."""
         return self.start + sum(self.parts)
 
 
@@ -58,7 +58,7 @@ def parse_steps(text: str) -> range:
     """Return the steps that a text such as `100:110` names, both included, or a single number.
 
     Raises:
-        ConfigError: it names no steps.
+        ConfigError: the text does not name steps.
     """
     match = _STEPS.fullmatch(text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
@@ -107,7 +107,7 @@ def single_steps(paths: RunPaths) -> Iterator[tuple[float, SingleStep]]:
 
 
 def newest(recorded: Iterable[tuple[float, SingleStep]], begun: Sequence[float]) -> list[SingleStep]:
-    """Return each step as the last run in its folder took it, which may repeat steps of an earlier run.
+    """Return each step as the last run in its folder took it, because a run may repeat earlier steps.
 
     Args:
         recorded: steps with the times of their measurements.

@@ -28,7 +28,7 @@ def window(run: RunState, now: float) -> float:
 
 
 def advice(run: RunState, times: CallTimes) -> tuple[str, ...]:
-    """Return the causes that slow a run, one line each, or an empty tuple if none does notably.
+    """Return the causes that slow a run, one line each, or an empty tuple if no cause is notable.
 
     Args:
         run: the run.
@@ -48,8 +48,8 @@ def training_times(run: RunState, *, live: bool) -> CallTimes:
 
     Args:
         run: the run.
-        live: whether the last seconds count, as long as there are steps in them; otherwise, the last call
-            counts that took a second or more, or all calls that train if none did.
+        live: whether the last seconds count, if there are steps in them. Otherwise, the last call that took a
+            second or more counts, or all calls that train if there is none.
     """
     calls = [index for index, call in enumerate(run.calls) if trains(call.name)]
     if live and calls:
@@ -119,7 +119,7 @@ def worker_times(info: WorkerInfo, chosen: "npt.NDArray[np.bool_]", since: float
 
     Args:
         info: the worker, which has steps.
-        chosen: the measurements, shape (number of them,).
+        chosen: which measurements to sum, shape (number of measurements,).
         since: seconds since 1970.
     """
     steps = info.steps
@@ -145,7 +145,7 @@ def worker_times(info: WorkerInfo, chosen: "npt.NDArray[np.bool_]", since: float
 def _loads(run: RunState, host: str, since: float, until: float, *, counts_first: bool) -> HostLoads:
     """Return the load of a host between two times.
 
-    The first measurement covers an earlier time too, and counts only if `counts_first`.
+    The first measurement also covers an earlier time, and counts only if `counts_first`.
     """
     info = run.hosts[host]
     times = info.load.column("time")

@@ -33,9 +33,9 @@ class WorkerLogs:
 
     Args:
         folder: the folder of the run.
-        workers: whose logs to show; empty for all, including workers that start later.
+        workers: the workers whose logs to show; empty for all, including workers that start later.
         prefixed: whether each line begins with its worker, as in `[worker 1] `.
-        pattern: shows only the lines in which it is found; None for all.
+        pattern: a pattern that the shown lines must contain; None for all lines.
         write: writes bytes.
     """
 
@@ -110,11 +110,11 @@ def follow(
 
 
 class GrowingLog:
-    """A log, and how far it was read.
+    """A log, and the position up to which it was read.
 
     Args:
         path: the path of the log.
-        outlet: takes the bytes.
+        outlet: receives the bytes.
         position: the byte with which to begin.
     """
 

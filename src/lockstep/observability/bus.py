@@ -1,9 +1,9 @@
-"""Publish and subscribe: the publisher of an event depends on none of its subscribers.
+"""Publish and subscribe: the publisher of an event does not depend on its subscribers.
 
 A bus calls subscribers on the publisher's thread, in the order in which they subscribed, so that files and
 messages have the order of the events. A subscriber must not block. A slow reader (a terminal that shows the
 run, a user's code) takes events from a `Feed` instead: a bounded queue that drops the oldest events and
-counts them. A subscriber that raises is removed, and the bus says so once.
+counts them. A subscriber that raises is removed, and the bus reports that once.
 
 Events of a worker pass through its agent to the coordinator, which publishes them again on the bus of the
 run; the log `events.jsonl` is one of its subscribers. The event of a step, with the seconds of its parts, is
@@ -21,10 +21,10 @@ from lockstep.system.notes import note
 
 
 class PublishedEvent(NamedTuple):
-    """An event, and where it comes from.
+    """An event, and its origin.
 
     Attributes:
-        time: when it was published, in seconds since 1970.
+        time: the time at which it was published, in seconds since 1970.
         worker: the worker that published it; None for the coordinator.
         event: the event.
     """
@@ -100,7 +100,7 @@ class Bus:
 
 
 class Feed:
-    """A bounded queue of events, for a reader on a thread of its own.
+    """A bounded queue of events, for a reader on a separate thread.
 
     Publishing never waits for the reader: it replaces the oldest event when the queue is full.
     """
@@ -116,7 +116,7 @@ class Feed:
         """Wait until there are events, the feed is closed, or `seconds` have passed.
 
         Returns:
-            The events since the last call, the oldest first, and how many before them were lost.
+            The events since the last call, the oldest first, and the number of lost events before them.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._events or self._closed, seconds)

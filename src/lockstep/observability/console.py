@@ -20,15 +20,15 @@ class Console:
     """Shows the output of the chief as it is, or of all workers line by line.
 
     Args:
-        stdout: takes the stdout of workers.
-        stderr: takes the stderr of workers, and notes.
+        stdout: receives the stdout of workers.
+        stderr: receives the stderr of workers, and notes.
         tee: the workers whose output is shown.
         chief: the first chief.
 
     Attributes:
         chief: the worker whose output is shown as it is; changes with views.
         drops: whether output is dropped while the reader is far behind; otherwise workers wait for it.
-        readers: also get each note.
+        readers: readers that also get each note.
     """
 
     def __init__(self, stdout: Sink, stderr: Sink, tee: Tee, chief: int) -> None:

@@ -1,8 +1,8 @@
 """Writes the digest log, a folder of segments of JSON lines that stays below a size; see docs/run-folder.md.
 
-A coordinator that takes a job over begins a new segment, so segments are only appended to by the process that
-has created them. When the log reaches its limit, segments are thinned, beginning with those that were thinned
-least. Only the steps whose number the stride of the segment divides remain in it.
+A coordinator that takes over a job begins a new segment, so only the process that created a segment appends
+to it. When the log reaches its limit, segments are thinned, beginning with those that were thinned least.
+Only the steps whose number the stride of the segment divides remain in it.
 """
 
 import contextlib

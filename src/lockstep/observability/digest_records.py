@@ -1,4 +1,4 @@
-"""The records of the digest log, in which a worker describes the bits of a training.
+"""The records of the digest log, in which a worker describes the bits of training.
 
 The tag and the fields of a class are a row of docs/run-folder.md, which a test compares.
 """
@@ -15,7 +15,7 @@ HASH_DIGITS = 16
 
 
 class ProgramRecorded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="program"):
-    """Everything but data on which the bits of a run depend, as a worker sees it; published when it changes.
+    """Everything except data on which a run's bits depend, for one worker; published when it changes.
 
     Attributes:
         format: the format of the digest log.
@@ -32,8 +32,8 @@ class ProgramRecorded(msgspec.Struct, frozen=True, kw_only=True, tag_field="even
         sources: SHA-256 of the program's own source files, by path; below the script's folder relative to it.
         script: the path of the script in `sources`; empty if there is none.
         keras: values of Keras's configuration, by the name of the function of `keras.config`.
-        variables: for each environment variable that the program's source names and that is set, 4 digits of
-            a hash of its value, or `set` for one that may be a secret; None in earlier versions.
+        variables: for each environment variable that is set and that the program's source names, 4 digits of
+            a hash of its value, or `set` for a possible secret; None in earlier versions.
     """
 
     format: int = DIGEST_FORMAT
@@ -73,7 +73,7 @@ class NamesRecorded(msgspec.Struct, frozen=True, tag_field="event", tag="names")
     """The names of the arrays of partials and totals, or of variables, in the order of their hashes.
 
     Attributes:
-        key: identifies this list of names in `StepDigests`.
+        key: the key of this list of names in `StepDigests`.
         names: the names of the arrays.
     """
 
@@ -85,7 +85,7 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Hashes (XXH3, hexadecimal) of the part of one step that one worker has computed.
 
     A hash of several arrays is the hash of their 8-byte hashes in the order of their names. `..._parts` has
-    the latter, 16 digits each, one after the other.
+    the hashes of the arrays, 16 digits each, without separators.
 
     Attributes:
         step: number of training steps of the job, with this one if it trains, in all calls.
@@ -94,7 +94,7 @@ class StepDigests(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         trains: whether it is a training step.
         shapes: the dtypes and shapes of the arrays of the whole batch, of the first step of a call.
         examples: the examples of each replica that this worker has computed, by replica.
-        inputs: the examples of each replica as read.
+        inputs: the examples of each replica, as they were read.
         rows: the examples of each replica in at most 1024 parts of equal numbers of rows, 8 digits per part.
         names: key of the names of partials and total.
         partials: the partial of each replica that this worker has computed.

@@ -41,8 +41,8 @@ def recorded(events: Bus, paths: RunPaths, complain: Complain) -> Iterator[None]
 class EventLog:
     """Appends events to a file.
 
-    Each event is one `write` of one line, `{"time": ..., "event": ..., <fields>}`, so a killed run leaves
-    no incomplete lines, and a reader can follow the file while it grows. Events of a worker have the field
+    Each event is one `write` of one line, `{"time": ..., "event": ..., <fields>}`, so a killed run does not
+    leave incomplete lines, and a reader can follow the file while it grows. Events of a worker have the field
     `worker`.
     """
 
@@ -82,6 +82,6 @@ def encoded(published: PublishedEvent) -> bytes:
     try:
         text = msgspec.json.encode(line)
     except UnicodeEncodeError:
-        # For a file name that is not UTF-8, JSON can escape each byte.
+        # JSON can escape each byte of a file name that is not UTF-8.
         text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
     return text + b"\n"

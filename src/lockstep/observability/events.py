@@ -95,7 +95,7 @@ class WorkerLost(_Event, frozen=True, tag="lost"):
 
 
 class WorkerNotReplaced(_Event, frozen=True, tag="not replaced"):
-    """A worker was lost and no other one takes its place: from now on, the job wants `wanted` workers."""
+    """A worker was lost and is not replaced: from now on, the job should have `wanted` workers."""
 
     wanted: int
     reason: str
@@ -119,7 +119,7 @@ class ScriptEnded(_Event, frozen=True, tag="done"):
 class WorkerExited(_Event, frozen=True, tag="exited"):
     """The process of a worker has ended; its status is negative for a signal.
 
-    `cause` continues the text of the status with what the agent knows beyond it; it is mostly empty.
+    `cause` adds facts that the agent knows to the text of the status; it is usually empty.
     """
 
     worker: int
@@ -128,7 +128,7 @@ class WorkerExited(_Event, frozen=True, tag="exited"):
 
 
 class HostJoined(_Event, frozen=True, tag="host joined"):
-    """A host takes part in the job from now on, with room for `workers` workers, and `cores` cores."""
+    """From now on, a host takes part in the job, with room for `workers` workers, and `cores` cores."""
 
     host: str
     workers: int
@@ -143,9 +143,9 @@ class HostLost(_Event, frozen=True, tag="host lost"):
 
 
 class HostRetired(_Event, frozen=True, tag="host retired"):
-    """No worker starts on a host any more, and those there leave: it is about to go, or is avoided.
+    """No worker starts on a host any more, and its workers leave: it is about to leave, or is avoided.
 
-    This is published once, also if the host is lost later, which is not counted then.
+    This is published once. If the host is lost later, the loss does not count.
     """
 
     host: str
@@ -255,15 +255,15 @@ class JobTotals(msgspec.Struct, frozen=True, kw_only=True):
     """The totals of a job, and its troubles.
 
     Attributes:
-        job_restarts: how often the command has started the job before. The other totals begin with this
-            start.
+        job_restarts: the number of times that the command has restarted the job. The other totals begin with
+            this start.
         lost: number of lost workers.
         joined: number of workers that joined.
         lost_hosts: number of lost hosts.
         retired_hosts: number of hosts on which no worker starts any more, because they were about to go or
             are avoided.
         joined_hosts: number of hosts that joined.
-        pauses: how often training paused because the workers changed.
+        pauses: the number of times that training paused because the workers changed.
         paused: seconds of these pauses.
         effective: seconds in training steps; see "Effective training time" in docs/monitoring.md.
         checkpoints: number of written checkpoints.
@@ -332,7 +332,7 @@ class JobFinished(JobTotals, frozen=True, kw_only=True, tag_field="event", tag="
 
     Attributes:
         status: exit status of the command.
-        message: why, in one line; empty on success.
+        message: the reason, in one line; empty on success.
         workers: the workers that caused the end.
         seconds: duration of the run.
     """
@@ -344,7 +344,7 @@ class JobFinished(JobTotals, frozen=True, kw_only=True, tag_field="event", tag="
 
 
 class StrategyInstalled(_Event, frozen=True, tag="strategy"):
-    """The script created its strategy.
+    """The script has created its strategy.
 
     Attributes:
         backend: the Keras backend.
@@ -360,7 +360,7 @@ class DistributionBegan(_Event, frozen=True, tag="distributes"):
 
 
 class ImportStarted(_Event, frozen=True, tag="imports"):
-    """The script imports a framework, which may take long; `module` is empty once it imports none."""
+    """The script imports a framework, which may take long; `module` is empty when it imports none."""
 
     module: str
 
@@ -390,7 +390,7 @@ class FirstStepEnded(_Event, frozen=True, tag="first step"):
 
 
 class StepsSkipped(_Event, frozen=True, tag="skips steps"):
-    """A worker that resumes or joins has skipped `steps` of `of` steps of a call that were taken before.
+    """A worker that resumes or joins has skipped `steps` of a call's first `of` steps, taken earlier.
 
     `what` is `steps`, or `elements` of a dataset that a loop of `strategy.steps` reads.
     """
@@ -484,7 +484,7 @@ class CheckpointFailed(_Event, frozen=True, tag="checkpoint failed"):
 
 
 class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
-    """An older checkpoint was removed to free space; if `late`, what a removal or an upload had left."""
+    """An older checkpoint was removed to free space; if `late`, the remains of a removal or an upload."""
 
     path: str
     reason: str
@@ -494,7 +494,8 @@ class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
 class CheckpointNotRemoved(_Event, frozen=True, tag="checkpoint not removed"):
     """An older checkpoint, which newer ones have replaced, could not be removed.
 
-    Published once for each by each chief. A folder that was renamed meanwhile keeps its name here.
+    Each chief publishes this once for each checkpoint. A folder that was renamed meanwhile has its old name
+    here.
     """
 
     path: str
@@ -566,7 +567,7 @@ class Difference(msgspec.Struct, frozen=True):
 
     Attributes:
         part: a part of the step, such as `gradient dense/kernel`.
-        deviation: how much, and in which direction.
+        deviation: the size and the direction of the deviation.
         begins: the layer with which it begins; empty if that is unknown.
         named: the parts of the program in a note that explain it; empty if none does.
     """
@@ -582,7 +583,7 @@ class StepCompared(_Event, frozen=True, kw_only=True, tag="compared"):
 
     Attributes:
         call: the call of the script, such as `fit 1`.
-        model: its name.
+        model: the name of the model.
         kind: the kind of the step, `train`, `test` or `predict`.
         reference: the other backend; empty if replicas were compared.
         equal: the parts that are equal up to rounding.

@@ -3,9 +3,9 @@
 The process of the coordinator writes them, not the chief: its bus has the events of all workers and hosts, it
 outlives every worker, and the interpreter of a worker is busy. A thread takes the events from a feed, so a
 slow disk never blocks decisions. The values of OpenMetrics are added up where events are published, because a
-counter must not miss any. The command opens their port, so that a port in use is refused before anything
-starts; the keeper passes it on to each coordinator. `Exports` is not part of the job: it belongs to the
-command, so a command that takes a job over gives its own.
+counter must not miss any. The command opens their port, so that a port in use is refused before processes
+start; the keeper passes it on to each coordinator. `Exports` is not part of the job. It belongs to the
+command, so a command that takes over a job passes its own.
 """
 
 import socket
@@ -22,9 +22,9 @@ class Exports:
     """The exports of the coordinator's process; a coordinator that takes over continues them.
 
     Attributes:
-        tensorboard: the folder of TensorBoard's files, absolute; None for none.
-        metrics: descriptor of the socket where `/metrics` listens; None for none.
-        notifier: descriptor of the socket to the notifier; None for none.
+        tensorboard: the folder of TensorBoard's files, absolute; None without TensorBoard.
+        metrics: descriptor of the socket at which `/metrics` listens; None without metrics.
+        notifier: descriptor of the socket to the notifier; None without a notifier.
     """
 
     tensorboard: Path | None = None

@@ -1,6 +1,6 @@
 """Immutable values that grow: each shares its content with the value from which it was made.
 
-So the state of a run that gains thousands of events stays a value, without copies of its content.
+So the state of a run that gains thousands of events remains a value, without copies of its content.
 """
 
 from array import array
@@ -61,7 +61,7 @@ class Columns:
 
     def column(self, name: str) -> "npt.NDArray[np.float64]":
         """Return the values of a column, shape (length,)."""
-        # Most processes that know the state of a run draw nothing.
+        # Most processes that know the state of a run do not draw charts.
         import numpy as np
 
         rows = np.frombuffer(self._rows.numbers, np.float64).reshape(-1, len(self.names))
@@ -131,7 +131,8 @@ class GrowingMap(Mapping[int, _Item], Generic[_Item]):
     __slots__ = ("_parts",)
 
     def __init__(self) -> None:
-        # By the higher digits of the id: an item costs the copy of one part, not of all items.
+        # The parts are by the higher digits of the id, so an item costs the copy of one part, not of all
+        # items.
         self._parts: Mapping[int, Mapping[int, _Item]] = {}
 
     def plus(self, key: int, item: _Item) -> "GrowingMap[_Item]":

@@ -14,7 +14,7 @@ class WorkerLoads(msgspec.Struct, frozen=True):
         count: number of measurements.
         cores, delayed, faults: sums of the fields of `WorkerLoad`.
         throttled: number of measurements in which a GPU of the worker had a lowered clock.
-        gpus: these GPUs in the last such measurement, and why, such as `GPU 3 (thermal)`.
+        gpus: these GPUs in the last such measurement, with the reason, such as `GPU 3 (thermal)`.
     """
 
     count: int = 0
@@ -30,8 +30,8 @@ class HostLoads(msgspec.Struct, frozen=True):
 
     Attributes:
         cores: number of cores that the job may use there.
-        count: number of measurements; -1 before the first one of a call, which covers an earlier time too and
-            does not count.
+        count: number of measurements; -1 before the first one of a call, which also covers an earlier time
+            and does not count.
         busy, swapping, stopped: sums of the fields of `LoadMeasured`, the last one of `throttled`.
         workers: the sums of its workers.
     """
@@ -75,7 +75,7 @@ class HostLoads(msgspec.Struct, frozen=True):
 
 
 def throttled_gpus(load: LoadMeasured, workers: Mapping[int, int]) -> dict[int, str]:
-    """Return the GPUs with a lowered clock that each worker uses, and why, such as `GPU 3 (thermal)`.
+    """Return the GPUs with a lowered clock that each worker uses, with the reason: `GPU 3 (thermal)`.
 
     Args:
         load: the measurement of a host.

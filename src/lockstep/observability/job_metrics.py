@@ -54,7 +54,7 @@ class LabelledValue(NamedTuple):
 
 
 class Family(NamedTuple):
-    """Values with one name and one meaning; a unit is the end of the name."""
+    """Values with one name and one meaning. A unit is the end of the name."""
 
     name: str
     kind: Literal["counter", "gauge", "info"]
@@ -97,7 +97,7 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
         LabelledValue({"name": name}, math.nan if value is None else value)
         for name, value in state.values.items()
     ]
-    # Unknown values have no sample: a counter that falls to zero would count anew.
+    # Unknown values do not have a sample, because a counter that falls to zero would restart.
     trained = [] if state.trained is None else single(state.trained)
     saved = [] if totals.saved is None else single(totals.saved)
     examples = single(state.examples.examples)
@@ -163,7 +163,7 @@ def job_families(labels: Mapping[str, str], state: RunState) -> list[Family]:
 
 
 def _server_families(state: RunState) -> list[Family]:
-    """Return the families of a job with parameter servers, or an empty list for another one."""
+    """Return the families of a job with parameter servers, or an empty list for other jobs."""
     stale = {worker: sums for worker, sums in state.taken.items() if sums.staleness is not None}
     if not stale and not state.served:
         return []
@@ -267,7 +267,7 @@ def exposition(families: Sequence[Family]) -> bytes:
 
 
 def number(value: float) -> str:
-    """Return a number as the format writes it."""
+    """Return a number in the notation of the format."""
     if math.isfinite(value):
         return repr(value)
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"

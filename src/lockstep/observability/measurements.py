@@ -1,7 +1,7 @@
 """The measurements that a run publishes: figures of steps, metrics and load.
 
-They decide nothing, and may be lost when a process is slow or killed. The tag and the fields of a class are a
-row of docs/run-folder.md, which a test compares.
+No decisions depend on them, and they may be lost when a process is slow or killed. The tag and the fields of
+a class are a row of docs/run-folder.md, which a test compares.
 """
 
 from collections.abc import Mapping
@@ -94,18 +94,18 @@ class StepsMeasured(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
         number: the number of the last step in its call, from 1.
         trained: number of training steps of the job after the last of them.
         count: number of steps; 0 if only time after the last step of the call is left.
-        began: when the first of these steps began, in seconds since 1970.
+        began: the time at which the first of these steps began, in seconds since 1970.
         examples: number of examples of their global batches.
         replicas: number of replicas that this worker executes.
         seconds: sum of their durations; also the sum of the parts.
-        singles: some of the steps of a call that trains, the same on all workers: all of its first 1024
-            steps (of the job's, in a worker of a job with parameter servers), then windows of 16 steps with
-            growing gaps. For each, the number in the call, the start in microseconds after `began`, and the
-            parts in microseconds in the order of `STEP_PARTS`.
+        singles: some of the steps of a call that trains, the same on all workers: all of its first 1024 steps
+            (of the job's, in a worker of a job with parameter servers), then windows of 16 steps with growing
+            gaps. For each, the number in the call, the start in microseconds after `began`, and the parts in
+            microseconds, in the order of `STEP_PARTS`.
         steps: the training step of each of `singles`, if they are not consecutive: a worker of a job with
             parameter servers takes only some of the steps of the call.
         calls: the seconds of `nested` by method, such as `predict`.
-        compiled: how many of the steps the backend has compiled, because of new shapes of examples.
+        compiled: the number of steps that the backend has compiled, because of new shapes of examples.
         compiling: the seconds of `compute` in these steps.
         staleness: the sum of the staleness of the steps, in a worker of a job with parameter servers; None
             elsewhere.
@@ -143,7 +143,7 @@ STEP_PARTS = ("input", "compute", "wait", "exchange", "update", "other", "nested
 
 
 class MetricsRecorded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="metrics"):
-    """Metrics that the chief's `fit` has reported: at the end of an epoch, and about once a second within.
+    """Metrics that the chief's `fit` has reported: at the end of each epoch, and about once a second.
 
     The chief that follows a lost one may record an epoch again.
 
@@ -186,11 +186,11 @@ class GpuLoad(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         index: its index on the host.
         name: the name of the model.
-        utilization: percent of the time in which it computed.
-        memory_used: bytes.
-        memory_total: bytes.
-        temperature: degrees Celsius.
-        power: watts.
+        utilization: the percentage of the time in which it computed.
+        memory_used: its used memory, in bytes.
+        memory_total: its memory, in bytes.
+        temperature: its temperature, in degrees Celsius.
+        power: its power, in watts.
         throttled: why its clock is lowered, such as `thermal`; empty if it is not.
         processes: process id and bytes of memory of each process that uses it.
     """

@@ -1,8 +1,9 @@
 """Serves the metrics of a job at http://127.0.0.1:PORT/metrics, on a separate thread.
 
-The thread serves all connections without blocking on any: their number, the size of a request and the time of
-each are limited. The page's server has a thread for each connection instead, because an answer of the page
-may take seconds. Here, in the process that starts workers, clients that send nothing must not hold threads.
+The thread serves all connections without blocking on any of them: their number, the size of a request and the
+time of each are limited. The page's server has a thread for each connection instead, because an answer of the
+page may take seconds. This process starts workers, so clients that do not send anything must not hold
+threads.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ def listen(port: int) -> socket.socket:
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
-        # Otherwise, connections of an earlier job that has just ended keep the port in use.
+        # Otherwise, connections of a job that has just ended keep the port in use.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((ADDRESS, port))
         listener.listen(_MOST)
@@ -113,7 +114,7 @@ class _Server:
         self._listener = listener
         self._body = body
         self._loop = loop
-        # By descriptor, the oldest first.
+        # The connections are by descriptor, the oldest first.
         self._open: dict[int, _Connection] = {}
         self._paused_until = 0.0
         listener.setblocking(False)

@@ -1,6 +1,7 @@
 """Reads the JSON lines of a run folder, and leaves out invalid lines.
 
-The last line of a file may be incomplete, another version may have written it, and a file may hold anything.
+The last line of a file may be incomplete, another version may have written it, and a file may contain
+anything.
 """
 
 import os
@@ -22,9 +23,9 @@ class Happening(msgspec.Struct, frozen=True):
     """An event as in `events.jsonl`, where any version may have written it.
 
     Attributes:
-        time: when it was published, in seconds since 1970.
+        time: the time at which it was published, in seconds since 1970.
         event: its name.
-        worker: the worker that published it, or about which it is; None for the run.
+        worker: the worker that published it, or that it describes; None for the run.
         fields: the other fields.
     """
 
@@ -34,7 +35,8 @@ class Happening(msgspec.Struct, frozen=True):
     fields: Mapping[str, Any]
 
 
-# The fields of every line of `measurements.jsonl` beside its measurement, so that a line is decoded once.
+# These are the fields of every line of `measurements.jsonl` beside its measurement, so that a line is decoded
+# once.
 
 
 class _StepsLine(StepsMeasured, frozen=True, kw_only=True, tag="steps"):
@@ -58,7 +60,7 @@ _measurements: msgspec.json.Decoder[_StepsLine | _MetricsLine | _LoadLine] = msg
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """Return the JSON object in a line, or None if the line has anything else."""
+    """Return the JSON object in a line, or None if the line contains anything else."""
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
     except _UNREADABLE:
@@ -94,7 +96,7 @@ def happenings(text: bytes) -> Iterator[Happening]:
 
 
 def as_happening(published: PublishedEvent) -> Happening:
-    """Return an event as its line in `events.jsonl` has it."""
+    """Return an event in the form of its line in `events.jsonl`."""
     fields = recorded_fields(published.event)
     worker = fields.pop("worker", published.worker)
     return Happening(published.time, fields.pop("event"), worker, fields)
@@ -118,7 +120,7 @@ class GrowingFile:
         self._inode: int | None = None
 
     def shrank(self) -> bool:
-        """Whether the file is another one, or shorter, than when it was last read."""
+        """Whether the file has been replaced, or is shorter, since it was last read."""
         try:
             status = self._path.stat()
         except FileNotFoundError:

@@ -79,20 +79,20 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: its id.
-        phase: its phase, or how it has ended.
+        phase: its phase, or how it ended.
         pid: the id of its process; None until it has started.
-        host: the name of its host, once its load was measured; else empty.
-        began: when it was started, in seconds since 1970.
-        ended: when its process ended, or was lost; None while it runs.
+        host: the name of its host, after a measurement of its load; otherwise empty.
+        began: the time of its start, in seconds since 1970.
+        ended: the time at which its process ended or was lost; None while it runs.
         status: its exit status; None while it runs.
         reason: why it was lost or left; empty otherwise.
-        call: the call that it has begun last, or in which its last steps were measured.
+        call: the call that it began last, or in which its last steps were measured.
         preparing: the last event that shows how far it is before its first step; None before it is ready.
         nested: seconds of calls within calls that train, by method.
-        steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a row of its
-            own with count 1 and number 1.
+        steps: its measured steps, with the columns `STEP_COLUMNS`; the first step of a call is a separate row
+            with count 1 and number 1.
         load: its measured load, with the columns `LOAD_COLUMNS`.
-        throttled: its GPUs that had a lowered clock last, and why; empty if none ever had.
+        throttled: its GPUs that last had a lowered clock, with the reason; empty if there never were any.
     """
 
     worker: int
@@ -156,11 +156,12 @@ class StepSums(msgspec.Struct, frozen=True):
     """Sums over the measured steps of a worker.
 
     Attributes:
-        count: their number.
+        count: the number of steps.
         parts: seconds of each of `STEP_PARTS`.
         trained: the training steps of the job after the last of them.
         staleness: sum over the steps; None in a job without parameter servers.
-        largest_staleness: the largest staleness of the last measurement; None likewise.
+        largest_staleness: the largest staleness of the last measurement; None in a job without parameter
+            servers.
     """
 
     count: int = 0
@@ -182,11 +183,11 @@ class StepSums(msgspec.Struct, frozen=True):
 
 
 class ExampleCount(msgspec.Struct, frozen=True):
-    """Counts the examples in training steps: all workers measure the same ones, each in its own pieces.
+    """Counts the examples in training steps. All workers measure the same steps, each in its own pieces.
 
     Attributes:
-        examples: their number.
-        first: the training steps before the first measurement; None before it.
+        examples: the number of examples.
+        first: the training steps before the first measurement; None if there is none yet.
         counted: the training steps up to which examples are counted.
         reached: for each worker, the step up to which it has measured, and the examples up to there.
     """
@@ -197,12 +198,13 @@ class ExampleCount(msgspec.Struct, frozen=True):
     reached: GrowingMap[tuple[int, int]] = GrowingMap()
 
     def plus(self, worker: int, steps: StepsMeasured) -> "ExampleCount":
-        """Return the count with another measurement; the worker that is ahead counts."""
+        """Return the count with another measurement; that of the worker which is ahead counts."""
         before = steps.trained - steps.count
         first, counted = (before, before) if self.first is None else (self.first, self.counted)
         reached, examples = self.reached.find(worker) or (first, 0)
         if reached != before:
-            # It has joined. The number of earlier examples follows from the others, up to uneven batches.
+            # The worker has joined. The number of earlier examples follows from the others, up to uneven
+            # batches.
             mean = self.examples / max(1, counted - first)
             examples = self.examples + round((before - counted) * mean)
         examples += steps.examples
@@ -223,11 +225,11 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
             call_times.
         job: the fields of the event `job`; empty before it.
         began: when the run started, in seconds since 1970; 0 before that is known.
-        last: when something was last published.
+        last: the time of the last publication.
         members: the workers of the newest view, the longest-serving first.
         workers: the workers by id.
         hosts: the hosts by name.
-        totals: the totals of the job, and its troubles; once it has ended, those of its last event.
+        totals: the totals of the job, and its troubles; after its end, those of its last event.
         stepped: whether a worker has completed a first step.
         call_times: the times of the last call that trains, until all members have ended it.
         ended_call: the times of the last such call that all members have ended; None before.
@@ -248,7 +250,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         checkpoints: the events `checkpoint`.
         remaining: the paths or URLs of older checkpoints that could not be removed.
         finished: the fields of the event `finished`; None while the run has not ended.
-        compared: the verdict of the comparison with one process; empty if none was wanted.
+        compared: the verdict of the comparison with one process; empty if none was requested.
         skipped: number of lines that could not be read.
     """
 
@@ -353,8 +355,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         added = steps.trained - max(before, before if self.timed is None else self.timed)
         if added <= 0:
             return self
-        # The first step of a call compiles. Each worker measures its own pauses: one that is ahead waits in
-        # another step.
+        # The first step of a call compiles. Each worker measures its own pauses: a worker that is ahead waits
+        # in another step.
         seconds = sum(_effective_parts_of(steps)) - steps.compiling - steps.paused
         seconds = 0.0 if is_first(steps) else max(0.0, seconds)
         effective = self.totals.effective + seconds * added / steps.count
@@ -456,7 +458,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return state if act is None else act(state, happening)
         except (TypeError, ValueError):
-            # A value of another type than the event's.
+            # The value's type differs from the event's.
             return state.without_line()
 
     def _worker(self, happening: Happening) -> WorkerInfo:
@@ -483,7 +485,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, calls=calls, _call_names=names), len(calls) - 1
 
     def _job(self, happening: Happening) -> "RunState":
-        # Ids of workers and numbers of views and calls begin again. Anything may stand in a file.
+        # Ids of workers and numbers of views and calls begin again. A file may contain anything.
         count, restarts = (happening.fields.get(name) for name in ("workers", "job_restarts"))
         workers = self.workers
         for worker, info in self.workers.items():
@@ -542,7 +544,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     def _lost(self, happening: Happening) -> "RunState":
         info, reason = self._worker(happening), str(happening.fields.get("reason", ""))
-        # The end of its process may be known first, or never, if its host is lost.
+        # The end of its process may be known first, or never if its host is lost.
         ended = happening.time if info.ended is None else info.ended
         state = self._with_worker(replace(info, phase="lost", reason=reason, ended=ended))
         return replace(state._with_more(happening, "lost"), waits=_without(self.waits, info.worker))
@@ -601,7 +603,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         state, name = self, str(happening.fields.get("name", ""))
         number = self._call_names.number(name)
         if happening.worker in self.members[:1]:
-            # The steps of the next evaluation count from 1 again. The chief publishes verdicts, too.
+            # The steps of the next evaluation count from 1 again. The chief also publishes verdicts.
             state = replace(state, _doubted=())
         if number is not None:
             calls = self.calls
@@ -630,7 +632,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, checkpoints=kept, totals=_reached(totals, step))
 
     def _checkpoint_failed(self, happening: Happening) -> "RunState":
-        # The part before the advice.
+        # This is the part before the advice.
         reason, _, _ = str(happening.fields.get("reason", "")).partition("; ")
         return self._with_more(happening, "failed_checkpoints")._with_totals(checkpoint_failure=reason)
 
@@ -641,7 +643,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return self._with_remaining(remaining, self.totals.removal_failure if remaining else "")
 
     def _checkpoint_not_removed(self, happening: Happening) -> "RunState":
-        # The next chief may fail to remove it, too.
+        # The next chief may also fail to remove it.
         remaining = self.remaining | {str(happening.fields.get("path", ""))}
         return self._with_remaining(remaining, str(happening.fields.get("reason", "")))
 
@@ -650,7 +652,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         return state._with_totals(remaining_checkpoints=len(remaining), removal_failure=failure)
 
     def _verification_failed(self, happening: Happening) -> "RunState":
-        """Count a fault once, also if a part of a step was computed again before somebody was named."""
+        """Count a fault once, even if a part of a step was computed again before a worker was named."""
         fields = happening.fields
         part = tuple(fields.get(name) for name in ("step", "part", "replica"))
         is_open = fields.get("verdict") in ("third", "repeated")
@@ -691,7 +693,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def location_of(checkpoints: Mapping[str, Any]) -> str:
-    """Return where a job saves checkpoints, as its settings say: a folder, or the URL of an object store."""
+    """Return where a job saves checkpoints, according to its settings: a folder, or a store's URL."""
     store = checkpoints.get("store")
     return str(store.get("url") if isinstance(store, Mapping) else checkpoints.get("folder", ""))
 

@@ -91,7 +91,7 @@ _REMEDIES = {
 
 
 class _Cause(NamedTuple):
-    """A cause that slows a call: about which share of the time it costs, and a remedy."""
+    """A cause that slows a call: the approximate share of the time that it costs, and a remedy."""
 
     cost: float
     text: str
@@ -126,10 +126,10 @@ def advise(call: CallTimes) -> tuple[str, ...]:
 def describe(call: CallTimes) -> str:
     """Return a line such as `fit 1: 2,304 examples/s with 2 workers; input 61 %, ...`, with advice.
 
-    The time is that of the call without its first step, with nested calls such as a validation. The line is
-    empty if the steps of the slowest worker took less than a second. With parameter servers, the chief takes
-    all steps, or has workers complete all scheduled functions, so the rate is the chief's. The parts are
-    those of the workers, for which it waits.
+    The time is that of the call without its first step, but with nested calls such as a validation. The line
+    is empty if the steps of the slowest worker took less than a second. With parameter servers, the chief
+    takes all steps, or lets workers complete all scheduled functions, so the rate is the chief's. The parts
+    are those of the workers, for which the chief waits.
     """
     workers = call.workers
     longest = max(workers.values(), key=lambda times: times.seconds, default=WorkerTimes())
@@ -173,7 +173,7 @@ def _by_role(workers: Mapping[int, WorkerTimes]) -> tuple[dict[int, WorkerTimes]
 
 
 def slow_workers(call: CallTimes) -> dict[int, str]:
-    """Return the slow part of each slow worker, and why, or an empty dict without two workers to compare."""
+    """Return each slow worker's slow part, with the reason; empty without two workers to compare."""
     workers, _ = _by_role(call.workers)
     paces = scores(workers)
     if len(paces) < 2:
@@ -190,7 +190,7 @@ def slow_workers(call: CallTimes) -> dict[int, str]:
 
 
 def _explained(call: CallTimes, worker: int, fastest: int) -> str:
-    """Return the slow part of a slow worker, and why it is slow, if that is known."""
+    """Return the slow part of a slow worker, with the reason, if that is known."""
     slow, fast = call.workers[worker], call.workers[fastest]
 
     def per_replica(times: WorkerTimes, part: str) -> float:
@@ -201,7 +201,7 @@ def _explained(call: CallTimes, worker: int, fastest: int) -> str:
     name = "callbacks and loop" if part == "other" else part
     behind, ahead = per_replica(slow, part), per_replica(fast, part)
     why = _why(call, worker, fastest)
-    # What takes its cores, or a slow processor, would slow what it computes, too.
+    # Other programs on its cores, or a slow processor, would also slow its computations.
     computes_alike = per_replica(fast, "compute") >= SLOW * per_replica(slow, "compute")
     saves = part == "other" and worker == call.chief and behind >= _SAVES * ahead
     if saves and computes_alike and (not why or _CORES_TAKEN in why):
@@ -261,12 +261,12 @@ def _slowest(workers: Mapping[int, WorkerTimes], slow: Mapping[int, str]) -> _Ca
 
 
 def _is_delayed(loads: WorkerLoads) -> bool:
-    """Whether the threads of a worker wait notably long for a core."""
+    """Whether the threads of a worker wait for a core for a notable time."""
     return _mean(loads.delayed, loads) > _DELAYED * max(1.0, _mean(loads.cores, loads))
 
 
 def _overload(name: str, host: HostLoads, slow: Mapping[int, str]) -> _Cause | None:
-    """Return the cause that others use the cores of a host, unless it explains slow workers there."""
+    """Return the cause that other programs use the cores of a host, unless it explains slow workers there."""
     delays = [
         _mean(loads.delayed, loads)
         for worker, loads in host.workers.items()
@@ -298,7 +298,7 @@ def with_load(strain: HostStrain, load: LoadMeasured, throttled: Mapping[int, st
 
 
 def is_often(strain: HostStrain) -> bool:
-    """Whether a host was overloaded or throttled so often that it is worth a message."""
+    """Whether a host was overloaded or throttled often enough for a message."""
     most = max(strain.overloaded, strain.throttled)
     return strain.measured >= _LEAST_MEASURED and most >= _OFTEN * strain.measured
 
@@ -321,7 +321,7 @@ def _new_shapes(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
 def _uneven_replicas(workers: Mapping[int, WorkerTimes]) -> _Cause | None:
     """Return the cause that workers wait because of their numbers of replicas."""
     owned = {worker: times.replicas / times.steps for worker, times in workers.items() if times.steps}
-    # Before a change of membership, a worker has computed other numbers of replicas.
+    # Before a change of membership, a worker has computed another number of replicas.
     changed = any(number != round(number) for number in owned.values())
     taken = [times.steps for times in workers.values()]
     if len(owned) < 2 or changed or min(taken) < _SAME_STEPS * max(taken):
@@ -365,7 +365,7 @@ def _examples(number: float) -> str:
 
 
 def _large_parts(time_shares: Mapping[str, float], *, short: bool) -> list[_Cause]:
-    """Return the causes that reading, or the largest part but waiting, takes much of the time of steps.
+    """Return the causes that reading, or the largest part except waiting, takes much of the time of steps.
 
     Args:
         time_shares: the share of each part.
@@ -413,7 +413,7 @@ def _shares_of_calls(workers: Iterable[WorkerTimes]) -> dict[str, float]:
 
 
 def _waiting(time_shares: Mapping[str, float], workers: int, *, waits_for_chief: bool) -> _Cause | None:
-    """Return the cause that workers wait, which nothing else explains."""
+    """Return the cause that workers wait for an unexplained reason."""
     share = time_shares["wait"]
     largest = max(time_shares[part] for part in time_shares if part != "nested")
     if share < max(_WORTH, _LARGE * (1 - time_shares["nested"]), largest):

@@ -18,14 +18,15 @@ class WorkerTimes(msgspec.Struct, frozen=True):
     """Sums over steps of one worker in one call, without its first step, which compiles.
 
     Attributes:
-        steps: their number.
+        steps: the number of steps.
         examples: the examples of their global batches.
         replicas: sum over steps of the replicas that the worker executed.
         parts: seconds by part.
         calls: seconds of the part `nested`, by the method of the nested calls.
-        compiled: how many of the steps were compiled, because of new shapes of examples.
+        compiled: the number of steps that were compiled, because of new shapes of examples.
         compiling: seconds of the part `compute` in these steps.
-        shapes: how many steps were compiled since the call began, including steps before those of these sums.
+        shapes: the number of steps that were compiled since the call began, including steps before these
+            sums.
     """
 
     steps: int = 0
@@ -66,7 +67,7 @@ class WorkerTimes(msgspec.Struct, frozen=True):
 
     @property
     def pace(self) -> float:
-        """Busy seconds per replica that it executes."""
+        """Busy seconds per replica that the worker executes."""
         return self.busy / self.replicas if self.replicas else 0.0
 
 
@@ -92,10 +93,10 @@ def scores(workers: Mapping[int, WorkerTimes]) -> dict[int, float]:
 
 
 class CallTimes(msgspec.Struct, frozen=True):
-    """The times of a call, on all workers, and the load of their hosts meanwhile.
+    """The times of a call on all workers, and the load of their hosts meanwhile.
 
     Attributes:
-        call: its name; empty before the first call.
+        call: the name of the call; empty before the first call.
         workers: the times of each worker.
         ended: the workers that have ended the call.
         hosts: the load of each host, by its name.
@@ -130,7 +131,7 @@ class CallTimes(msgspec.Struct, frozen=True):
         return replace(self, ended=self.ended | {worker}) if call == self.call else self
 
     def of(self, members: Sequence[int]) -> "CallTimes":
-        """Return the times of the members only, the chief first; others use their hosts, too."""
+        """Return the times of only the members, the chief first. Others also use their hosts."""
         workers: GrowingMap[WorkerTimes] = GrowingMap()
         for worker in members:
             if (times := self.workers.find(worker)) is not None:

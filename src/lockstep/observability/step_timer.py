@@ -15,8 +15,8 @@ class StepTimer:
     """Measures the steps of one thread, and publishes each as a `StepEnded`.
 
     A lap is the time since the previous lap. It counts for one part of the step, except for the time spent
-    waiting for others, which counts for `wait`. Without a subscriber, each method returns at once and reads
-    no clock.
+    waiting for others, which counts for `wait`. Without a subscriber, each method returns at once and does
+    not read a clock.
 
     Args:
         events: the bus that publishes steps.
@@ -56,7 +56,7 @@ class StepTimer:
             self._reset(self._now())
 
     def stop(self) -> None:
-        """Note that the following time belongs to no step, until `begin`."""
+        """Note that the following time does not belong to a step, until `begin`."""
         self._call = None
 
     @contextmanager
@@ -77,7 +77,7 @@ class StepTimer:
                 self._last, self._last_waited, self._charged = now, self._waited(), 0.0
 
     def end_call(self) -> None:
-        """Publish the time since the last step of the call, of which no step follows."""
+        """Publish the time since the call's last step, because no further step follows."""
         if self._call is not None:
             self.lap("other")
             self._events.publish(

@@ -47,7 +47,7 @@ class Point(NamedTuple):
         run: the folder within the folder of all runs, which TensorBoard shows as a run.
         tag: the name of the series.
         step: its position in the series.
-        time: seconds since 1970.
+        time: the time of the point, in seconds since 1970.
         value: a number, or text in Markdown.
     """
 
@@ -61,7 +61,7 @@ class Point(NamedTuple):
 class Points:
     """Turns the events of a job into points.
 
-    Points without a step get the last known training step. They are left out until one is known, because
+    Points without a step get the last known training step. They are omitted until one is known, because
     TensorBoard removes later points of an earlier run of the job when a point with a smaller step follows.
     """
 
@@ -178,7 +178,7 @@ def _load(event: LoadMeasured, step: int, time: float) -> list[Point]:
 class EventFiles:
     """The event files of this process: one in the folder of each run.
 
-    A file is open only while points are written to it, so the number of runs needs no descriptors.
+    A file is open only while points are written to it, so many runs do not need many descriptors.
 
     Args:
         folder: the folder of all runs.
@@ -188,7 +188,7 @@ class EventFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        # Takes a second. TensorBoard's own EventFileWriter would import TensorFlow where that is installed.
+        # This takes a second. TensorBoard's own EventFileWriter would import TensorFlow if that is installed.
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -247,12 +247,12 @@ def _encodable(text: str) -> str:
 def written_for_tensorboard(events: Bus, folder: Path, complain: Callable[[str], None]) -> Iterator[None]:
     """Write the events of a job for TensorBoard during the block, from a thread.
 
-    A slow disk costs points, and never time of the caller, except some seconds at the end.
+    A slow disk costs points, but not the caller's time, except for some seconds at the end.
 
     Args:
         events: the bus of the job.
         folder: the folder of all runs; earlier files in it remain.
-        complain: shows a line about points that are lost, on any thread.
+        complain: shows a line about lost points, on any thread.
     """
     feed = events.feed(*_KINDS, size=_QUEUE)
     # A disk that hangs must not keep the process from ending.

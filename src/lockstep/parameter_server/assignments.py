@@ -1,4 +1,4 @@
-"""The pure core of the dispatcher: which worker computes which step, while other steps are in work.
+"""The pure core of the dispatcher: which worker computes which step, while other steps are in progress.
 
 Steps are numbered over all epochs of a `fit`, or are the functions that a `ClusterCoordinator` schedules.
 Every worker visits all steps in order and computes those that it is assigned. A step that a lost worker
@@ -13,7 +13,7 @@ from lockstep.errors import InternalError
 
 @dataclass
 class _StepInWork:
-    """A step in work.
+    """A step in progress.
 
     Attributes:
         worker: the worker that computes it.
@@ -44,7 +44,7 @@ class StepSet:
             self.below += 1
 
     def __contains__(self, step_and_part: tuple[int, int]) -> bool:
-        """Whether the set has the part of a step, given as (step, part)."""
+        """Whether the set has the part of a step, as (step, part)."""
         step, part = step_and_part
         return (part == 0 and step < self.below) or step_and_part in self._others
 
@@ -54,11 +54,11 @@ class Assignments:
     """The steps of a call of `fit`.
 
     A step reads weights after it was assigned and changes them before it is complete. Its staleness on a
-    server, the number of changes between the two, is at most the number of steps that were in work at some
-    time with it.
+    server, the number of changes between the two, is at most the number of steps that were in progress at
+    some time together with it.
 
     Attributes:
-        max_staleness: the bound of that number; None for no bound.
+        max_staleness: the bound on that number; None for no bound.
         stop: the first step that the program has not scheduled yet; None in `fit`, where all steps exist.
         completed: number of completed steps.
     """
@@ -80,7 +80,7 @@ class Assignments:
 
         Args:
             worker: the worker that gets it.
-            below: only a step below this one; None for any.
+            below: the step must be below this one; None for any step.
         """
         returned = (step for step in self._returned if worker not in self._lost_with.get(step, ()))
         step = min(returned, default=self._next)
@@ -96,7 +96,7 @@ class Assignments:
         return step
 
     def follow(self, worker: int, step: int) -> None:
-        """Assign a step as a recorded run has done, perhaps after another worker was lost with it."""
+        """Assign a step as in a recorded run, perhaps after another worker was lost with it."""
         self._returned |= set(range(self._next, step))
         self._next = max(self._next, step + 1)
         self._returned.discard(step)
@@ -125,7 +125,7 @@ class Assignments:
         return steps
 
     def lose(self, worker: int) -> list[int]:
-        """Take back the steps of a worker that is lost, and return them."""
+        """Take back the steps of a lost worker, and return them."""
         lost = self.give_back(worker)
         for step in lost:
             self._lost_with.setdefault(step, set()).add(worker)
@@ -157,7 +157,7 @@ class Assignments:
         return sorted(incomplete for incomplete in (*self._active, *self._returned) if incomplete < step)
 
     def in_work(self) -> dict[int, int]:
-        """Return the worker of each step in work."""
+        """Return the worker of each step in progress."""
         return {step: active.worker for step, active in self._active.items()}
 
     @property
@@ -169,8 +169,8 @@ class Assignments:
         bound = self.max_staleness
         if bound is None:
             return True
-        # While a step is in work, all others in work may be completed, and the new one. So may lost ones:
-        # servers may already have their gradients.
+        # While a step is in progress, all other steps in progress may be completed, and so may the new one.
+        # The same applies to lost steps, because servers may already have their gradients.
         lost = self._returned.intersection(self._lost_with)
         others = len(self._active) + len(lost - {step})
         return all(active.passed + others <= bound for active in self._active.values()) and others <= bound

@@ -1,5 +1,5 @@
-"""The order in which a parameter server, or the chief, processed arrivals: written by a run, followed by
-another one.
+"""The order in which a parameter server, or the chief, processed arrivals. A run writes it, and another run
+follows it.
 
 Asynchronous training is a function of these orders. A record has 8 bytes: its kind, a part of a step, the id
 of a worker, and a step. A file begins with a mark. Each call of `fit`, or of the functions of a
@@ -54,8 +54,8 @@ class Record(NamedTuple):
         step: the step. For `JOINED`, the worker id of the new worker. For `READ`, `WRITE`, `RAISE` and
             `POLL`, the number of completed steps in `fit`, or the number of the call of the
             `ClusterCoordinator`.
-        part: how often the function had applied an optimizer before. For `PULL_ROWS`, the number of the
-            lookup in the function. Only the lower 8 bits are recorded.
+        part: the number of times that the function had already applied an optimizer. For `PULL_ROWS`, the
+            number of the lookup in the function. Only the lower 8 bits are recorded.
     """
 
     kind: RecordKind
@@ -160,11 +160,11 @@ class OrderWriter:
                 self.close()
 
     def end(self) -> None:
-        """Mark the end of a call: its order is complete."""
+        """Mark the end of a call, because its order is complete."""
         self.add(RecordKind.END, 0, 0)
 
     def drop(self) -> None:
-        """Forget all records that are not written: another process writes the order from now on."""
+        """Forget all records that are not written, because another process writes the order from now on."""
         self._records.clear()
         self._write = None
 
@@ -227,7 +227,7 @@ def _read_calls(path: Path) -> dict[int, list[Record]]:
     try:
         for number, order in _calls(_records(body)):
             if calls and number < max(calls):
-                # The calls so far are those of an earlier run in the folder, which may have made more.
+                # The calls so far belong to an earlier run in the folder, which may have made more.
                 calls.clear()
             calls[number] = order
     except ValueError as error:
@@ -290,7 +290,7 @@ class RecordedOrder:
         self._position = 0
 
     def has(self, record: Record) -> bool:
-        """Whether the recorded process processed this."""
+        """Whether the recorded process processed this arrival."""
         return record in self._record_set
 
     def awaited(self) -> Record | None:
@@ -303,12 +303,12 @@ class RecordedOrder:
         return next((record for record in later if record.worker == worker), None)
 
     def advance(self) -> None:
-        """Go on to the next record."""
+        """Advance to the next record."""
         self._position += 1
 
 
 class OrderedArrivals(Generic[Arrival]):
-    """Puts arrivals in order: in that of arrival, or in the recorded order of another run.
+    """Puts arrivals in order: in the order of arrival, or in the recorded order of another run.
 
     Args:
         writer: records this run's order.
@@ -327,7 +327,7 @@ class OrderedArrivals(Generic[Arrival]):
     def arrive(self, record: Record, arrival: Arrival) -> list[Arrival]:
         """Return the arrivals that are due now, in order: this one, and those that have waited for it.
 
-        An arrival that the recorded order does not have is returned at once. It is not recorded.
+        An arrival that is not in the recorded order is returned at once, and is not recorded.
         """
         if self._recorded is None:
             self._writer.add(*record)
@@ -343,5 +343,5 @@ class OrderedArrivals(Generic[Arrival]):
         return due
 
     def awaited(self) -> Record | None:
-        """Return the record that arrivals wait for, if an order is followed and some wait."""
+        """Return the record for which arrivals wait, if an order is followed and some wait."""
         return self._recorded.awaited() if self._recorded is not None and self._held else None

@@ -17,7 +17,7 @@ from lockstep.topology import split_evenly
 
 
 class Partitioner(Protocol):
-    """Decides into how many shards a variable is divided."""
+    """Decides on the number of shards into which a variable is divided."""
 
     def shards(self, shape: Sequence[int], item_bytes: int) -> int:
         """Return the number of shards along the first axis of a variable, at least 1.
@@ -50,7 +50,7 @@ class FixedShardsPartitioner:
 
 @dataclass(frozen=True)
 class MinSizePartitioner:
-    """Makes as many shards as fit, each about `min_shard_bytes` or more, at most `max_shards`.
+    """Makes as many shards as possible, each about `min_shard_bytes` or more, at most `max_shards`.
 
     Example:
         >>> import lockstep
@@ -135,8 +135,8 @@ def place_variables(
 
     Args:
         variables: the shape of each, and the size of its elements in bytes.
-        servers: their number.
-        partitioner: divides variables; None places each as a whole.
+        servers: the number of servers.
+        partitioner: divides variables; None to place each variable as a whole.
         ranges: the rows on each server of variables that are already placed, by their indices.
     """
     placed: list[Shard] = []

@@ -1,8 +1,8 @@
 """A digest of numbered rows that follows changes of some rows.
 
-The digest is the sum of a hash of each row with its number, in 128 bits. So it is the same however the rows
-are divided, and a change of a row takes the time of that row. It shows differences between runs; it does not
-protect against a person who looks for two tables with one digest.
+The digest is the sum of a hash of each row with its number, in 128 bits. So it does not depend on how the
+rows are divided, and a change of a row takes only the time of that row. It shows differences between runs,
+but does not protect against a person who constructs two tables with the same digest.
 """
 
 from functools import lru_cache
@@ -23,8 +23,8 @@ def digest_of_rows(numbers: Array, rows: Array, salt: int = 0) -> Array:
 
     Args:
         numbers: the numbers of the rows, in the whole table, of shape `(n,)`.
-        rows: of shape `(n, ...)` and any dtype.
-        salt: distinguishes several arrays with rows of the same numbers.
+        rows: the rows, of shape `(n, ...)` and any dtype.
+        salt: a number that distinguishes several arrays with rows of the same numbers.
     """
     total = np.zeros(_LANES, np.uint64)
     for first in range(0, len(rows), _ROWS):
@@ -37,7 +37,7 @@ def _digest(numbers: Array, rows: Array, salt: int) -> Array:
     words = np.zeros((len(rows), -(-data.shape[1] // 4) * 4), np.uint8)
     words[:, : data.shape[1]] = data
     wide = words.view(np.uint32).astype(np.uint64)
-    # A linear hash with random coefficients. The number of the row enters where it is mixed.
+    # This is a linear hash with random coefficients. The number of the row enters during the mixing.
     linear = wide @ _coefficients(salt, wide.shape[1])
     linear += _mixed(numbers.astype(np.uint64) + np.uint64(1))[:, None]
     total: Array = _mixed(linear).sum(axis=0, dtype=np.uint64)

@@ -12,7 +12,7 @@ TaskType = Literal["chief", "worker", "ps"]
 
 
 class ServerPlace(NamedTuple):
-    """Where the shards of a parameter server are in a call.
+    """The processes that have the shards of a parameter server in a call.
 
     Attributes:
         process: the id of the process that has them: the server's own, or another server's if that was lost.
@@ -46,7 +46,7 @@ class Tasks:
         return self.processes - self.servers + index
 
     def of(self, process: int) -> tuple[TaskType, int]:
-        """Return the type of a process's task, and its index among those of the type."""
+        """Return the type of a process's task, and its index among the tasks of this type."""
         if process == 0:
             return "chief", 0
         first = self.processes - self.servers
@@ -55,14 +55,15 @@ class Tasks:
     def places(
         self, hosts: Sequence[Collection[int]], holders: Sequence[Collection[int]] | None = None
     ) -> tuple[ServerPlace, ...]:
-        """Return where the shards of each server are, and which process is its standby.
+        """Return which processes have the shards of each server, and which process is its standby.
 
         The next servers in a circle replace lost ones. A standby is on another host if possible.
 
         Args:
-            hosts: the ids of the processes of each host that are left. At least one server is left.
+            hosts: the ids of the live processes of each host. At least one server is alive.
             holders: for each server, the processes that have its rows of tables, at least one of which is
-                left. Only these can take over. A second one is the standby. None if there are no such rows.
+                left. Only these can take over. The second of them is the standby. None if there are no such
+                rows.
         """
         host_of = {process: host for host, there in enumerate(hosts) for process in there}
         places = []

@@ -20,7 +20,7 @@ _LOOK_EVERY = 1.0
 
 
 class AgentState(NamedTuple):
-    """The answer of an agent's actor to the actor of a coordinator that was started again.
+    """The answer of an agent's actor to the actor of a restarted coordinator.
 
     Attributes:
         workers: the number of workers that the agent offers; 0 if no agent has begun.
@@ -66,7 +66,7 @@ class AgentActor:
             secrets: the secrets of the job. This process keeps them for another coordinator's actor.
             coordinator: HOST:PORT.
             workers: the number of workers that it offers.
-            folder: the folder of the script; None for that of this process.
+            folder: the folder of the script; None for the folder of this process.
             environment: see `EngineProcess`.
 
         Raises:
@@ -88,7 +88,7 @@ class AgentActor:
             self.retire(self._retires)
 
     def retire(self, reason: str) -> None:
-        """Tell the agent that this node will go soon, for `reason`."""
+        """Tell the agent that this node is about to leave, for `reason`."""
         self._retires = reason
         if self._agent is not None:
             self._agent.send(Retire(reason))

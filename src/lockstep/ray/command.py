@@ -54,7 +54,7 @@ def run_on_ray(
         workers: number of workers.
         resources: the resources of each worker, by Ray's names.
         detached: whether to return at once, while the job runs.
-        variables: the variables whose values Ray must not see: those of the script and of `--notify`.
+        variables: the variables whose values Ray must not get: those of the script and of `--notify`.
 
     Raises:
         ConfigError: there is no such cluster.
@@ -72,7 +72,7 @@ def run_on_ray(
     follower = Follower(actor, _write)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, _: follower.stop(number))
-    # Ray prints the reports of its own processes on each loss, which the job reports too.
+    # On each loss, Ray prints the reports of its own processes; the job also reports the loss.
     with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         try:
             status = follower.run()
@@ -180,7 +180,7 @@ def submit(
 def _on_head(ray: Any) -> Any:
     """Return the strategy that prefers the head node, whose loss ends the cluster anyway.
 
-    Ray takes 12 s and more to notice that another node is dead. A coordinator there would be missing for as
+    Ray takes 12 s or more to detect that another node is dead. A coordinator there would be missing for as
     long.
     """
     strategies = ray.util.scheduling_strategies
@@ -228,7 +228,7 @@ class Follower:
                 if missing > (_DIED if isinstance(error, errors.ActorDiedError) else _PATIENCE):
                     raise UnfitError(f"the cluster has lost the coordinator of the job: {error}") from None
                 if len(self._signals) > 1:
-                    # Without its command, the job stops when its coordinator is back.
+                    # Without its command, the job stops when its coordinator returns.
                     return 128 + self._signals[0]
                 if missing > _NOTED and not noted:
                     noted = True

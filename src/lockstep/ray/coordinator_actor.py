@@ -62,12 +62,12 @@ class RayJob:
         words: the arguments of `lockstep` with which each coordinator is started.
         workers: number of workers.
         needs: the resources of each worker.
-        folder: the folder of the script on all nodes; None for that of each actor, which a runtime
+        folder: the folder of the script on all nodes; None for the folder of each actor, which a runtime
             environment sets.
         environment: the variables of the user that can change the results of a script.
         detached: whether the job continues without its command.
         function: the function that workers run; None if they run a script.
-        is_given_variables: whether the command gives variables, sealed, before the job begins.
+        is_given_variables: whether the command passes variables, sealed, before the job begins.
     """
 
     name: str
@@ -89,10 +89,10 @@ class Shown(NamedTuple):
     """The output of a coordinator since the last question.
 
     Attributes:
-        run: identifies the actor's process: after a restart, positions begin again at 0.
+        run: the id of the actor's process, because positions begin again at 0 after a restart.
         position: the position for the next question.
         output: pairs of 1 for stdout or 2 for stderr, and bytes.
-        status: the exit status of the job, once it has ended and all output is shown; None before.
+        status: the exit status of the job, after it has ended and all output has been shown; None before.
     """
 
     run: str
@@ -110,8 +110,8 @@ class _Node:
         workers: the number of workers that it offers.
         key: the answer to the question for its public key, until the agent has begun.
         begun: whether the agent has begun.
-        retires: whether the agent was told that its node will go soon.
-        submitted: when its actor was submitted.
+        retires: whether the agent was told that its node is about to leave.
+        submitted: the time at which its actor was submitted.
         noted: whether the user knows that it waits.
     """
 
@@ -139,7 +139,7 @@ class _Output:
         with self._changed:
             self._chunks.append((number, data))
             while sum(len(chunk) for _, chunk in self._chunks) > _MOST_OUTPUT:
-                # Nobody may read it: the run folder has it too.
+                # Nobody may be reading it, and the run folder also has it.
                 self._first += 1
                 self._chunks.pop(0)
             self._changed.notify_all()
@@ -178,7 +178,7 @@ class CoordinatorActor:
         end_with_raylet()
         self._again = self._store.take()
         self._opener = Opener()
-        # If this actor was started again, the agents have them.
+        # If this actor was restarted, the agents have them.
         waits = job.is_given_variables and not self._again
         self._variables: dict[str, str] | None = None if waits else {}
         folder = job.folder or str(Path.cwd())
@@ -212,7 +212,7 @@ class CoordinatorActor:
         self._variables = self._opener.open(Sealed(*sealed)).variables
 
     def outcome(self) -> Outcome:
-        """Return how the job of a function has ended, once `show` has returned a status."""
+        """Return how the job of a function has ended, after `show` has returned a status."""
         assert self._function is not None
         return self._function.outcome
 
@@ -252,7 +252,7 @@ class CoordinatorActor:
                 time.sleep(_LOOK_EVERY)
 
     def _hold_lease(self) -> None:
-        """Let the coordinator live as long as this is the newest process of this actor.
+        """Let the coordinator run as long as this is the newest process of this actor.
 
         If the control store is out of reach for too long, the coordinator ends by itself.
         """
@@ -269,7 +269,7 @@ class CoordinatorActor:
             self._fail(with_code(error), forgotten=True)
 
     def _look(self) -> None:
-        """Start missing processes, and notice the end of others."""
+        """Start missing processes, and detect the ends of others."""
         if self._variables is None:
             if time.monotonic() - self._begun > _FOLLOWED:
                 self._fail("the command was lost before it gave the variables of --env or --notify")
@@ -283,7 +283,7 @@ class CoordinatorActor:
             self._coordinator.end()
             self._coordinator = None
         elif self._over is not None and time.monotonic() - self._over[1] > _LAST_WORDS:
-            # This coordinator was started when another one had ended the job.
+            # This coordinator was started after another one had ended the job.
             self._finish(self._over[0])
             return
         else:
@@ -323,7 +323,7 @@ class CoordinatorActor:
     # The agents that an earlier process of this actor has started.
 
     def _find_agents(self) -> None:
-        """Take over the agents that live, and the secrets of the job; learn whether they know of its end."""
+        """Take over the live agents, and the secrets of the job; find out whether they know of its end."""
         prefix = self._job.actor("agent/")
         questions: dict[Any, tuple[str, Any, Opener]] = {}
         for named_actor in ray.util.list_named_actors(all_namespaces=True):
@@ -342,7 +342,7 @@ class CoordinatorActor:
                 with contextlib.suppress(ray.exceptions.RayError):
                     state = AgentState(*ray.get(question))
             if state.secrets is None:
-                # It is lost, or has no state worth keeping.
+                # It is lost, or has no useful state.
                 _kill(actor)
                 continue
             secrets = opener.open(Sealed(*state.secrets))
@@ -368,7 +368,7 @@ class CoordinatorActor:
             if name not in draining and (node.begun or name not in lost)
         }
         added = places(job.workers, {name: room[name] for name in room if name not in lost}, there)
-        # If no other node has room, the agent may be all that this one has lost.
+        # If no other node has room, the agent may be the only loss of this node.
         again = {name: room[name] for name in room if name in lost and name not in self._nodes}
         added |= places(job.workers, again, there | added)
         for name, workers in added.items():
@@ -435,7 +435,7 @@ class CoordinatorActor:
     # The end.
 
     def _finish(self, status: int) -> None:
-        """Note that the job has ended; an actor that is started again reads the note."""
+        """Note that the job has ended. A restarted actor reads the note."""
         self._store.record_end(status)
         if self._function is not None:
             self._function.conclude(status, [node.actor for node in self._nodes.values()])
@@ -456,7 +456,8 @@ class CoordinatorActor:
             ends = [node.actor.end.remote() for node in self._nodes.values()]
             if ends:
                 ray.wait(ends, num_returns=len(ends), timeout=_PATIENCE)
-            # A control store that has lost its data knows no actor, and Ray aborts a process that names one.
+            # A control store that has lost its data does not know any actor, and Ray aborts a process that
+            # names one.
             for node in self._nodes.values() if not self._forgotten else ():
                 _kill(node.actor)
             until = time.monotonic() + (_FAREWELL if not self._job.detached else 0.0)

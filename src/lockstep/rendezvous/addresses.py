@@ -1,4 +1,4 @@
-"""The addresses of tasks, and the names by which the processes of one host find each other.
+"""The addresses of tasks, and the names with which the processes of one host find each other.
 
 Each address on this host represents the name of an abstract Unix socket, which has no file, and which the
 kernel frees when the last process that has the socket ends. If all tasks are on one host, nothing listens at
@@ -19,7 +19,7 @@ _BACKLOG = 128
 
 
 def resolve(address: str, task: str) -> str:
-    """Return the place of an address: the same, with the host's IP address instead of its name.
+    """Return the place of an address: the address with the host's IP address in place of its name.
 
     Raises:
         ConfigError: the name cannot be resolved.
@@ -78,7 +78,7 @@ def claim(places: Sequence[str]) -> "list[socket.socket] | str":
     """
     with contextlib.ExitStack() as undo:
         listeners = []
-        # All processes use the same order, so that one of several concurrent ones gets all names.
+        # All processes use the same order, so that one of several concurrent processes gets all names.
         for place in sorted(places):
             try:
                 listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -122,7 +122,7 @@ def connect(place: str) -> socket.socket | None:
 
 
 def holder(place: str) -> str:
-    """Describe the process that has the name of a place, as far as this user can see it."""
+    """Describe the process that has the name of a place, if this user can see it."""
     return describe(user_of(_name(place)), process_of(_name(place)))
 
 
@@ -142,7 +142,7 @@ def _family(number: str) -> socket.AddressFamily:
 
 
 def _user_of(port: int) -> str:
-    # Imported only after a failure, which is rare.
+    # This is imported only after a failure, which is rare.
     import psutil
 
     with contextlib.suppress(psutil.Error):

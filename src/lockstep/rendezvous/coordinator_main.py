@@ -62,7 +62,7 @@ def main(arguments: Sequence[str]) -> None:
 def _gather(server: RendezvousServer) -> bool:
     """Wait for a process per task; return False if all processes leave first.
 
-    Each process gives up after the limit of its own wait, so this ends too.
+    Each process gives up after the limit of its own wait, so this also ends.
     """
     while not server.is_complete:
         server.serve()

@@ -1,4 +1,4 @@
-"""What the process of a job whose workers are started by hand does alike on one host and on several."""
+"""The common code, on one host and on several, for jobs whose workers are started by hand."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def job_of(server: RendezvousServer, threads: int = 0) -> Iterator[JobSpec]:
     Afterwards, the processes that still wait are turned away if none has become a worker.
 
     Args:
-        server: where the processes wait.
+        server: the server at which the processes wait.
         threads: the number of threads that compute a replica; 0 until the cores of all hosts are known.
 
     Raises:

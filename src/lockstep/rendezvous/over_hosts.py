@@ -6,9 +6,9 @@ the job, and the agents of the other hosts join it there.
 
 The port that the process of the first host has bound is the lock. The others join it as `lockstep agent
 --join` joins `lockstep run --listen`. An agent sends `HostOffer`, its workers or the tasks for which a
-process waits. It gets `KeepWaiting` or `Rejected`, and once the hosts are complete `Prepare`, as over ssh.
-An arrival on a host joins on that host (`WorkerArrived.host`). Notes of the coordinator reach the terminals
-of other hosts as `ShowNote`.
+process waits. It gets `KeepWaiting` or `Rejected`, and when the hosts are complete `Prepare`, as over ssh. An
+arrival on a host joins on that host (`WorkerArrived.host`). Notes of the coordinator reach the terminals of
+other hosts as `ShowNote`.
 """
 
 import os
@@ -48,11 +48,11 @@ _PAUSE = 1.0
 
 
 class _Deserted(Exception):
-    """No process of this host waits any more."""
+    """No process of this host is waiting any more."""
 
 
 def serve_host(server: RendezvousServer, terminals: Terminals) -> None:
-    """Run this host's part of a job until it has ended, or until no process waits any more.
+    """Run this host's part of a job until it has ended, or until no process is waiting any more.
 
     Raises:
         ConfigError: the tasks or the hosts do not fit together, or a port is in use.
@@ -83,7 +83,7 @@ class RendezvousWorkers:
     """Workers that a user starts on this host; a `HostWorkers`.
 
     Attributes:
-        server: where their processes wait.
+        server: the server at which their processes wait.
         paths: the paths of the folder that they share, absolute.
     """
 
@@ -103,7 +103,7 @@ class RendezvousWorkers:
         return self.admitting(begin.spec, output)
 
     def need_coordinator(self) -> bool:
-        """Return whether a process remains. A user who has ended all of them may start the job anew."""
+        """Return whether a process remains. A user who has ended all of them may start the job again."""
         return any(handle.is_running for handle in self.server.handles())
 
     def admitting(self, spec: JobSpec, output: WorkerOutput) -> LocalHost:
@@ -150,7 +150,7 @@ class _TasksOfHost:
     # The host of the coordinator.
 
     def coordinate(self) -> None:
-        """Wait for a process per task on all hosts, or for hosts that run the job already; then run it."""
+        """Wait for a process per task on all hosts, or for hosts that already run the job; then run it."""
         gate = Gate(
             lambda: TaskRoster(self.first, tuple(self.server.waiting)),
             self.credentials,

@@ -26,7 +26,7 @@ class ExternalHandle:
         pid: its process id.
         exited: a descriptor that becomes readable when the process has ended.
         control: this end of the socket to it; does not block.
-        channel: the channel over that socket, once the process is a worker.
+        channel: the channel over that socket, if the process is a worker.
         terminal: its stderr, for notes; None if it has none.
     """
 
@@ -62,7 +62,7 @@ class ExternalHandle:
             self.terminal = Sink(descriptor)
 
     def leave_terminal(self) -> None:
-        """Release its terminal: if that is a pipe, its reader waits until all processes have closed it."""
+        """Release its terminal. If that is a pipe, its reader waits until all processes have closed it."""
         if self.terminal is not None:
             os.close(self.terminal.descriptor)
             self.terminal = None
@@ -122,7 +122,7 @@ class Terminals(Console):
         self.readers = []
 
     def shows(self, worker: int) -> bool:
-        """True: each worker writes to its own terminal."""
+        """True, because each worker writes to its own terminal."""
         return True
 
     def say(self, text: str) -> None:

@@ -89,17 +89,17 @@ class RendezvousServer:
     def serve(self) -> None:
         """Serve new connections, messages and disconnections; never blocks."""
         for descriptor, _ in self._events.poll(0):
-            # An earlier event may have closed this one.
+            # An earlier event may have closed this connection.
             if (call := self._calls.get(descriptor)) is not None:
                 call()
 
     def begin(self, job: str, came: Callable[[], object], *, late: bool) -> None:
-        """From now on, have each process wait until the job admits it.
+        """From now on, let each process wait until the job admits it.
 
         Args:
             job: the name of the job.
             came: called for each process that arrives and can take part.
-            late: whether processes that wait arrive now, because the job already runs.
+            late: whether waiting processes arrive now, because the job already runs.
         """
 
         def wait() -> None:
@@ -114,11 +114,11 @@ class RendezvousServer:
             came()
 
     def tell_of_changes(self, changed: Callable[[], None]) -> None:
-        """From now on, call `changed` when a process that waits has arrived or left."""
+        """From now on, call `changed` when a waiting process has arrived or left."""
         self._came = self._left = changed
 
     def keep_waiting(self, awaited: str) -> None:
-        """Tell all processes for what they wait."""
+        """Tell all processes what they wait for."""
         for process in self.waiting.values():
             process.tell(KeepWaiting(awaited))
 
@@ -127,7 +127,7 @@ class RendezvousServer:
 
         Args:
             worker: its id as a worker.
-            admitted: returns the message to it, given how many processes use one of its GPUs.
+            admitted: returns the message to it, given the number of processes that use one of its GPUs.
 
         Raises:
             OSError: no process waits.
@@ -153,12 +153,12 @@ class RendezvousServer:
             yield process.handle
 
     def turn_away(self, reason: str) -> None:
-        """Reject all processes that wait."""
+        """Reject all waiting processes."""
         for process in self.waiting.values():
             process.tell(Rejected(reason))
 
     def close(self) -> None:
-        """Disconnect all processes that wait, and release the names."""
+        """Disconnect all waiting processes, and release the names."""
         for listener in self._listeners:
             listener.close()
         for process in (*self.waiting.values(), *self._silent):
@@ -259,7 +259,7 @@ class RendezvousStarter:
         spec: the job.
         paths: the paths of the run, absolute.
         pid: process id of the coordinator.
-        server: where processes wait.
+        server: the server at which processes wait.
     """
 
     spec: JobSpec
@@ -271,7 +271,7 @@ class RendezvousStarter:
         """Do nothing: a process that waits is ready."""
 
     def close(self) -> None:
-        """Do nothing: starting workers needs nothing that must be released."""
+        """Do nothing, because starting workers does not need resources that must be released."""
 
     def faults(self) -> dict[str, str]:
         """Return nothing: the user chooses the GPUs."""
@@ -285,7 +285,7 @@ class RendezvousStarter:
         joins: bool,
         yielding: Sequence[WorkerHandle] = (),
     ) -> WorkerHandle:
-        """Admit a process that waits. Its slot is that of its task, whichever slots the others have.
+        """Admit a waiting process. Its slot is that of its task, regardless of the others' slots.
 
         Raises:
             OSError: no process waits.

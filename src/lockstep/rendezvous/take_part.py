@@ -1,13 +1,13 @@
 """How processes that a user starts by hand, each with its own `TF_CONFIG`, take part in one job.
 
-The first process starts a coordinator, which all processes find by the addresses of their tasks. Once the
-coordinator admits a process, the process restarts its script in place (`exec`), and so is a worker from the
-first line on, as with `lockstep run`.
+The first process starts a coordinator, which all processes find through the addresses of their tasks. When
+the coordinator admits a process, the process restarts its script in place (`exec`). So it is a worker from
+the first line on, as with `lockstep run`.
 
-The coordinator belongs to no terminal and holds the cluster's addresses as names of abstract Unix sockets.
-So there is only one, and processes find it under any address, even if their lists differ. These differences
-from `lockstep run` remain: the user restarts lost workers; each worker writes to its own terminal, without a
-log; its exit status is unknown to the agent.
+The coordinator does not belong to a terminal, and holds the cluster's addresses as names of abstract Unix
+sockets. So there is only one, and processes find it under any address, even if their lists differ. These
+differences from `lockstep run` remain: the user restarts lost workers; each worker writes to its own
+terminal, without a log; its exit status is unknown to the agent.
 """
 
 import contextlib
@@ -72,8 +72,8 @@ _followed: set[str | None] = set()
 def take_part() -> None:
     """Follow the `TF_CONFIG` of this process; called whenever a strategy is created or entered.
 
-    This returns in a worker of a job, and in a process that needs no other one: without `TF_CONFIG`, as the
-    only training task, or as an evaluator. One of several training tasks waits for the other ones, and then
+    This returns in a worker of a job, and in a process that does not need others: without `TF_CONFIG`, as the
+    only training task, or as an evaluator. One of several training tasks waits for the others, and then
     restarts its script as a worker. A parameter server exits.
 
     Raises:
@@ -142,9 +142,9 @@ def _follow_first(text: str) -> None:
 
 
 def _end_in_one_line(refusal: LockstepError) -> None:
-    """Have Python end with the message of this error alone, if the script does not handle it.
+    """Let Python end with only the message of this error, if the script does not handle it.
 
-    The cause is how the task was started, so the traceback would hide the message.
+    The cause is the way in which the task was started, so a traceback would hide the message.
     """
     before = sys.excepthook
 
@@ -279,7 +279,7 @@ def _environment(worker: WorkerIdentity, admitted: Admitted, text: str, backend:
 
 
 def _meet(arrival: Arrival) -> tuple[Admitted, int]:
-    """Wait to be admitted; return that message, and the descriptor of the socket."""
+    """Wait to be admitted; return the admission, and the descriptor of the socket."""
     name = arrival.task.name
     waiting = RendezvousWait(name)
     for _ in range(_MOST_COORDINATORS):
@@ -314,7 +314,7 @@ def _program() -> Invocation:
 
 
 def _backend() -> Choice:
-    # The environment has the settings of the script by now.
+    # By now, the environment has the settings of the script.
     refuse_legacy_keras(legacy_keras())
     variable, configured = keras_backend()
     wishes = Wishes(variable=variable, configured=configured)

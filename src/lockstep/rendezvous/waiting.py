@@ -14,11 +14,11 @@ _SOON = 1.0
 
 
 class WaitMessages:
-    """Reports every few seconds for what a process waits, and limits the wait. Pure.
+    """Reports every few seconds what a process waits for, and limits the wait. Pure.
 
     Args:
         name: the name of the process's task.
-        now: the time when the wait begins.
+        now: the time at which the wait begins.
     """
 
     def __init__(self, name: str, now: float) -> None:
@@ -26,11 +26,11 @@ class WaitMessages:
         self._name = name
         self._since = now
         self._has_said = False
-        # The last process does not wait, and reports nothing.
+        # The last process does not wait, and does not report anything.
         self._due = now + _SOON
 
     def waits_for(self, awaited: str, now: float) -> None:
-        """Note for what the process waits from now on; a change is reported at once."""
+        """Note what the process waits for from now on. A change is reported at once."""
         if awaited != self._awaited and self._has_said:
             self._due = now
         self._awaited = awaited
@@ -69,10 +69,10 @@ class RendezvousWait:
         self._messages = WaitMessages(name, time.monotonic())
 
     def answer(self, connection: socket.socket) -> Admitted | None:
-        """Wait until the process is admitted; return that message.
+        """Wait until the process is admitted; return the admission.
 
         Returns:
-            None if the coordinator has ended, so that another one is needed.
+            None if the coordinator has ended. Then another one is necessary.
 
         Raises:
             ConfigError: the process cannot take part, or cannot read the answer.

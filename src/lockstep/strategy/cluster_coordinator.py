@@ -51,7 +51,7 @@ class ClusterCoordinator:
         """Return the only coordinator of a strategy.
 
         Raises:
-            InputError: it is not a `ParameterServerStrategy`.
+            InputError: the argument is not a `ParameterServerStrategy`.
         """
         if not isinstance(strategy, ParameterServerStrategy):
             raise InputError("ClusterCoordinator needs a lockstep.ParameterServerStrategy")
@@ -86,7 +86,7 @@ class ClusterCoordinator:
         Raises:
             TypeError: `fn` is not a function.
             Exception: an earlier function raised it. Functions that no worker had begun are dropped.
-            ModelError: parameter servers do not support what `fn` changes.
+            ModelError: parameter servers do not support a change that `fn` makes.
         """
         if not callable(fn):
             raise TypeError(f"schedule needs a function or a tf.function, not {fn!r}")
@@ -96,7 +96,7 @@ class ClusterCoordinator:
             lambda: with_values((positional, named), lambda value: value._worker_value()),
             lambda: with_values((positional, named), lambda value: value._trial_value()),
         )
-        # Refuses results of functions among the arguments in all processes.
+        # This refuses results of functions among the arguments in all processes.
         with_values((positional, named), lambda value: value)
         calls = self._calls()
         return RemoteValue(calls, calls.schedule(scheduled))
@@ -129,7 +129,7 @@ class ClusterCoordinator:
 
         Args:
             dataset_fn: a function that returns a dataset: a `tf.data.Dataset`, a `DataLoader`, or any
-                iterable. Random operations in it begin with another seed on each worker. It may also be a
+                iterable. Random operations in it begin with a different seed on each worker. It may also be a
                 dataset: each worker then reads all elements in the same order.
 
         Example:

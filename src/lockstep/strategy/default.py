@@ -34,7 +34,7 @@ class DefaultStrategy(Strategy):
 
 @cache
 def default_strategy() -> DefaultStrategy:
-    """Return the only instance."""
+    """Return the only default strategy."""
     return DefaultStrategy()
 
 

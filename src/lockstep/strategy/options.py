@@ -52,8 +52,8 @@ class CommunicationOptions:
     """How workers exchange data.
 
     Attributes:
-        bytes_per_pack: ignored, because shared memory needs no packs.
-        timeout_seconds: how long others wait for a stuck worker; None for the job's timeout.
+        bytes_per_pack: ignored, because shared memory does not need packs.
+        timeout_seconds: the seconds for which others wait for a stuck worker; None for the job's timeout.
         implementation: how bytes move.
 
     Example:

@@ -91,7 +91,7 @@ class ParameterServerStrategy(Strategy):
             )
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         self._options = ServerOptions(variable_partitioner, max_staleness)
-        # A step is computed by one worker.
+        # One worker computes a step.
         self._runner = SingleReplicaRunner()
         self._coordinator: Any = None
         self._program: _Program = _LocalProgram()
@@ -129,7 +129,7 @@ class ParameterServerStrategy(Strategy):
         job = self._job
         return PerWorkerDataset(
             make,
-            # A process that replaces a lost worker has the task of that worker.
+            # A process that replaces a lost worker has that worker's task.
             lambda: seed_of(job.settings.seed, "dataset", number, job.process),
             seed_of(job.settings.seed, "dataset", number),
             lambda: (job.process, job.replacement),
@@ -245,7 +245,7 @@ class _ServedProgram:
         functions.of_strategy(self._join, self._close)
 
     def scope(self) -> AbstractContextManager[None]:
-        """Return a context that notes which variables the program creates."""
+        """Return a context that records the variables that the program creates."""
         return observed_by(self._variables)
 
     def function_calls(self) -> FunctionCalls:
@@ -284,7 +284,7 @@ class _ServedProgram:
 
 @runtime_checkable
 class ServerDef(Protocol):
-    """A task of a cluster as a `tf.train.ServerDef`; an empty name is one that is not set."""
+    """A task of a cluster as a `tf.train.ServerDef`. An empty name means that there is none."""
 
     @property
     def cluster(self) -> ClusterDef:
@@ -321,7 +321,7 @@ class Server:
 
     Raises:
         ConfigError: the cluster is invalid.
-        ValueError: it has no such task.
+        ValueError: the cluster does not have this task.
 
     Example:
         >>> import lockstep
@@ -366,7 +366,7 @@ class Server:
         """Do nothing, because there is nothing to start."""
 
     def join(self) -> NoReturn:
-        """Raise ConfigError, because this process serves nothing and would wait without end."""
+        """Raise ConfigError, because this process does not serve and would wait forever."""
         raise ConfigError(
             f"Server.join() waits for the server at {self._target}, which does not exist: start all tasks "
             "with `lockstep run --ps P -n N train.py`, or each one with `lockstep run --tf-config --ps P "

@@ -388,5 +388,5 @@ def _refuse_within_replica(name: str) -> None:
 
 
 def entered_strategy() -> Strategy | None:
-    """Return the strategy in whose scope or `run` this thread is, if it is in one."""
+    """Return the strategy whose scope or `run` this thread is in, if any."""
     return _entered.value[-1] if _entered.value else None

@@ -18,7 +18,7 @@ from lockstep.system.prctl import die_with
 def command_of(module: str, *arguments: str) -> list[str]:
     """Return the command that executes a module of Lockstep with this interpreter.
 
-    With -P, a file in the current folder, such as `types.py`, hides no module that Lockstep needs.
+    With -P, a file in the current folder, such as `types.py`, does not hide a module that Lockstep needs.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -42,7 +42,7 @@ def ending_with_this_process(command: Sequence[str]) -> list[str]:
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Replace this process by `command`, which is killed when the process `parent` ends."""
+    """Replace this process with `command`, which is killed when the process `parent` ends."""
     # If the kernel does not support this, the parent ends the program.
     with contextlib.suppress(OSError):
         die_with(parent)

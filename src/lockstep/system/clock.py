@@ -24,7 +24,7 @@ class SystemClock:
     """The clocks of this machine.
 
     Args:
-        start: the reading of the monotonic clock now; None for the machine's.
+        start: the present reading of the monotonic clock; None for the machine's reading.
     """
 
     def __init__(self, start: float | None = None) -> None:
@@ -49,7 +49,7 @@ def parse_seconds(text: str, option: str) -> float:
     """Parse a time: seconds, or a number with its unit.
 
     Raises:
-        ConfigError: it is not a time, or is longer than a day; the message names `option`.
+        ConfigError: the text is not a time, or the time is longer than a day; the message names `option`.
     """
     seconds = duration(f"{text}s" if text[-1:].isdigit() else text)
     if seconds is None or seconds > _LONGEST:

@@ -16,13 +16,13 @@ _PATIENCE = 5.0
 
 
 class Descendants(Protocol):
-    """Every process that this one or a descendant started."""
+    """Every process that this process or a descendant started."""
 
     def reap(self, owned: frozenset[int]) -> None:
         """Reap adopted processes that have ended, except `owned` ones, which their owners reap."""
 
     def end(self, grace: float) -> tuple[int, ...]:
-        """Give all of them `grace` seconds to end, then kill them until none is left.
+        """Give all of them `grace` seconds to end, then kill them until none are left.
 
         Returns:
             Ids of processes that even SIGKILL did not end.
@@ -87,7 +87,7 @@ def children_now() -> frozenset[int]:
 
 
 def kill_family(pid: int) -> None:
-    """Kill a child of this process and its descendants, and wait for a limited time until they have ended."""
+    """Kill a child of this process and its descendants, and wait for a limited time for their ends."""
     import psutil
 
     family = _family(pid)

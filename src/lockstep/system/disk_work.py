@@ -1,4 +1,4 @@
-"""Work on a disk, in a thread. The event loop continues, so that other hosts see that the process lives."""
+"""Work on a disk, in a thread. The event loop continues, so other hosts detect that the process is alive."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ class DiskWork(Generic[Result]):
 
     Args:
         act: carries out the action.
-        action: the action in words, for messages.
+        action: a description of the action, for messages.
         loop: the event loop of the process.
         clock: measures the time limit.
     """
@@ -51,7 +51,7 @@ class DiskWork(Generic[Result]):
 
         Raises:
             BaseException: the error of the action.
-            CheckpointError: it takes too long.
+            CheckpointError: the action takes too long.
         """
         self.close()
         if not self._has_ended:

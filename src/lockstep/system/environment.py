@@ -78,7 +78,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """The identity of a worker's process, its agent and its run. It learns everything else from the agent.
+    """The identity of a worker's process, its agent and its run. The agent tells it everything else.
 
     Attributes:
         worker: the worker's id, from 0.
@@ -115,7 +115,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
     """Parse the `LOCKSTEP_*` variables.
 
     Raises:
-        ConfigError: one is missing or invalid; the message names it.
+        ConfigError: a variable is missing or invalid; the message names it.
     """
     return WorkerIdentity(
         worker=_parse(environ, "WORKER", _count),
@@ -327,7 +327,7 @@ def variable_marks(
     """Return marks that show whether variables of two runs differ: 4 digits of a hash of each value.
 
     A variable that is `hidden`, or whose name is that of a secret, has the mark `set`. Variables that are not
-    set have no mark, nor have `numeric_flags` and those that the job sets.
+    set do not have marks, nor do `numeric_flags` and the variables that the job sets.
     """
     recorded_elsewhere = {*numeric_flags(environ), *_OF_JOB, "KERAS_BACKEND"}
     marks = {}
@@ -345,7 +345,7 @@ def parse_variables(texts: Iterable[str]) -> dict[str, str | None]:
     """Parse the variables of `--env`: NAME=VALUE, or NAME for the user's value, which is None here.
 
     Raises:
-        ConfigError: one cannot be a variable of the script, or its value would be recorded and is a secret.
+        ConfigError: a name cannot be a variable of the script, or a value is a secret and would be recorded.
     """
     variables: dict[str, str | None] = {}
     for text in texts:
@@ -408,7 +408,7 @@ def repeating(flags: Mapping[str, str], here: Collection[str] = ()) -> dict[str,
 
     Args:
         flags: the flags of the run.
-        here: the names of variables that keep their values of this process.
+        here: the names of variables that keep their values in this process.
     """
     replaced = numeric_flags().keys() - set(here)
     variables = {name: value for name, value in os.environ.items() if name not in replaced}
@@ -430,7 +430,7 @@ def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | 
 def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
     """Return the backends in `KERAS_BACKEND` and in Keras's configuration file, or None for a missing one."""
     base = environ.get("HOME") or Path.home()
-    # The same search as Keras's.
+    # This is the same search as Keras's.
     home = environ.get("KERAS_HOME") or Path(base if os.access(base, os.W_OK) else "/tmp") / ".keras"
     try:
         settings = json.loads((Path(home) / "keras.json").read_text())
@@ -523,7 +523,7 @@ def _thread_variables(threads: int) -> dict[str, str]:
 
 def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -> dict[str, str]:
     """Return the variables of a worker that computes on GPUs; see `worker_environment`."""
-    # Deterministic operations on GPUs too, unless the user has disabled them.
+    # Operations on GPUs are also deterministic, unless the user has disabled that.
     flags = inherited.get("XLA_FLAGS", "")
     if _XLA_DETERMINISTIC not in flags:
         flags = f"{flags} --{_XLA_DETERMINISTIC}=true".strip()
@@ -568,7 +568,7 @@ def _folder(text: str) -> Path:
 
 
 def attempt(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str]:
-    """Return how often the job of this command was started again, what earlier runs left, and its run folder.
+    """Return the number of restarts of this command's job, the remains of earlier runs, and its run folder.
 
     The second number is the size of `events.jsonl` before the first start, in bytes. All are empty at first.
     """

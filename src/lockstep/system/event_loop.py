@@ -14,7 +14,7 @@ ARRIVES = select.EPOLLIN | select.EPOLLET
 def wait_for(
     readable: Iterable[int], seconds: float | None = None, *, writable: Iterable[int] = ()
 ) -> set[int]:
-    """Wait until a descriptor is ready, or its peer has closed it; return all such descriptors.
+    """Wait until a descriptor is ready, or its peer has closed it; return all these descriptors.
 
     Unlike `select.select`, it takes descriptors above 1023, which a program with many open files has.
 

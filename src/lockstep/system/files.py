@@ -42,7 +42,7 @@ def open_own(path: Path, flags: int) -> int:
 def open_in(folder: int, name: str, flags: int) -> int:
     """Open a regular file in a folder; return its descriptor.
 
-    This never follows a link and never blocks, since another user may have replaced the file.
+    This never follows a link and never blocks, because another user may have replaced the file.
 
     Args:
         folder: descriptor of the folder.
@@ -112,7 +112,7 @@ class AppendFile:
 
     Attributes:
         path: the path of the file.
-        descriptor: open for reading and appending.
+        descriptor: a descriptor that is open for reading and appending.
         start: the file's size when it was opened.
     """
 
@@ -160,6 +160,6 @@ class AppendFile:
 
     def close(self) -> None:
         """Close the file."""
-        # On a network file system, an earlier failed write may show only now.
+        # On a network file system, the error of an earlier write may appear only now.
         with contextlib.suppress(OSError):
             os.close(self.descriptor)

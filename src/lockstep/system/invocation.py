@@ -63,7 +63,7 @@ def current_program() -> Invocation | None:
     program = parse(sys.orig_argv)
     if program is None or program.command[0] == "-m" or Path(program.command[0]).is_absolute():
         return program
-    # Python made this path absolute at its start; the program may have changed the folder since.
+    # Python made this path absolute at its start; the program may have changed the folder since then.
     return Invocation(program.options, (path, *program.command[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Landlock: the kernel lets this process write only below some folders, in whatever language.
+"""Landlock: the kernel lets this process write only below some folders, from code in any language.
 
 The kernel's interface: https://docs.kernel.org/userspace-api/landlock.html. Linux has it from version 5.13
 on, if it is enabled; containers may forbid it.
@@ -45,7 +45,7 @@ def can_restrict() -> bool:
 
 
 def write_only_below(folders: Iterable[Path]) -> None:
-    """Let this thread, and those that it starts, write only below some folders, for the rest of their lives.
+    """Let this thread, and those that it starts, write only below some folders, for the rest of their life.
 
     Files that are already open can be written. Other writes fail with "Permission denied". Empty folders can
     be created anywhere.

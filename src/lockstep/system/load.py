@@ -40,7 +40,7 @@ class ProcessCounters(NamedTuple):
 
 
 def process_counters(pid: int, proc: Path) -> ProcessCounters | None:
-    """Read the counters of a process, or None if it has ended, or this user may not see it."""
+    """Read the counters of a process, or None if it has ended, or this user may not read them."""
     folder = f"{proc}/{pid}"
     try:
         # The name in parentheses may contain anything.
@@ -96,8 +96,8 @@ class HostSampler:
 
     Args:
         clock: measures the time between two samples.
-        proc: where the kernel's data on processes are mounted.
-        cgroups: where the cgroup file systems are mounted.
+        proc: the folder in which the kernel's data on processes are mounted.
+        cgroups: the folder in which the cgroup file systems are mounted.
     """
 
     def __init__(self, clock: Clock, proc: Path = PROC, cgroups: Path = CGROUPS) -> None:
@@ -121,7 +121,7 @@ class HostSampler:
     def _counters(self) -> tuple[float, int, float]:
         """Return processor seconds, bytes read from and written to swap, and throttled seconds so far.
 
-        Those that the kernel does not report are 0.
+        Counters that the kernel does not report are 0.
         """
         columns = read(self._proc / "stat").partition("\n")[0].split()[1:]
         busy = sum(int(columns[at]) for at in _BUSY if at < len(columns)) * _TICK

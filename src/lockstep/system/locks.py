@@ -28,7 +28,7 @@ def try_lock(path: Path) -> int | None:
     while True:
         descriptor = _open(path)
         locked = _locked(descriptor)
-        # The previous holder may have removed the file in between; others would then lock a new one.
+        # The previous holder may have removed the file meanwhile. Others would then lock a new file.
         if locked and os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)
@@ -83,7 +83,7 @@ def share_lock(path: Path) -> int:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock of this module on the file at `path`; none is taken.
+    """Whether a process holds a lock of this module on the file at `path`. This does not take a lock.
 
     The process may be in another container.
 
@@ -104,7 +104,7 @@ def _share(descriptor: int) -> None:
 
 
 def _whole_file(kind: int) -> bytes:
-    # Padded at the end, as in C.
+    # The structure is padded at the end, as in C.
     return struct.pack(f"{_FLOCK}0q", kind, os.SEEK_SET, 0, 0, 0)
 
 
@@ -117,8 +117,8 @@ def _locked(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    # Only this second lock can be seen without an attempt to take it, and from all containers: /proc/locks
-    # leaves out processes that the reader cannot see. Where the system has none, the first one counts.
+    # Only this second lock is visible without an attempt to take it, and from all containers: /proc/locks
+    # omits processes that the reader cannot see. If the system does not have it, the first lock counts.
     with contextlib.suppress(OSError):
         _share(descriptor)
     return True

@@ -1,4 +1,4 @@
-"""The memory that this process may still allocate, and what it returns."""
+"""The memory that this process may still allocate, and the memory that it returns."""
 
 import ctypes
 from collections.abc import Callable, Iterable
@@ -31,11 +31,11 @@ def memory_kills(
     mount: Path = Path("/sys/fs/cgroup"),
     statistics: Path = Path("/proc/vmstat"),
 ) -> int:
-    """Return how many processes the kernel has killed for lack of memory so far.
+    """Return the number of processes that the kernel has killed for lack of memory so far.
 
-    Those of this process's cgroup count, whichever limit they exceeded; in a container, those of the first
-    ancestor that is visible there. If none has such a number, as the root has none, those of the machine
-    count. 0 if the kernel reports neither.
+    The processes of this process's cgroup count, whichever limit they exceeded; in a container, those of the
+    first visible ancestor. If no cgroup has such a number, like the root, the machine's processes count. 0 if
+    the kernel reports neither.
 
     Args:
         membership: the file that names the cgroups.
@@ -96,7 +96,7 @@ def _uses(group: Path) -> list[tuple[int, int]]:
 
 
 def read_numbers(file: Path) -> dict[str, int]:
-    """Return the numbers in a file with a name and a number per line, as far as it can be read."""
+    """Return the numbers in a file with a name and a number per line, if the file can be read."""
     lines = (line.split() for line in read(file).splitlines())
     return {line[0]: int(line[1]) for line in lines if len(line) > 1 and line[1].isdigit()}
 

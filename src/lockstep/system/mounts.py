@@ -11,7 +11,7 @@ _ESCAPE = re.compile(rb"\\([0-7]{3})")
 
 
 def is_shared(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Whether a file is in a file system that other hosts may share, as far as its kind tells.
+    """Whether a file is in a file system that other hosts may share, judging by its kind.
 
     Args:
         path: the absolute path of the file, which may not exist.

@@ -81,11 +81,11 @@ class Gpu:
         bus: its PCI address.
         memory: its own memory, also called FB.
         bar1: the part of the memory that other devices on the PCI bus can address.
-        temperature: degrees Celsius.
-        power: watts.
-        power_limit: watts.
-        utilization: percent of the time in which a program computed on it.
-        processes: the processes that use it, as far as this process may see them.
+        temperature: its temperature, in degrees Celsius.
+        power: its power, in watts.
+        power_limit: the limit on its power, in watts.
+        utilization: the percentage of the time in which a program computed on it.
+        processes: the processes that use it, if this process may see them.
         fault: why it cannot be used; empty if it can.
         denied: whether the only fault is a lack of permission.
         slowdown: the temperature, in degrees Celsius, from which on it throttles.
@@ -132,7 +132,7 @@ class Driver:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """The driver's report.
+    """The driver's data.
 
     Attributes:
         driver: the driver; None if it does not answer.
@@ -299,7 +299,7 @@ def _gpu(library: Any, index: int) -> Gpu:
 
 def _throttles(reasons: int) -> tuple[str, ...]:
     names = tuple(name for name, bits in _THROTTLES.items() if reasons & bits)
-    # The driver sets the bit of the hardware also for heat.
+    # The driver also sets the hardware bit for heat.
     return tuple(name for name in names if name != "hardware") or names
 
 

@@ -76,9 +76,9 @@ class LinePrefixer:
     """Forwards complete lines, each with a prefix, so that those of several workers do not mix.
 
     Args:
-        prefix: begins each line.
-        write: takes the lines.
-        keeps: whether to forward a line, which it gets without its end; None to forward all.
+        prefix: the beginning of each line.
+        write: receives the lines.
+        keeps: returns whether to forward a line, given without its end; None to forward all.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Log:
         self._file.write(data)
 
     def tail(self, lines: int) -> list[str]:
-        """Return the last lines that this run wrote, as far as they can be read, safe for a terminal."""
+        """Return the last readable lines that this run wrote, safe for a terminal."""
         try:
             size = os.fstat(self._file.descriptor).st_size
         except OSError:
@@ -149,5 +149,5 @@ def last_lines(data: bytes, lines: int) -> list[str]:
 
 
 def _plain(line: str) -> str:
-    # Of a progress bar that redraws itself, only the last state is shown.
+    # A progress bar redraws itself; only its last state is shown.
     return _CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2])

@@ -1,4 +1,4 @@
-"""The paths of a run's files, and what becomes of each file. Pure."""
+"""The paths of a run's files, and what happens to each file. Pure."""
 
 import hashlib
 import os
@@ -84,7 +84,7 @@ class RunPaths:
 
     @property
     def store_mark(self) -> Path:
-        """The tokens of runs in an object store of which the folder has everything, the latest first."""
+        """The tokens of runs in an object store whose files the folder has completely, the latest first."""
         return self.root / ".lockstep-store"
 
     @property
@@ -117,7 +117,7 @@ _SAVED_RECORD = re.compile("[0-9a-f]{32}")
 
 
 def is_recorded(name: str) -> bool:
-    """Whether Lockstep has written a file of a run folder; commands that show a run read only such files."""
+    """Whether Lockstep has written a file of a run folder. Commands that show a run read only such files."""
     folder, _, file = name.rpartition("/")
     in_folder = folder in _RECORDED_FOLDERS and file != ""
     return name in _RECORDED or in_folder or _OF_WORKER.fullmatch(name) is not None
@@ -136,7 +136,7 @@ def is_transient(name: str) -> bool:
 
 
 def is_verdict(name: str) -> bool:
-    """Whether a file is of the comparison with one process, which each run replaces."""
+    """Whether a file belongs to the comparison with one process, which each run replaces."""
     return name == str(_RUN.comparison) or name.startswith(f"{_RUN.comparing.root}/")
 
 

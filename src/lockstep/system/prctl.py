@@ -37,7 +37,7 @@ def keep_priority() -> None:
             try:
                 Path("/proc/self/autogroup").write_text(str(nice))
             except BlockingIOError:
-                # Of users other than root, the kernel takes one request in a tenth of a second.
+                # From users other than root, the kernel accepts one request in a tenth of a second.
                 time.sleep(_PAUSE)
             except OSError:
                 return

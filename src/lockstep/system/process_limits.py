@@ -32,13 +32,13 @@ def check_limits(workers: int, threads: int) -> None:
 
 
 def shortage(workers: int, threads: int, files: int | None, processes: int | None) -> str:
-    """Return which limit of a host is too low for its workers, and what to do, or an empty string if none is.
+    """Return which limit of a host is too low for its workers, and the remedy; otherwise an empty string.
 
     Args:
         workers: number of workers on the host.
         threads: number of threads that compute one replica.
         files: the limit on open files of a process; None if there is none.
-        processes: how many more processes and threads the user may start; None without a limit.
+        processes: the number of processes and threads that the user may still start; None without a limit.
     """
     needed = _FILES + _FILES_OF_WORKER * workers
     if files is not None and files < needed:
@@ -63,7 +63,7 @@ def open_files() -> int | None:
 
 
 def processes_of_user_left(proc: Path = Path("/proc")) -> int | None:
-    """Return how many more processes and threads this user may start, or None without a limit."""
+    """Return the number of processes and threads that this user may still start, or None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     # The kernel does not apply the limit to root.
     if limit == resource.RLIM_INFINITY or os.getuid() == 0:

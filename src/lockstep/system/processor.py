@@ -34,7 +34,7 @@ _NAMES = tuple(each.name for each in _LARGEST_FIRST)
 
 @cache
 def processor_model(file: Path = _CPUINFO) -> str:
-    """Return the name of this machine's processor; "unknown" if the kernel does not say it."""
+    """Return the name of this machine's processor; "unknown" if the kernel does not report it."""
     return _field(file, "model name", "CPU part") or "unknown"
 
 

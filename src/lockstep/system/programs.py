@@ -1,4 +1,4 @@
-"""Programs that may crash, hang or write any output: each runs in its own process, with a time limit."""
+"""Programs that may crash, hang or write any output. Each runs in its own process, with a time limit."""
 
 import contextlib
 import os
@@ -38,7 +38,7 @@ class ProgramResult:
         status: its exit status, negative for a signal; None if it timed out or was not started.
         output: its stdout; only the beginning and the end of a long output.
         errors: its stderr, likewise cut.
-        seconds: how long it ran.
+        seconds: the time for which it ran.
         fault: why it could not be started; empty if it could.
     """
 
@@ -134,7 +134,7 @@ class ProbeProgram:
         return ProgramResult(status, output, errors, seconds)
 
     def seconds(self) -> float:
-        """Return how long the program has been running."""
+        """Return the time for which the program has been running."""
         return time.monotonic() - self._begun
 
     def status(self) -> int | None:
@@ -144,7 +144,7 @@ class ProbeProgram:
     def delay(self) -> float:
         """Return the most seconds for which one of its threads was ready to run and had no core.
 
-        Its other threads, too, may have used the cores.
+        Its other threads may also have used the cores.
         """
         pids = [self._process.pid, *(child.pid for child in self._children())]
         counters = filter(None, (process_counters(pid, PROC) for pid in pids))
@@ -166,7 +166,7 @@ def results(
 
     Args:
         programs: the programs to wait for.
-        deadline: the time on the monotonic clock at which this gives up. It is later by the time for which
+        deadline: the time on the monotonic clock at which this gives up. It is delayed by the time for which
             the programs wait for a core, up to `_MOST_DELAY`.
         say: called every few seconds with the indices of running programs and the seconds waited so far.
     """

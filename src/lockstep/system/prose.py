@@ -22,7 +22,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def first_of(names: Sequence[str], most: int) -> str:
-    """Return names; of more than `most`, the first ones and how many others there are: "a, b and 3 more"."""
+    """Return names; of more than `most`, the first ones and the number of others: "a, b and 3 more"."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -42,14 +42,14 @@ def size_text(size: int) -> str:
 
 
 def transferred(done: int, size: int, seconds: float) -> str:
-    """Return how many bytes of how many have arrived, and how fast: "1.2 of 4.0 GB, 110 MB/s"."""
+    """Return the arrived part of some bytes, and their speed: "1.2 of 4.0 GB, 110 MB/s"."""
     scale, unit = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     rate = f", {done / seconds / 1e6:,.0f} MB/s" if seconds > 0 else ""
     return f"{done / scale:,.1f} of {size / scale:,.1f} {unit}{rate}"
 
 
 def interval(steps: int | None, seconds: float | None) -> str:
-    """Return how often something happens: "every step", "every 50 steps", "every 10 min", "every 90 s"."""
+    """Return the frequency of an event: "every step", "every 50 steps", "every 10 min", "every 90 s"."""
     if steps is not None:
         return "every step" if steps == 1 else f"every {steps} steps"
     whole = [(unit, size) for unit, size in (("h", 3600), ("min", 60)) if seconds and seconds % size == 0]
@@ -58,7 +58,7 @@ def interval(steps: int | None, seconds: float | None) -> str:
 
 
 def whose_lines(workers: int, replicas: int) -> str:
-    """Say which processes run the script's own lines, outside of distributed calls."""
+    """Name the processes that run the script's own lines, outside of distributed calls."""
     if workers > 1:
         return f"each of the {workers} workers runs the whole script by itself"
     return f"the {replicas} replicas have nothing to compute"
@@ -98,7 +98,7 @@ def install_command(extra: str) -> str:
 
 
 def os_error(error: OSError) -> str:
-    """Return the reason of an error of the system, after the file if it is about one."""
+    """Return the reason for an error of the system, after the file if the error is about one."""
     reason = error.strerror or str(error)
     return f"{error.filename}: {reason}" if error.filename else reason
 

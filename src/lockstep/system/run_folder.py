@@ -30,12 +30,12 @@ class FolderInUse(ConfigError):
 
 
 def run_name(name: str, wall: float) -> str:
-    """Return the name of a run of this second."""
+    """Return the name of a run that begins in this second."""
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(wall))}"
 
 
 def name_on_any_host(name: str) -> str:
-    """Return a name for a run that no run has on whatever host its folder will be."""
+    """Return a name for a run that is unique on every host where its folder may be."""
     return f"{run_name(name, time.time())}-{secrets.token_hex(2)}"
 
 
@@ -60,7 +60,7 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
 
 
 def remove_where_empty(folder: Path) -> None:
-    """Remove an empty folder, then the one above if that is empty: a rejected call leaves nothing behind."""
+    """Remove an empty folder, then its parent if that is empty, so that a rejected call leaves no trace."""
     with contextlib.suppress(OSError):
         folder.rmdir()
         folder.parent.rmdir()
@@ -102,7 +102,7 @@ def check_writable(folder: Path, description: str, option: str) -> None:
         option: the option that names it, for messages.
 
     Raises:
-        ConfigError: it cannot be created, or not be written to.
+        ConfigError: the folder cannot be created or written to.
     """
     try:
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def check_writable(folder: Path, description: str, option: str) -> None:
 
 
 def claim_when_free(folder: Path) -> Path:
-    """Lock the folder of a job, or a new one beside it if a process of the job keeps it; return that folder.
+    """Lock the folder of a job, or a new one beside it if a process of the job keeps it; return the folder.
 
     Several coordinators of a job use its folder, one after the other. One that was lost may still be ending,
     or may be stopped.
@@ -168,7 +168,7 @@ def claim_for_job(folder: Path, job: str, description: str, option: str) -> int 
 
 
 def sign_claim(folder: Path, job: str) -> None:
-    """Record in a locked folder which job holds its lock, for the job's hosts that share the folder."""
+    """Record in a locked folder the job that holds its lock, for the job's hosts that share the folder."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with contextlib.suppress(OSError), closed_after(open_own(RunPaths(folder).claim, flags)) as descriptor:
         os.write(descriptor, job.encode())
@@ -176,10 +176,10 @@ def sign_claim(folder: Path, job: str) -> None:
 
 @contextlib.contextmanager
 def gone_if_refused(folder: Path | None) -> Iterator[None]:
-    """Remove `folder` again if it is created and claimed in the block, and the block raises.
+    """Remove `folder` if it is created and claimed in the block, and the block raises.
 
     Args:
-        folder: the folder; None for none. Its missing parent folders are removed as well.
+        folder: the folder, if any. Its missing parent folders are also removed.
     """
     above = () if folder is None else (folder, *folder.parents)
     missing = [each for each in above if not os.path.lexists(each)]
@@ -260,7 +260,7 @@ def leave_folder(folder: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Remove the folder of a run that was refused before it began; for the command that created it."""
+    """Remove the folder of a run that was refused before it began, for the command that created it."""
     paths = RunPaths(folder)
     if not paths.events.exists():
         with contextlib.suppress(OSError):
@@ -272,7 +272,7 @@ def remove_unused(folder: Path) -> None:
 
 
 def remove_unused_claim(folder: Path) -> None:
-    """Remove a folder in which a job has left nothing but its claim; for the command that created it."""
+    """Remove a folder in which a job has left only its claim, for the command that created it."""
     claim = {RunPaths(folder).lock, RunPaths(folder).claim}
     with contextlib.suppress(OSError):
         if set(folder.iterdir()) <= claim:

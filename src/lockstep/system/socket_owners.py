@@ -34,7 +34,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end has the same user; root gets no exception."""
+    """Whether the process at the other end has the same user. Root is not an exception."""
     return peer(connection)[1] == os.geteuid()
 
 
@@ -71,7 +71,7 @@ def is_of_another_user(name: bytes) -> bool:
 
 
 def describe(user: int | None, pid: int | None = None) -> str:
-    """Name a process and its user in a message, as far as they are known."""
+    """Name a process and its user in a message, if they are known."""
     process = f"process {pid}" if pid else "a process"
     if user is None:
         return process if pid else "a process that this user cannot see"

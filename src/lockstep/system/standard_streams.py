@@ -20,8 +20,8 @@ def fill_standard_descriptors() -> None:
 
 
 def close_other_descriptors(*kept: int) -> None:
-    """Close all descriptors but those of the standard streams and those to keep."""
-    # Not os.closerange: the limit on descriptors may be infinite.
+    """Close all descriptors except those of the standard streams and those to keep."""
+    # os.closerange is not used, because the limit on descriptors may be infinite.
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - its own descriptor is among them
         if int(name) > 2 and int(name) not in kept:
             with contextlib.suppress(OSError):
@@ -31,8 +31,8 @@ def close_other_descriptors(*kept: int) -> None:
 def write_whole_lines() -> None:
     """Write each line of stdout and stderr at once when it is complete, or when the program flushes it.
 
-    Unbuffered, `print` writes a line in pieces, between which a reader of both streams can find a line of
-    the other.
+    Without a buffer, `print` writes a line in pieces, between which a reader of both streams can find a line
+    of the other stream.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -67,10 +67,10 @@ def wait_unless_closed(seconds: float) -> None:
     """Wait for `seconds`, or until the reader of stdout closes it.
 
     Raises:
-        BrokenPipeError: the reader has closed it.
+        BrokenPipeError: the reader has closed stdout.
     """
     poll = select.poll()
-    # The kernel reports the end of the reader even if no other event is asked for.
+    # The kernel reports the end of the reader even if no other event is requested.
     poll.register(_STDOUT, 0)
     if poll.poll(seconds * 1e3):
         raise BrokenPipeError

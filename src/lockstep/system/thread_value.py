@@ -1,4 +1,4 @@
-"""A value that each thread has for itself."""
+"""A value that is separate in each thread."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ Value = TypeVar("Value")
 
 
 class ThreadValue(threading.local, Generic[Value]):
-    """The attribute `value`, which begins in each thread with the same value."""
+    """The attribute `value`, which has the same initial value in each thread."""
 
     def __init__(self, value: Value) -> None:
         self.value = value
