@@ -118,7 +118,7 @@ _HOMES = {
     "load_checkpoint": "lockstep.keras.state.loading",
     "show_input": "lockstep.keras.input.show_input",
 }
-# `ray` is not in `__all__`: `from lockstep import *` must not replace the `ray` of a program.
+# `ray` is not in `__all__`, because `from lockstep import *` must not replace the `ray` of a program.
 _MODULES = ("callbacks", "cluster_resolver", "ray")
 
 

@@ -109,7 +109,7 @@ class NetworkError(UnfitError):
 
 
 class UnreachableError(NetworkError):
-    """Another host cannot be reached at all, so a further attempt would fail too."""
+    """Another host cannot be reached at all, so a further attempt would also fail."""
 
 
 class CheckpointError(UnfitError):
@@ -117,13 +117,13 @@ class CheckpointError(UnfitError):
 
 
 class SupersededError(CheckpointError):
-    """Another job has begun to save its checkpoints where this one does, and continues the training."""
+    """Another job has begun to save its checkpoints in the same place, and continues training."""
 
 
 class UnknownFormatError(CheckpointError):
     """A checkpoint, or a run in an object store, has a format of another version.
 
-    A checkpoint is not damaged then, so no other one takes its place.
+    In this case, a checkpoint is not damaged, so no other checkpoint replaces it.
     """
 
     @classmethod
@@ -144,7 +144,7 @@ class JobError(LockstepError):
     """The job of `lockstep.launch` or `lockstep.ray.fit` ended without a result.
 
     Attributes:
-        worker: the id of the worker that caused it; None if none did.
+        worker: the id of the worker that caused it, if any.
         traceback: the traceback of the exception that the function raised there, or empty.
     """
 

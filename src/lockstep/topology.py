@@ -39,7 +39,7 @@ class View:
 
     @property
     def chief(self) -> int:
-        """The longest-serving live worker: the one that writes."""
+        """The longest-serving live worker, which writes."""
         return self.hosts[0][0]
 
     def replicas_of(self, worker: int) -> range:

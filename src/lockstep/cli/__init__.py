@@ -1,1 +1,1 @@
-"""The command line `lockstep`: it parses options, composes objects and calls them. No logic."""
+"""The command line `lockstep`: it parses options, composes objects and calls them. It contains no logic."""

@@ -129,7 +129,7 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_replicas(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the result without steps of plain Keras on two backends, which say nothing about replicas."""
+    """Return the result without steps of plain Keras on two backends, which do not concern replicas."""
     return {**result, "compared": [step for step in result["compared"] if not step["reference"]]}
 
 

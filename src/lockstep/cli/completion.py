@@ -20,7 +20,7 @@ def complete_run(context: click.Context, param: click.Parameter, incomplete: str
 
 
 def complete_script(context: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Have the shell complete a file, unless the script is the name of a module."""
+    """Let the shell complete a file, unless the script is the name of a module."""
     return [] if context.params.get("module") else [CompletionItem(incomplete, type="file")]
 
 

@@ -1,7 +1,7 @@
 """A command without a terminal: `lockstep run --detach`, and `lockstep attach`, which shows its output.
 
-The detached command runs in a process and a session of its own, and its output goes to a file in the run
-folder. So closing a terminal does not affect it. Otherwise it works as with a terminal.
+The detached command runs in a separate process and session, and its output goes to a file in the run folder.
+So closing a terminal does not affect it. Otherwise it works as with a terminal.
 """
 
 import contextlib
@@ -34,10 +34,10 @@ _SHOWN = 64 * 1024
 
 
 def detach(paths: RunPaths) -> None:
-    """Continue in a process that needs no terminal; this process shows its output until the job has begun.
+    """Continue in a process without a terminal; this process shows its output until the job has begun.
 
-    This returns in the new process only. This process exits with status 0 once the job has begun, else with
-    the status of the command.
+    This returns only in the new process. This process exits with status 0 when the job has begun, or else
+    with the status of the command.
 
     Args:
         paths: the paths of the run, absolute; the folder is locked.
@@ -70,13 +70,13 @@ def detach(paths: RunPaths) -> None:
 
 
 def _until_it_has_begun(process: int, paths: RunPaths, begins: int, recorded: int) -> int:
-    """Show the output of a detached command, of this process id, until its job has begun or it has ended.
+    """Show the output of a detached command until its job has begun or the command has ended.
 
     Args:
         process: the process id of the command.
         paths: the paths of the run.
-        begins: the size of its file of output before.
-        recorded: the size of its event log before.
+        begins: the earlier size of its file of output.
+        recorded: the earlier size of its event log.
     """
     from lockstep.coordinator.run_lookup import job_in
 
@@ -132,7 +132,7 @@ def attach(job: str) -> None:
     shown = GrowingLog(paths.output, write_stdout, _line_after(paths.output, max(0, size - _SHOWN)))
     try:
         if name is not None:
-            # The command ends after its job: it reports how that ended, and may start it again.
+            # The command ends after its job: it reports how the job ended, and may start it again.
             with _ended(accepted(send(name, StatusRequest())).pid) as has_ended:
                 follow(shown, lambda: not has_ended(), lambda: wait_unless_closed(_LOOK_EVERY))
         else:
@@ -169,7 +169,7 @@ def _ended(process: int) -> Iterator[Callable[[], bool]]:
 
 
 def _status(folder: Path) -> int:
-    """Return the exit status of the last run in a folder, which has ended; a note says if it was killed."""
+    """Return the exit status of the last run in a folder, which has ended; note if it was killed."""
     status: int | None = None
     for line in GrowingFile(RunPaths(folder).events).lines():
         match json_object(line):

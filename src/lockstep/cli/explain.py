@@ -30,8 +30,8 @@ def explain(error: tuple[str, ...]) -> None:
 def explanation(page: str, error: str) -> str:
     """Return the text of a page of errors about a class or a message, or a list of its classes.
 
-    A message with the name of a class is looked up among those of this class. If none is similar, the whole
-    text about the class is returned.
+    A message with the name of a class is looked up among the messages of this class. If none is similar, the
+    whole text about the class is returned.
 
     Args:
         page: the page, in Markdown.
@@ -61,7 +61,7 @@ def explanation(page: str, error: str) -> str:
 
 
 def _closest(sections: dict[str, str], message: str) -> tuple[str, str, str] | None:
-    """Return the row of the page of whose message `message` contains most, if at least half; else None."""
+    """Return the page's row whose message shares most with `message`, if at least half; else None."""
     wanted = _phrases(message)
     best, most = None, (1, 0.0)
     for candidate in _messages(sections):
@@ -87,7 +87,7 @@ def _phrases(message: str) -> set[tuple[str, str]]:
 
 
 def _named_page(link: re.Match[str]) -> str:
-    """Return a link to another page as text: an installed package has no pages."""
+    """Return a link to another page as text, because an installed package has no pages."""
     text, page = link[1], link[2].partition(".md")[0]
     return f"{text} (see '{page}' in the documentation)" if page else text
 
@@ -97,7 +97,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _page() -> str:
-    """Return the page of errors, of which the wheel has a copy."""
+    """Return the page of errors, which the wheel contains as a copy."""
     packed = Path(__file__).with_name("errors.md")
     page = packed if packed.exists() else Path(__file__).parents[3] / "docs" / "errors.md"
     return page.read_text()

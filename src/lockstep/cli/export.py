@@ -164,7 +164,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
     """Return the job that the options describe.
 
     Raises:
-        ConfigError: they do not describe a job.
+        ConfigError: the options do not describe a job.
     """
     script, arguments = options["script"], options["arguments"]
     name, workers = options["name"], options["workers"]
@@ -198,7 +198,7 @@ def _job(context: click.Context, options: dict[str, Any]) -> IndexedJob:
 
 
 def _lacks(options: Mapping[str, Any], volumes: Sequence[Volume]) -> list[str]:
-    """Return notes about what the pods lack so that checkpoints and the run folder outlive them."""
+    """Return notes on what the pods lack to let checkpoints and the run folder outlive them."""
     checkpoint = options["checkpoint"]
     urls = [url for url in (checkpoint, options["run_dir"]) if isinstance(url, str)]
     secret = "add envFrom: with a Secret to the container"
@@ -223,7 +223,7 @@ def _lacks(options: Mapping[str, Any], volumes: Sequence[Volume]) -> list[str]:
 
 
 def _yaml(documents: tuple[dict[str, Any], ...]) -> str:
-    """Return documents as YAML that every version of it reads alike.
+    """Return documents as YAML that every version of it reads in the same way.
 
     Raises:
         UnfitError: PyYAML is not installed.

@@ -22,7 +22,7 @@ class LazyGroup(click.Group):
         self.elsewhere = elsewhere
 
     def load_all(self) -> None:
-        """Import all modules: the attribute `commands` has all commands then."""
+        """Import all modules. Afterwards, the attribute `commands` has all commands."""
         for name in self.elsewhere:
             self.add_command(self._load(name))
 
@@ -35,7 +35,7 @@ class LazyGroup(click.Group):
         if cmd_name in self.elsewhere:
             return self._load(cmd_name)
         if (command := super().get_command(ctx, cmd_name)) is None:
-            # Click suggests similar names, of which it must know all.
+            # Click suggests similar names, for which it must know all names.
             self.load_all()
         return command
 
@@ -57,11 +57,11 @@ class LazyGroup(click.Group):
 
 
 class GroupedCommand(click.Command):
-    """A command with many options: `--help` shows those that most people need, `--help-all` shows all.
+    """A command with many options: `--help` shows those that most users need, `--help-all` shows all.
 
     Args:
-        groups: the names of options by group; the first group is what `--help` shows. Options that no group
-            names are in the last one.
+        groups: the names of options by group; `--help` shows the first group. Options that no group names are
+            in the last one.
     """
 
     def __init__(self, *arguments: Any, groups: Mapping[str, Sequence[str]], **options: Any) -> None:

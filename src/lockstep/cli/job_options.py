@@ -57,7 +57,7 @@ WITHOUT_GPU = 2
 
 def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None" = None) -> JobSpec:
     """Return the job; with `held`, it resumes from this checkpoint of another host."""
-    # Before the run's folder is created: a rejected command leaves nothing behind.
+    # This precedes the creation of the run's folder, so that a rejected command leaves no trace.
     checkpoints, past = _checkpoints(options, held)
     choice = backend_of(options, past.get("backend"))
     here = where if isinstance(where, Here) else None
@@ -139,7 +139,7 @@ def spec_of(options: dict[str, Any], where: Place, held: "HeldCheckpoint | None"
 
 
 def resumed_spec(options: dict[str, Any], where: Place, begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
-    """Return the job over hosts as it resumes from the newest checkpoint of all of them."""
+    """Return the job over hosts that resumes from the newest checkpoint of all of them."""
     newest_here = begun.checkpoints.resume if begun.checkpoints is not None else None
     if newest_here is not None:
         from lockstep.checkpoint.hand_over import held_of
@@ -216,7 +216,7 @@ def refuse_with_servers(options: Mapping[str, Any]) -> None:
 
 
 def _past_reading(past: Mapping[str, Any]) -> str:
-    """Return how the workers of the job to resume have read input; in older checkpoints, jointly."""
+    """Return how the workers of the job to resume read input: jointly, according to older checkpoints."""
     return str(past.get("input", "joint")) if past else "divided"
 
 
@@ -262,7 +262,7 @@ def _local_steps(options: Mapping[str, Any], replicas: int) -> str:
 
 
 def other_processes(options: Mapping[str, Any]) -> int:
-    """Return how many processes of a job are not workers to the user: a chief and parameter servers.
+    """Return the number of processes of a job that are not workers to the user: a chief and servers.
 
     They are processes like the workers. Outside of `fit`, each has a replica.
     """

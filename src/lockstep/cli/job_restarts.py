@@ -1,6 +1,6 @@
 """Starts a failed job again: the command becomes the same command, with the same run folder.
 
-A job survives the loss of workers by itself. It ends if all workers are lost, or the coordinator, or the
+A job survives the loss of workers by itself. It ends if all workers are lost, or the coordinator is, or the
 chief or the only server of an asynchronous `fit`. Then it can continue from its checkpoint.
 """
 
@@ -52,10 +52,10 @@ def events_begin(run_dir: Path) -> int:
 
 
 class EarlierStarts(NamedTuple):
-    """What the starts of a job before this one have recorded.
+    """The records of a job's earlier starts.
 
     Attributes:
-        replicas: R of the last start; None if it has recorded nothing.
+        replicas: R of the last start; None if it has not recorded anything.
         threads: the threads that computed a replica in the last start, likewise.
         named_hosts: the hosts whose workers verifications have named, once for each verdict.
     """
@@ -66,11 +66,12 @@ class EarlierStarts(NamedTuple):
 
 
 def earlier_starts(run_dir: Path, events_at: int) -> EarlierStarts:
-    """Read what the earlier starts of a job have recorded in its event log.
+    """Read the records of a job's earlier starts from its event log.
 
     Args:
         run_dir: the folder.
-        events_at: where the events of the job begin; see `events_begin`. Those before are of other runs.
+        events_at: the position at which the events of the job begin; see `events_begin`. Earlier events
+            belong to other runs.
     """
     try:
         with RunPaths(run_dir).events.open("rb") as file:
@@ -86,7 +87,7 @@ def earlier_starts(run_dir: Path, events_at: int) -> EarlierStarts:
             told.clear()
         is_new = each.event == "verification failed" and str(fields) not in told
         if is_new and fields.get("verdict") == "worker":
-            # A worker that is named ends, so an equal event is the same one, after a takeover.
+            # A named worker ends, so an equal event is the same one, after a takeover.
             told.add(str(fields))
             starts = starts._replace(named_hosts=(*starts.named_hosts, *fields.get("hosts", ())))
     return starts
@@ -100,7 +101,7 @@ def _number(fields: Mapping[str, Any], name: str) -> int | None:
 def trusted_hosts(
     hosts: Sequence[JobHost], named: Sequence[str], most: int, min_workers: int, *, in_store: bool
 ) -> tuple[JobHost, ...]:
-    """Return the hosts that were named fewer than `most` times, or more if too few remain otherwise.
+    """Return the hosts that were named fewer than `most` times, or more if otherwise too few remain.
 
     All hosts remain if one of them may have the only checkpoint.
 
@@ -139,10 +140,10 @@ def start_again(
     """Start the job again, if it has failed and a restart is left; otherwise return.
 
     Args:
-        restarts: how often the job may be started again in all.
+        restarts: the total number of restarts of the job.
         status: the exit status of the job.
         run_dir: its folder.
-        seconds: how long the job took.
+        seconds: the duration of the job.
         events_at: see `events_begin`.
         rolls_back: whether a job with the status of `WrongStateError` starts again in any case.
     """

@@ -88,7 +88,7 @@ def _show_version(context: click.Context, _option: click.Parameter, is_set: bool
     callback=_show_version,
     help="Show the version and exit.",
 )
-# Eager: its value is known when --version is processed.
+# This option is eager: its value is known when --version is processed.
 @click.option(
     "--verbose",
     is_flag=True,
@@ -259,7 +259,7 @@ def trace(run: str, steps: str, output: Path | None) -> None:
     from lockstep.monitoring.trace import parse_steps, slowest, trace_of
 
     wanted, folder = parse_steps(steps), find_run(run).folder
-    # One event per line.
+    # There is one event per line.
     events = trace_of(folder, wanted)
     lines = [msgspec.json.encode(event) for event in events]
     text = b"[\n" + b",\n".join(lines) + b"\n]\n"

@@ -1,12 +1,12 @@
 """The notifier of `lockstep run --notify`: a process beside the command that delivers messages about the job.
 
 The process of the coordinator decides which events are worth a message (`coordinator/notifications.py`), and
-sends messages here without waiting. The notifier delivers one message at a time, each in a process of its
-own, which it kills after `LIMIT`: a name server, a TLS handshake or a program may hang. So a receiver costs
-the job no step, and the end of the command at most `LIMIT`.
+sends messages here without waiting. The notifier delivers one message at a time, each in a separate process,
+which it kills after `LIMIT`, because a name server, a TLS handshake or a program may hang. So a receiver does
+not delay the steps of the job, and delays the end of the command by at most `LIMIT`.
 
-The notifier outlives the command: if no message has told how the job ended, it reports that everything was
-killed.
+The notifier outlives the command. If no message has reported how the job ended, it reports that everything
+was killed.
 """
 
 import contextlib
@@ -45,9 +45,9 @@ class Receiver(NamedTuple):
     """The receiver of the messages: a command of the shell or a URL; the other one is empty.
 
     Attributes:
-        option: the value of `--notify`, which holds no secret; messages name it.
+        option: the value of `--notify`, which is not a secret; messages name it.
         command: reads a message from its standard input.
-        url: takes a message by POST. It may be a secret.
+        url: receives a message by POST. It may be a secret.
     """
 
     option: str
@@ -77,8 +77,8 @@ def parse_receiver(option: str) -> Receiver:
     """Return the receiver that `--notify` names.
 
     Raises:
-        ConfigError: it names none. The message does not contain the URL, even if the user has written it on
-            the command line.
+        ConfigError: the value does not name a receiver. The message does not contain the URL, even if the
+            user has written it on the command line.
     """
     form, _, rest = option.partition(":")
     match form.lower():
@@ -120,7 +120,7 @@ def _checked(url: str, option: str) -> str:
 
 
 class Notifier:
-    """The notifier of a job, as its command sees it.
+    """The notifier of a job, for the job's command.
 
     Attributes:
         descriptor: the descriptor of the socket to it.
@@ -143,12 +143,12 @@ class Notifier:
 def notifier_beside(
     receiver: Receiver, job: JobIdentity, *, is_continued: bool = False
 ) -> Iterator[Notifier | None]:
-    """Deliver messages about a job in a process beside this one, which ends after the block.
+    """Deliver messages about a job in a separate process, which ends after the block.
 
     The value is None if no process can be started; a note says so.
 
     Args:
-        receiver: takes the messages.
+        receiver: receives the messages.
         job: the job.
         is_continued: whether an engine continues the job if all processes here are killed.
     """

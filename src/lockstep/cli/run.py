@@ -510,7 +510,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         destination = as_before(options, destination, earlier_starts(earlier, events_begin(earlier)))
     engine = destination.engine if isinstance(destination, Listen) else None
     receiver = parse_receiver(options["notify"]) if options["notify"] is not None else None
-    # Where an engine starts a coordinator again, hosts that run the job have the variables.
+    # If an engine starts a coordinator again, hosts that run the job already have the variables.
     take_variables(options, all_set=engine is None or not getattr(engine.start, "again", False))
     refuse_undecodable(options["run_dir"], options["checkpoint"], options["tensorboard"])
     unused = contextlib.ExitStack()
@@ -521,7 +521,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     _describe(spec, destination, exports, options["arguments"])
     with contextlib.ExitStack() as beside:
         if spec.run_store:
-            # Entered first: it uploads what the others have written to the folder.
+            # This is entered first, because it uploads the files that the others have written to the folder.
             beside.enter_context(uploaded_beside(spec.run_dir, spec.run_store))
         notifier = beside.enter_context(_notifier(receiver, spec, engine is not None))
         shown = replace(exports, notifier=None if notifier is None else notifier.descriptor)
@@ -553,11 +553,11 @@ def _begin(
 ) -> tuple[JobSpec, Exports]:
     """Claim the folders of the job, and return the job and its exports.
 
-    A rejected command leaves nothing behind.
+    A rejected command leaves no trace.
 
     Args:
         options: the values of the options; those of folders become paths of this machine.
-        destination: where the job runs.
+        destination: the place in which the job runs.
         inherited: the descriptors that the job's processes inherit.
         unused: removes what is new and was not used, when it is closed.
     """
@@ -591,7 +591,7 @@ def _begin(
                 note(f"the run folder {run_dir} is uploaded to {run_store}")
                 prepare(run_store, run_dir)
             empty_folder(RunPaths(run_dir).sources)
-            # The verdict is that of an earlier run.
+            # The verdict comes from an earlier run.
             RunPaths(run_dir).comparison.unlink(missing_ok=True)
     return replace(spec, run_dir=run_dir, run_store=run_store), exports
 
@@ -602,7 +602,7 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _describe(spec: JobSpec, destination: Place, exports: Exports, arguments: Sequence[str]) -> None:
-    """Say what the job is, and what affects its bits."""
+    """Describe the job, and what affects its bits."""
     if exports.metrics is not None:
         with socket.socket(fileno=os.dup(exports.metrics)) as listener:
             address, port = listener.getsockname()
@@ -643,7 +643,7 @@ def _folder_of(location: Path | str | None) -> Path | None:
 
 
 def _folder_for(url: str) -> Path:
-    """Return the folder of this machine for a run folder in a store: in the cache where `RUNS` cannot be."""
+    """Return the local folder for a run folder in a store: in the cache if `RUNS` cannot be used."""
     try:
         check_writable(RUNS if RUNS.exists() else Path(), "the run's folder", "--run-dir")
     except ConfigError:
@@ -699,7 +699,7 @@ def _witness(spec: JobSpec, calls: Calls) -> contextlib.AbstractContextManager[N
 
 
 def _passed_on(arguments: Sequence[str]) -> str:
-    """Say which arguments of the script look like options of `lockstep run`, if any does."""
+    """Name the arguments of the script that look like options of `lockstep run`, if any do."""
     shown = [param for param in run.params if isinstance(param, click.Option) and not param.hidden]
     names = {name for param in shown for name in param.opts}
     alike = dict.fromkeys(word for argument in arguments if (word := argument.partition("=")[0]) in names)
@@ -707,7 +707,7 @@ def _passed_on(arguments: Sequence[str]) -> str:
 
 
 def set_options(context: click.Context, without: Collection[str] = PLACING) -> list[str]:
-    """Return the words of the options that the user has set.
+    """Return the command-line words of the options that the user has set.
 
     Args:
         context: the context of `run`, or of a command that has some of its parameters.
@@ -726,7 +726,7 @@ def set_options(context: click.Context, without: Collection[str] = PLACING) -> l
 
 
 def refuse_without_checkpoint(context: click.Context) -> None:
-    """Raise ConfigError if the user has set options of `run` that do nothing without `--checkpoint`."""
+    """Raise ConfigError if the user has set options of `run` that have no effect without `--checkpoint`."""
     for name, option in (("every", "--checkpoint-every"), ("keep", "--keep")):
         is_set = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if is_set and context.params["checkpoint"] is None:
@@ -749,7 +749,7 @@ def _exports(options: Mapping[str, Any]) -> Exports:
     folder, port, metrics = options["tensorboard"], options["metrics_port"], None
     if folder is not None:
         package = importlib.util.find_spec("tensorboard")
-        # A folder of that name in the current one is not a package.
+        # A folder of that name in the current folder is not a package.
         if package is None or package.origin is None:
             raise UnfitError(f"--tensorboard needs the package tensorboard: {install_command('tensorboard')}")
         check_writable(folder, "the folder for TensorBoard", "--tensorboard")

@@ -49,7 +49,7 @@ def unit(
 
     Args:
         description: the description of the service, in one line.
-        folder: where it runs; absolute.
+        folder: its working folder, absolute.
         command: the path of a program, absolute, and its arguments.
         variables: its environment, besides that of the service manager.
         grace: seconds that the job may take after SIGTERM for a checkpoint, and for uploads.
@@ -65,7 +65,7 @@ def unit(
 
 
 def quoted(word: str) -> str:
-    """Return a word as systemd reads it in a list of words."""
+    """Return a word in the form in which systemd reads it in a list of words."""
     if _PLAIN.fullmatch(word):
         return word
     return '"' + "".join(_ESCAPES.get(sign, sign) for sign in word) + '"'

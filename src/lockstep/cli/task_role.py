@@ -1,8 +1,8 @@
-"""The role of this process of `lockstep run`: it begins the job, or plays another role of its task, and ends.
+"""The role of this process of `lockstep run`: it begins the job, or takes another role of its task, and ends.
 
 An engine begins the job on another host. A task of a scheduler may be that of an agent, which joins the job
-of another task, of an evaluator, or of a server that has nothing to do. The first host of a job with a
-standby joins the job there, if the standby has taken it over.
+of another task, of an evaluator, or of a server without work. The first host of a job with a standby joins
+the job there, if the standby has taken over the job.
 """
 
 import contextlib
@@ -36,10 +36,10 @@ _STANDBY_LOST = 60.0
 
 
 def destination_of(where: Where, script: Script, options: dict[str, Any], set_words: Sequence[str]) -> Place:
-    """Return where the job that this process begins runs, or play another role, and end the process.
+    """Return the place of the job that this process begins; or take another role, and end the process.
 
     Args:
-        where: what the options say.
+        where: the place that the options describe.
         script: the script of the job.
         options: the values of the options; a scheduler may set the standby.
         set_words: the words of the options that an engine passes on.
@@ -57,7 +57,7 @@ def destination_of(where: Where, script: Script, options: dict[str, Any], set_wo
 
 
 def _of_engine(engine: Engine, options: Mapping[str, Any], set_words: Sequence[str]) -> Listen:
-    """Have an engine run the job, and end this process; or return where the engine's coordinator listens."""
+    """Let an engine run the job, and end this process; or return where the engine's coordinator listens."""
     from lockstep.hosts.engine_link import EngineLink
     from lockstep.protocol.engine import StartCoordinator
 
@@ -67,7 +67,7 @@ def _of_engine(engine: Engine, options: Mapping[str, Any], set_words: Sequence[s
         from lockstep.ray.placement import parse_resources, worker_needs
 
         workers = options["workers"]
-        # The same folder for all coordinators of the job, on whatever node.
+        # All coordinators of the job use the same folder, on any node.
         name = name_on_any_host(script_name(options))
         fixed = ("run", "--on", "ray", "-n", str(workers), "--run-dir", options["run_dir"] or RUNS / name)
         words = (
@@ -98,7 +98,7 @@ def _of_engine(engine: Engine, options: Mapping[str, Any], set_words: Sequence[s
 
 
 def _of_task(tasks: ScheduledTask, script: Script, options: dict[str, Any]) -> Here | Listen:
-    """Return where the job that this process begins runs, or play another role of its task, and end."""
+    """Return the place of the job that this process begins; or take another role of its task, and end."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
 
     scheduler = tasks.scheduler
@@ -143,7 +143,7 @@ def _of_task(tasks: ScheduledTask, script: Script, options: dict[str, Any]) -> H
 
 
 def follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
-    """Join the job, and end this process, if the standby has taken it over."""
+    """Join the job, and end this process, if the standby has taken over the job."""
     from lockstep.hosts.agent_command import AgentOptions, join_and_run
     from lockstep.hosts.standby import is_led_at
 
@@ -154,7 +154,7 @@ def follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
         note(f"the job continues at {standby}, and this host joins it")
         port, spare = split_address(where.address)[1], split_address(standby)[1]
         own = where.address if port else ""
-        # Its own port is free, for a coordinator. Firewalls between the tasks of a cluster know both ports.
+        # Its own port is free, for a coordinator. Firewalls between the tasks of a cluster allow both ports.
         joins = AgentOptions(
             standby,
             where.here,
@@ -169,7 +169,7 @@ def follow_standby(where: Listen, options: Mapping[str, Any]) -> None:
 
 
 def _refuse_with_led_standby(standby: str, *, encrypted: bool) -> None:
-    """Raise ConfigError if the standby has taken the job over, or cannot be on another host."""
+    """Raise ConfigError if the standby has taken over the job, or cannot be on another host."""
     from lockstep.hosts.standby import continues_at, is_led_at
 
     with contextlib.suppress(NetworkError, OSError):
@@ -197,7 +197,8 @@ def take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
     """Set the variables of the script here.
 
     Raises:
-        ConfigError: one lacks a value and `all_set`, or chooses another backend than the options.
+        ConfigError: a variable lacks a value and `all_set` is true, or a variable contradicts the backend of
+            the options.
     """
     variables = parse_variables(options["env"])
     backend = variables.get("KERAS_BACKEND")
@@ -212,7 +213,7 @@ def take_variables(options: Mapping[str, Any], *, all_set: bool = True) -> None:
 
 
 def as_before(options: dict[str, Any], destination: Place, starts: EarlierStarts) -> Place:
-    """Set what a job that starts again keeps, and return where it runs: without hosts that are at fault."""
+    """Apply the settings that a restarted job keeps, and return its place, without hosts at fault."""
     if not options["servers"]:
         options["replicas"] = options["replicas"] or starts.replicas
     options["threads"] = options["threads"] or starts.threads

@@ -1,17 +1,17 @@
-"""The comparison of a script with one process: in a job of its own, and in such a job beside a run.
+"""The comparison of a script with one process: in a separate job, which may run beside a run.
 
 `lockstep check` waits for the job. Beside a run, a process of low priority waits for it. The run does not
-depend on this process, for whatever reason it ends. It begins after the run's first step, when the downloads
-of the script are complete.
+depend on this process, however that process ends. It begins after the run's first step, when the downloads of
+the script are complete.
 
-Beside a run, a fork of the command starts the job. It takes nothing from the run. With the run's seed, it
-begins with the same first state and the same first batch, and a check that requests nothing from a job cannot
-disturb it. The fork waits for the first settings in the digest log of the run. These, with the program and
-its versions, are the key under which a verdict is kept. Then it lowers its priority (and that of its
-sessions, which Linux may weigh against each other), hides the GPUs, makes itself the first process that the
-kernel kills for lack of memory, and limits its processor time. The processes of the check inherit all this.
-The kernel kills it when the command ends; the command kills it when the job ends. The coordinator reads the
-verdict for the last line of the run.
+Beside a run, a fork of the command starts the job. It does not use anything of the run. With the run's seed,
+it begins with the same first state and the same first batch. A check that does not send requests to a job
+cannot disturb it. The fork waits for the first settings in the digest log of the run. These, together with
+the program and its versions, are the key under which a verdict is kept. Then it lowers its priority (and that
+of its sessions, which Linux may weigh against each other), hides the GPUs, makes itself the first process
+that the kernel kills for lack of memory, and limits its processor time. The processes of the check inherit
+these settings. The kernel kills it when the command ends; the command kills it when the job ends. The
+coordinator reads the verdict for the last line of the run.
 """
 
 import contextlib
@@ -79,11 +79,11 @@ def compare(
     """Compare a script in a job of one worker; return the comparisons, and how the script ended.
 
     Args:
-        words: options of `lockstep run`.
+        words: the command-line words of options of `lockstep run`.
         program: the words that name the script and its arguments.
         folder: the existing folder for its run.
         calls: the calls to compare.
-        tell: gets the result so far, whenever a step has been compared.
+        tell: receives the result so far, whenever a step has been compared.
     """
     job = command_of(
         "lockstep", "run", "-n", "1", "--max-restarts", "0", "--checks", calls, "--run-dir", str(folder)
@@ -125,9 +125,9 @@ def _wait(
     compared: Callable[[], list[dict[str, Any]]],
     tell: Callable[[Mapping[str, Any]], object],
 ) -> int:
-    """Wait for the job of a comparison, and tell what it has compared meanwhile; return its exit status.
+    """Wait for the job of a comparison, and meanwhile report its comparisons; return its exit status.
 
-    After its steps, a script may take longer than the run beside it has left.
+    After its steps, a script may need more time than the run beside it has left.
     """
     told = 0
     while True:
@@ -150,12 +150,12 @@ def _compared(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _end_of(status: int, output: Path, log: Path) -> str:
-    """Return why a comparison has ended that has published no error.
+    """Return why a comparison that has not published an error has ended.
 
     Args:
         status: the exit status of its job, negative for a signal.
         output: the file with the output of its job.
-        log: the file with the output of the script, such as the words with which it refuses its arguments.
+        log: the file with the output of the script, such as a message about its arguments.
     """
     said = _tail_of(output)
     killed = _KILLED.search(said)
@@ -176,7 +176,7 @@ def _tail_of(log: Path) -> str:
 
 
 def _events(path: Path, since: float) -> list[Mapping[str, Any]]:
-    """Return the events of a log from a time on; earlier ones belong to earlier runs."""
+    """Return the events of a log from a time on; earlier events belong to earlier runs."""
     events = map(json_object, GrowingFile(path).lines())
     return [event for event in events if event is not None and event.get("time", 0.0) >= since]
 
@@ -185,17 +185,17 @@ def _events(path: Path, since: float) -> list[Mapping[str, Any]]:
 def witness_beside(
     folder: Path, words: Sequence[str], program: Sequence[str], calls: Calls, mode: str = ""
 ) -> Iterator[None]:
-    """Compare the script of a run in a process beside it, which ends with the block, or with this process.
+    """Compare a run's script in a process beside the run, which ends with the block, or with this process.
 
     The result is saved in the folder of the run. A note names differences that no other note explains, or
-    says why nothing is compared.
+    reports why there is no comparison.
 
     Args:
         folder: the folder of the run; the run has not begun.
-        words: options of `lockstep run`.
+        words: the command-line words of options of `lockstep run`.
         program: the words that name the script and its arguments.
         calls: the calls to compare.
-        mode: an option of the run with which it takes other training steps than those that are compared.
+        mode: an option with which the run takes different training steps from those that are compared.
     """
     paths = RunPaths(folder.absolute())
     save_verdict(paths, NOT_COMPARED)
@@ -228,7 +228,7 @@ def _become_witness(
         with contextlib.suppress(BaseException):
             _tell(paths, {"compared": [], "ended": "", "failed": f"{type(error).__name__}: {error}"})
     finally:
-        # The command waits for its other children, and must not meet this child when it has ended.
+        # The command waits for its other children, and must not find this child when it has ended.
         while True:
             signal.pause()
 
@@ -264,13 +264,13 @@ def _witness(paths: RunPaths, words: Sequence[str], program: Sequence[str], call
         save_verdict(paths, verdict(result, mode), result)
     else:
         _tell(paths, result, mode)
-    # Another comparison may not be killed.
+    # Another comparison must not be killed.
     if any(not step["reason"] for step in result["compared"]) and _WAS_KILLED not in result["failed"]:
         cache_result(saved, result)
 
 
 def _wait_for_first_step(paths: RunPaths, begun: float) -> list[Mapping[str, Any]]:
-    """Wait for the first step of a run; return the records of its program, its first call and this step."""
+    """Wait for a run's first step; return the records of its program, its first call and this step."""
     time.sleep(DELAY)
     logs: dict[Path, GrowingFile] = {}
     first: dict[str, Mapping[str, Any]] = {}
@@ -298,8 +298,8 @@ def _sources(paths: RunPaths) -> dict[str, str]:
 def _hashes(sources: Iterable[str], program: Sequence[str]) -> dict[str, str]:
     """Return the present hashes of source files, whose paths may be relative to the script's folder.
 
-    Some modules, such as PyTorch's `_ops`, have the path of no file. Their hash is empty, as in records of a
-    program.
+    Some modules, such as PyTorch's `_ops`, have a path that is not a file. Their hash is empty, as in records
+    of a program.
     """
     target = program[program.index("--") + 1]
     folder = Path.cwd().joinpath(*target.split(".")[:-1]) if "-m" in program[:1] else Path(target).parent
@@ -314,7 +314,7 @@ def _lack_of_protection() -> str:
 
 
 def _lack_of_memory(command: int) -> str:
-    """Return why the memory does not suffice for a comparison, or an empty string if it does.
+    """Return why there is not enough memory for a comparison, or an empty string if there is.
 
     Args:
         command: the process id of the command, whose workers on this host are its descendants.
@@ -334,7 +334,7 @@ def _lack_of_memory(command: int) -> str:
 
 
 def _step_back(calls: Calls) -> None:
-    """Let the run go first: on the processors and the GPUs, and if memory runs out."""
+    """Give the run priority on the processors and the GPUs, and if memory runs out."""
     os.nice(NICE)
     keep_priority()
     # The kernel kills the process with the highest value.

@@ -1,4 +1,4 @@
-"""Batches: the data of one step, of which each replica has a share.
+"""Batches: the data of one step, in which each replica has a share.
 
 `fit` and custom loops train on the same two kinds of batches:
 
@@ -19,7 +19,7 @@ worker that computes a replica reads its share when it needs it. After a loss, t
 A share of a `PipelinesBatch` has no weight in a custom loop. Only an exchange in each step tells the workers
 how many examples the replicas of others have. `fit` makes this exchange, because it averages over the
 examples of the whole batch. A function of `strategy.run` divides by a number of its own choice, so a loop
-over datasets whose lengths are known exchanges nothing while it reads.
+over datasets of known lengths does not exchange anything while it reads.
 """
 
 from abc import ABC, abstractmethod
@@ -39,12 +39,12 @@ class Share(NamedTuple):
 
     Attributes:
         replica: the replica's id.
-        examples: their number; may be 0 if the batch is smaller than the number of replicas.
+        examples: the number of examples, which may be 0 if the batch is smaller than the number of replicas.
         weight: `examples` divided by the number of examples of the batch; NaN if that number is unknown.
         seed: 64 bits, the same for all replicas of a step; with the replica's id, it determines the random
             numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
-        start: the place of the first one among the examples of all replicas, in their order.
+        start: the place of the first example among the examples of all replicas, in their order.
         batches: the numbers of examples, over all replicas, of the inner steps of an outer step.
     """
 
@@ -75,7 +75,7 @@ class Batch(ABC):
     def share(self, replica: int, seed: int = 0) -> Share:
         """Return the share of a replica in a step with this seed.
 
-        A share without examples may read some of the same form.
+        A share without examples may read some examples of the same form.
         """
 
     @abstractmethod
@@ -83,7 +83,7 @@ class Batch(ABC):
         """Return bytes that are equal on all workers that have the same batch."""
 
     def is_counted(self, replica: int) -> bool:
-        """Whether what a replica sets counts, if it has examples."""
+        """Whether values that a replica sets count, if it has examples."""
         return True
 
     def is_here(self, replica: int) -> bool:
@@ -132,9 +132,9 @@ class GlobalBatch(Batch):
 
 
 class LocalBatches(Batch):
-    """The batches of an outer step, whose replicas take one step by themselves on their share of each.
+    """The batches of an outer step. Each replica takes one step by itself on its share of each batch.
 
-    The examples of a share are a list: those of each step, None for a step without any.
+    The examples of a share are a list, with the examples of each step, or None for a step without examples.
 
     Args:
         batches: the batches of the steps.
@@ -164,7 +164,7 @@ class LocalBatches(Batch):
         return Share(replica, count, count / self.examples, seed, data, batches=batches)
 
     def check(self) -> bytes:
-        """Return the hash of what identifies the batches."""
+        """Return the hash of the batches' identities."""
         return digest_arrays((), b"".join(batch.check() for batch in self.batches))
 
     def is_counted(self, replica: int) -> bool:
@@ -178,8 +178,8 @@ class PendingBatch:
     """The global batch of a step, before it is read.
 
     Attributes:
-        read: reads it; the members of a view call this together at the beginning of the step, because they
-            may divide the work. A worker that skips the step does not call it. The argument is the
+        read: reads the batch. The members of a view call this together at the beginning of the step, because
+            they may divide the work. A worker that skips the step does not call it. The argument is the
             `catching_up` of `lockstep.worker.job.Job.exchange`.
     """
 

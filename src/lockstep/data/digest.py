@@ -1,4 +1,4 @@
-"""Fast hashes by which workers detect that they read different data; not for security."""
+"""Fast hashes with which workers detect that they read different data; not for security."""
 
 import struct
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ def digest_array(array: npt.NDArray[Any]) -> bytes:
 def digest_rows(arrays: Sequence[npt.NDArray[Any]], parts: int) -> bytes:
     """Hash the first axis of `arrays`, all of one length, in at most `parts` parts (4 bytes each).
 
-    Every part but the last has the same number of rows, the smallest possible.
+    Every part except the last has the same number of rows, the smallest possible.
     """
     count = len(arrays[0])
     size = max(1, -(-count // parts))

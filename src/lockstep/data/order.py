@@ -61,6 +61,6 @@ def reader_of(array: Any) -> Callable[[Indices], Any]:
 def _rows_at(array: np.ndarray[Any, Any], indices: Indices) -> Any:
     """Read rows; `take` copies whole rows at once, which indexing with brackets does not do.
 
-    For arrays with another memory layout, `take` would first copy all rows.
+    For arrays with a different memory layout, `take` would first copy all rows.
     """
     return array[indices] if isinstance(indices, slice) else array.take(indices, 0, mode="clip")

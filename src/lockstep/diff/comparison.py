@@ -3,8 +3,8 @@
 First comes the fact: the first step with a recorded difference, and the part of the step that differs: the
 state before it, its examples, a partial, the total or the state after it. The cause explains the fact: a
 difference between the programs, versions or hosts if one can have this effect, otherwise the fact itself. A
-job with parameter servers records no steps, only states: there, each difference of programs or hosts can be
-the cause. Without one, the cause is the order of arrivals, or different examples.
+job with parameter servers does not record steps, but only states: there, each difference of programs or hosts
+can be the cause. Without such a difference, the cause is the order of arrivals, or different examples.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,8 +41,8 @@ class Comparison:
         heads: all differences of the programs and hosts.
         replicas: the replicas whose examples or partials differ.
         of: the number of replicas that were compared.
-        rows: for replicas whose examples differ, the rows that do, from 0, if they were recorded.
-        swapped: whether these rows are those of the other run in another order.
+        rows: for replicas whose examples differ, the differing rows, from 0, if they were recorded.
+        swapped: whether these rows are those of the other run in a different order.
         names: the arrays or variables that differ; empty if they were not recorded.
         missing: the hashes whose absence makes the step, the place or the names uncertain.
         key: the key of the step.
@@ -88,7 +88,7 @@ def compare(first: Recording, second: Recording) -> Comparison:
     If their backends differ, only the examples are compared: other numbers cannot be equal.
 
     Raises:
-        ConfigError: they have nothing in common that could be equal.
+        ConfigError: the runs do not have anything in common that could be equal.
     """
     replicas = first.replicas, second.replicas
     served = first.has_servers and second.has_servers
@@ -124,7 +124,7 @@ def compare(first: Recording, second: Recording) -> Comparison:
                 fact, missing = replace(fact, place="state"), ()
                 cause, explained = _cause_on_servers(heads)
             else:
-                # A step between may differ anywhere.
+                # A step between them may differ anywhere.
                 cause, explained = _cause(_Fact("end") if gap and fact.place == "state" else fact, heads)
             return Comparison(
                 equal=False,
@@ -335,11 +335,11 @@ def _state_names(
 
 
 def _named(first: tuple[tuple[str, ...], str], second: tuple[tuple[str, ...], str]) -> tuple[str, ...]:
-    """Return the names whose hashes differ in two records whose hashes of everything differ.
+    """Return the names whose hashes differ in two records with different hashes of everything.
 
     Returns:
-        `_UNKNOWN` if the hashes by name are not recorded. Nothing if only the names differ: a record may have
-        the results of more metrics.
+        `_UNKNOWN` if the hashes by name are not recorded. Nothing if only the names differ, because a record
+        may have the results of more metrics.
     """
     ours, theirs = (
         dict(zip(names, _split(parts, HASH_DIGITS), strict=False)) for names, parts in (first, second)
@@ -359,7 +359,7 @@ def _split(text: str, digits: int) -> list[str]:
 
 
 def _length(recording: Recording) -> int:
-    """Return the number of training steps of a run, or as many as are known if it did not finish."""
+    """Return the number of training steps of a run, or the known number if it did not finish."""
     return max(*(recording.finished.get(name) or 0 for name in ("steps", "reached")), recording.last)
 
 
@@ -367,7 +367,7 @@ def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDif
     """Return the cause of a difference, and the difference of the programs or hosts that explains it."""
     order: tuple[Cause, ...] = ("seed", "configuration", "input", "versions", "processor", "script")
     able = [head for head in heads if _explains(head, fact)]
-    # Arguments and variables of the script may have changed anything: what they have changed explains more.
+    # Arguments and variables of the script may have changed anything, so their effects explain more.
     able.sort(key=lambda head: 2.5 if head.concerns == "anything" else order.index(head.cause))
     if able:
         return able[0].cause, able[0]
@@ -381,7 +381,7 @@ def _cause(fact: _Fact, heads: Sequence[HeadDifference]) -> tuple[Cause, HeadDif
 
 
 def _explains(head: HeadDifference, fact: _Fact) -> bool:
-    """Whether a difference of the programs or hosts can have an effect where the runs differ first."""
+    """Whether a difference of the programs or hosts can have an effect where the runs first differ."""
     concerns = head.concerns
     if concerns == "anything":
         return fact.place != "reduction"
@@ -395,8 +395,8 @@ def _explains(head: HeadDifference, fact: _Fact) -> bool:
                 return assigned
             return not (of_data or of_length)
         case "state":
-            # The difference is not the result of a computation: something has assigned it. An optimizer
-            # assigns averages to the weights.
+            # The difference does not come from a computation: something has assigned it. An optimizer assigns
+            # averages to the weights.
             averages = of_optimizer and head.name.startswith(("use_ema ", "ema_"))
             return averages or (of_callbacks and bool(fact.names) and all(map(_is_optimizers, fact.names)))
         case "input":

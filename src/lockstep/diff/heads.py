@@ -1,8 +1,7 @@
-"""How the programs and hosts of two runs differ, in words of the program.
+"""How the programs and hosts of two runs differ, in the program's terms.
 
-Settings are compared by name, as a call has recorded them (`keras/state/settings.py`). Consequences of
-another difference are left out: settings of a layer that only one run has, or an order with another batch
-size.
+Settings are compared by name, as a call has recorded them (`keras/state/settings.py`). Consequences of other
+differences are omitted: settings of a layer that only one run has, or an order with a different batch size.
 """
 
 import difflib
@@ -51,7 +50,7 @@ class HeadDifference:
     """A difference of the programs or hosts of two runs, on which their bits depend.
 
     Attributes:
-        cause: its kind.
+        cause: the kind of the difference.
         name: its name, such as `version of numpy`.
         first: its value in the first run.
         second: its value in the second run.
@@ -79,7 +78,7 @@ def _difference(
 
 
 def head_differences(first: Recording, second: Recording) -> Iterator[HeadDifference]:
-    """Yield the differences of everything that the bits of the runs depend on, the most general first."""
+    """Yield the differences of everything on which the runs' bits depend, the most general first."""
     ours, theirs = first.program, second.program
     yield from _changed("seed", "seed", ours.get("seed"), theirs.get("seed"))
     for name in ("backend", "replicas", "threads"):
@@ -109,7 +108,7 @@ def head_differences(first: Recording, second: Recording) -> Iterator[HeadDiffer
     same_seed = ours.get("seed") == theirs.get("seed")
     for call in [call for call in first.settings if call in second.settings]:
         settings = _setting_differences(call, first.settings[call], second.settings[call])
-        # Seeds within the script follow from that of the job.
+        # Seeds within the script follow from the job's seed.
         yield from (difference for difference in settings if same_seed or difference.cause != "seed")
     yield from _variable_differences(first, second)
     words = [[*map(str, recording.job.get("arguments", ()))] for recording in (first, second)]
@@ -137,7 +136,7 @@ def _shown(value: object) -> str:
 
 
 def _source_differences(first: Recording, second: Recording) -> Iterator[HeadDifference]:
-    """Yield the source files that differ, the script first, with their lines if both runs have kept them."""
+    """Yield the differing source files, the script first, with their lines if both runs have kept them."""
     sources = [dict(each.program.get("sources", {})) for each in (first, second)]
     scripts = [str(each.program.get("script", "")) for each in (first, second)]
     pairs = [("script", *scripts)]
@@ -152,7 +151,7 @@ def _source_differences(first: Recording, second: Recording) -> Iterator[HeadDif
 
 
 def _differing_lines(first: str, second: str) -> Iterator[str]:
-    """Yield the lines that differ, with their numbers; only the first of many."""
+    """Yield the differing lines with their numbers; only the first of many."""
     ours, theirs = first.splitlines(), second.splitlines()
     changes = difflib.SequenceMatcher(None, ours, theirs, autojunk=False).get_opcodes()
     removed = [f"- {n + 1}: {ours[n]}" for tag, a, b, _, _ in changes if tag != "equal" for n in range(a, b)]
@@ -164,7 +163,7 @@ def _differing_lines(first: str, second: str) -> Iterator[str]:
 
 
 def _variable_differences(first: Recording, second: Recording) -> Iterator[HeadDifference]:
-    """Yield the variables of the script that differ: those of `--env`, and those that its source names."""
+    """Yield the differing variables of the script: those of `--env`, and those that its source names."""
     set_for_run = [
         {k: v for k, v in each.job.get("env", {}).items() if v is not None} for each in (first, second)
     ]
@@ -178,7 +177,7 @@ def _variable_differences(first: Recording, second: Recording) -> Iterator[HeadD
             hashes = [some.get(name) for some in marks]
             if hashes[0] == hashes[1] and hashes[0] is not None:
                 continue
-            # No source names it: a library may read it.
+            # No source names it, but a library may read it.
             missing = "not given" if hashes == [None, None] else ABSENT
             others = ("set", "set to another value")
             if None in hashes:
@@ -298,7 +297,7 @@ def _without_draws(order: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Return the text of a setting as a program would have it: `float32` for the config of a dtype policy."""
+    """Return the text of a setting as in a program: `float32` for the config of a dtype policy."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -334,7 +333,7 @@ def _constructed(kind: str, config: Any) -> str:
 
 
 def _shortest(value: float) -> str:
-    """Return the shortest number that is this one in single precision, as a program has written it."""
+    """Return the shortest number that equals this one in single precision, as in a program."""
     try:
         if struct.unpack("f", struct.pack("f", value))[0] != value:
             return repr(value)

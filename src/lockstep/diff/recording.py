@@ -1,7 +1,7 @@
-"""Reads the digest log of a run into steps: one object has all that the workers have recorded of a step.
+"""Reads the digest log of a run into steps: one object has all workers' records of a step.
 
-A folder may contain several runs, one after the other. The last one counts, with the steps before it that
-earlier runs have recorded, if it has resumed after them.
+A folder may contain several runs, one after the other. The last one counts, together with the earlier steps
+that previous runs have recorded if it resumed after them.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ _SHARED = ("total", "total_parts", "before", "before_parts", "after", "after_par
 
 
 class Key(NamedTuple):
-    """Identifies a step; keys are in the order of the steps. A test follows the training step of its number.
+    """The key of a step; keys are in the order of the steps. A test follows the training step of its number.
 
     Attributes:
         step: the number of training steps of the run, with this one if it trains.

@@ -31,7 +31,7 @@ _ORDERED = ("fit", "functions")
 def rerun_both(
     comparison: Comparison, recordings: tuple[Recording, Recording], folder: Path
 ) -> list[Recording]:
-    """Repeat both runs up to the step where they differ, and record everything.
+    """Repeat both runs up to the step at which they differ, and record everything.
 
     Each begins from the newest of its checkpoints before that step, or else from the start.
 
@@ -139,7 +139,7 @@ def repeat(
 
 
 def _options(job: Mapping[str, Any], variables: Mapping[str, str | None]) -> list[str]:
-    """Return the options of `lockstep run` that bits depend on, the number of workers, and the variables."""
+    """Return the options of `lockstep run` on which bits depend, the number of workers, and the variables."""
     servers = job.get("parameter_servers", 0)
     if servers:
         # A worker that was lost and replaced is not lost here: it also repeats the work of its replacement.
@@ -161,9 +161,9 @@ def _options(job: Mapping[str, Any], variables: Mapping[str, str | None]) -> lis
 
 
 def _refuse_incomplete(recording: Recording) -> None:
-    """Raise ConfigError if an order that the new run would follow is not whole."""
+    """Raise ConfigError if an order that the new run would follow is incomplete."""
     orders, calls = RunPaths(recording.folder).orders, list(recording.calls)
-    # The run may have ended before a process has begun its order of the last call.
+    # The run may have ended before a process began its order of the last call.
     is_within = bool(calls) and not recording.calls[calls[-1]] and not recording.succeeded
     ordered = [len(calls)] if is_within and calls[-1].split()[0] in _ORDERED else []
     number, lacking = incomplete_orders(orders, recording.job["parameter_servers"], ordered)
@@ -182,7 +182,7 @@ def _process(order: str) -> str:
 
 
 def _note_changed(recording: Recording) -> None:
-    """Note which source files of the program have changed since the run, if any."""
+    """Note the source files of the program that have changed since the run, if any."""
     script = recording.job.get("script")
     if not script:
         return
@@ -200,7 +200,7 @@ def _note_changed(recording: Recording) -> None:
 
 
 def _note_variables(recording: Recording, chosen: Collection[str]) -> None:
-    """Note which environment variables of the script have other values here, except for those of `--env`."""
+    """Note the script's environment variables that have other values here, except those of `--env`."""
     marks = recording.program.get("variables") or {}
     now = variable_marks(marks, [name for name, mark in marks.items() if mark == "set"])
     texts = [

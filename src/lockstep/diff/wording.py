@@ -1,4 +1,4 @@
-"""The result of a comparison in plain words: the first difference, and advice on what to look at next."""
+"""The result of a comparison as a text: the first difference, and advice on the next step."""
 
 import re
 from collections.abc import Sequence
@@ -224,7 +224,7 @@ def described(head: HeadDifference) -> str:
         return f"{head.name} differ{'' if head.name.startswith(_SEEDS) else 's'}"
     start = 0
     if max(map(len, values)) > _LONGEST:
-        # The part in which they differ.
+        # This is the part in which they differ.
         same = next((at for at, (a, b) in enumerate(zip(*values, strict=False)) if a != b), 0)
         start = max(0, same - _BEFORE)
     first, second = (f"{'...' * (start > 0)}{shortened(text[start:], _LONGEST)}" for text in values)

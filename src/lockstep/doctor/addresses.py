@@ -31,8 +31,8 @@ class TaskAddress:
     """The address of a task, and the facts about it.
 
     Attributes:
-        task: such as "worker 1".
-        address: as in `TF_CONFIG`.
+        task: its name, such as "worker 1".
+        address: its address, as in `TF_CONFIG`.
         number: the IP address of the host; empty if unknown.
         fault: why the address cannot be used at all; empty if it can.
         here: whether it belongs to this machine.
@@ -54,7 +54,7 @@ def look_at_tf_config(sources: Sources) -> tuple[str | None, list[TaskAddress]]:
         config = parse(text) if text is not None else None
     except ConfigError:
         config = None
-    # Child processes of workers use no address.
+    # Child processes of workers do not use an address.
     if config is None or config.environment == RUN:
         return text, []
     tasks = [
@@ -81,7 +81,7 @@ def judge_tf_config(facts: tuple[str | None, Sequence[TaskAddress]]) -> list[Fin
         )
         return [warning(str(error), remedy)]
     trainers = tuple(f"{job} {index}" for job, index, _ in training_tasks(config.cluster))
-    # A single training task needs no address, and parameter servers and evaluators do not use theirs.
+    # A single training task does not need an address, and parameter servers and evaluators do not use theirs.
     used = trainers if len(trainers) > 1 else ()
     faults = [finding for each in addresses for finding in _judge_address(each, each.task in used)]
     usable = all(fault.rating is Rating.FINE for fault in faults)

@@ -2,10 +2,10 @@
 
     python -m lockstep.doctor.backend_probe BACKEND
 
-It writes each result to stdout at once, one JSON object per line, so that the last line shows how far the
-process got: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device
-`{"device", "fault", "same"}`: the error of the computation, empty if there was none, and whether the same
-computation gave the same bits.
+It writes each result to stdout at once, one JSON object per line, so that the last line shows the progress of
+the process: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device `{"device",
+"fault", "same"}`: the error of the computation, empty if there was none, and whether the same computation
+gave the same bits.
 """
 
 import importlib
@@ -148,7 +148,7 @@ def probe(backend: Probe, report: Callable[[dict[str, Any]], None]) -> None:
 def compute_twice(backend: Probe, device: Any) -> dict[str, Any]:
     """Compute twice on a device; return the error, if any, and whether the bits were equal."""
     generator = np.random.default_rng(0)
-    # Few digits: GPUs may round the factors of a matrix product to 11 bits (TF32).
+    # The numbers have few digits, because GPUs may round the factors of a matrix product to 11 bits (TF32).
     matrix = (np.rint(8 * generator.standard_normal((_SIZE, _SIZE))) / 8).astype(np.float32)
     indices = generator.integers(0, 64, _ROWS, np.int32)
     try:

@@ -44,7 +44,8 @@ def running(
 ) -> Iterator[Callable[[], dict[str, ProgramResult]]]:
     """Start programs, and end them with the block.
 
-    Yields a function that waits for all of them, says for which, and returns their results by name.
+    Yields a function that waits for all of them, reports for which it waits, and returns their results by
+    name.
     """
     deadline = time.monotonic() + SECONDS
     started = {name: sources.start(*program, grace) for name, program in programs.items()}
@@ -89,7 +90,7 @@ class ProbeReport:
     Attributes:
         result: how the process ended.
         built: the backend's version, and the CUDA and cuDNN it was built for; None if not reported.
-        devices: the devices that the backend sees; None if not reported.
+        devices: the devices that the backend finds; None if not reported.
         trials: the result for each device that was tried, in order.
     """
 
@@ -197,7 +198,7 @@ def _judge_slowness(backend: str, seconds: float) -> Finding:
 
 
 def _parts(output: str) -> Iterator[Any]:
-    """Yield the valid lines: a killed process leaves part of a line, and libraries write to stdout, too."""
+    """Yield the valid lines: a killed process leaves part of a line, and libraries also write to stdout."""
     for line in output.splitlines():
         with suppress(ValueError, RecursionError):
             yield json.loads(line)
@@ -210,7 +211,7 @@ def examine_limit(backend: str, instructions: str, sources: Sources, say: Say) -
         return []
     say(f"measuring {backend} with and without {common} as limit; this takes a few seconds")
     environment, limit = _as_in_a_job(sources.environment, backend), limit_of(backend, common)
-    # At the same time, so that other programs disturb both alike.
+    # Both run at the same time, so that other programs disturb both alike.
     programs = {
         "the small program": (_SMALL_PROGRAM, environment),
         "the limited one": (_SMALL_PROGRAM, limited(environment, limit)),
@@ -258,7 +259,7 @@ def examine_training(backend: str, sources: Sources, say: Say) -> list[Finding]:
 
 
 def _training(backend: str, folder: Path) -> list[str]:
-    """Return the command of the training, which writes all its files to `folder`."""
+    """Return the training command, which writes all its files to `folder`."""
     options = ["-n", str(WORKERS), "--replicas", str(WORKERS), "--threads-per-worker", "1"]
     options += ["--backend", backend, "--run-dir", str(folder / "run")]
     return [
@@ -268,7 +269,7 @@ def _training(backend: str, folder: Path) -> list[str]:
 
 
 def judge_training(backend: str, training: ProgramResult, folder: Path) -> list[Finding]:
-    """Return the finding on the training, which has written its result to `folder`."""
+    """Return the finding on the training trial, which has written its result to `folder`."""
     if training.status != 0:
         finding = failure(
             f"the training {training.how()}",

@@ -41,8 +41,8 @@ class CoreResults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The results of the cores of a machine.
 
     Attributes:
-        cores: by the number of a core, its hashes.
-        changes: how often memory that nothing writes to has changed.
+        cores: the hashes of each core, by its number.
+        changes: the number of changes of memory to which nothing writes.
         faults: sentences on how programs failed.
     """
 
@@ -56,8 +56,8 @@ def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str],
 
     Args:
         backend: the Keras backend.
-        seconds: how long to compute.
-        sources: has the variables of jobs, and starts programs.
+        seconds: the time for which to compute.
+        sources: the sources, which have the variables of jobs, and start programs.
         say: called with a line at the beginning and each minute.
     """
     cores = sorted(os.sched_getaffinity(0))
@@ -79,7 +79,7 @@ def burn_in(backend: str, seconds: float, sources: Sources, say: Callable[[str],
 
 
 def _progress(seconds: float, say: Callable[[str], None]) -> Callable[[Sequence[int], float], None]:
-    """Return a function for `results` that says each minute how much of the time has passed."""
+    """Return a function for `results` that reports each minute how much of the time has passed."""
     reported = 0.0
 
     def report(indices: Sequence[int], passed: float) -> None:
@@ -94,12 +94,12 @@ def _progress(seconds: float, say: Callable[[str], None]) -> Callable[[Sequence[
 def burn_in_hosts(
     names: Sequence[str], seconds: float, sources: Sources, say: Callable[[str], None]
 ) -> list[Finding]:
-    """Burn in several hosts, by a job with a worker on each of them; return the findings.
+    """Burn in several hosts with a job that has a worker on each of them; return the findings.
 
     Args:
         names: the hosts, as ssh knows them.
-        seconds: how long to compute.
-        sources: has the variables of the job, and starts it.
+        seconds: the time for which to compute.
+        sources: the sources, which have the variables of the job, and start it.
         say: called with a line at the beginning and each minute.
     """
     say(f"all cores of {', '.join(names)} compute for {duration_text(seconds)}")
@@ -167,7 +167,7 @@ def judge_burn_in(hosts: Mapping[str, CoreResults]) -> list[Finding]:
 
 
 def _agreed(cores: Iterable[Hashes]) -> list[str | None]:
-    """Return for each kind the hash that most cores computed, or None if another has as many votes."""
+    """Return for each kind the hash that most cores computed, or None in case of a tie."""
     agreed = list[str | None]()
     for counts in zip(*cores, strict=True):
         # A core that computes different bits from the same input is wrong, so the others decide.

@@ -15,7 +15,7 @@ from lockstep.worker import job
 
 
 def main(seconds: float) -> None:
-    """Burn in this host; print the results of all."""
+    """Burn in this host; print the results of all hosts."""
     current = job.current()
     backend, _ = keras_backend()
     # `lockstep run` gives each worker the variable.

@@ -1,6 +1,6 @@
 """A check: a row of the table in `lockstep.doctor.checkup`, with its sources and findings.
 
-A look reads the machine and judges nothing. A judgement is a pure function of the result of a look.
+A look reads the machine and makes no judgements. A judgement is a pure function of the result of a look.
 """
 
 import importlib.util
@@ -37,11 +37,11 @@ class Rating(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the report. Judgements leave `section` to their check, and mostly `name`, too.
+    """A row of the report. Judgements leave `section` to their check, and usually `name` too.
 
     Attributes:
         rating: `FAILURE` if a job would not work, `WARNING` if it works with a problem.
-        reason: a sentence at most.
+        reason: one sentence at most.
         remedy: the remedy; empty if nothing needs to be done.
         facts: the values of the finding as JSON, for programs.
         name: the subject that was examined.
@@ -102,14 +102,14 @@ class Sources:
         environment: the variables that the command was started with.
         wishes: the user's requests for a backend.
         is_importable: whether a module can be imported.
-        gpus: reads the driver's report on GPUs; raises UnfitError if the driver hangs.
+        gpus: reads the driver's data on GPUs; raises UnfitError if the driver hangs.
         proc: the mount point of procfs.
-        cgroups: where the cgroup file systems are mounted.
+        cgroups: the folder in which the cgroup file systems are mounted.
         shm: the folder of files in shared memory.
         clock_source: the file that names the clock source.
-        gpu_folder: where the driver lists GPUs.
+        gpu_folder: the folder in which the driver lists GPUs.
         folder: the current folder of jobs.
-        package_folders: where packages are installed; None for those of this Python.
+        package_folders: the folders in which packages are installed; None for the folders of this Python.
         dated_files: files written by the installation of Lockstep and its dependencies.
         clock: the machine's clocks.
         resolve: returns the IP address of a host; raises OSError or UnicodeError if it has none.
@@ -141,7 +141,7 @@ class Check(Generic[Facts]):
     """A row of the table.
 
     Attributes:
-        name: its subject.
+        name: the subject of the check.
         look: reads the machine; checks may share a look.
         judge: turns facts into findings, if any; each problem has a remedy.
         shown: the attributes of the facts that every finding shows to programs.
@@ -175,7 +175,7 @@ def judge(
 def in_section(
     section: str, name: str, findings: Iterable[Finding], facts: Mapping[str, Any] | None = None
 ) -> list[Finding]:
-    """Return findings with their section, a name for those without one, and the facts that all show."""
+    """Return findings with their section, the default name, and the facts that all of them show."""
     return [
         replace(finding, facts={**(facts or {}), **finding.facts}, name=finding.name or name, section=section)
         for finding in findings

@@ -89,15 +89,15 @@ def examine(sources: Sources, say: backends.Say, *, train: bool) -> list[Finding
     """Return all findings, section by section.
 
     Args:
-        sources: where to look.
-        say: called with a line that says for what the checkup waits.
+        sources: the sources of the looks.
+        say: called with a line on what the checkup waits for.
         train: whether to train for a second at the end if no check has failed.
     """
     # Other systems lack calls that the other looks at a machine need.
     checks = CHECKS if platform.system() == "Linux" else {**CHECKS, "machine": CHECKS["machine"][:1]}
     probes = backends.probes(filter(sources.is_importable, BACKENDS), sources.environment)
     with backends.running(probes, sources, say) as wait:
-        # Meanwhile the probes import the backends.
+        # Meanwhile, the probes import the backends.
         facts = look((check for group in checks.values() for check in group), sources)
         if probes:
             say(f"testing {', '.join(probes)}; this takes a few seconds")

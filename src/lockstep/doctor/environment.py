@@ -138,7 +138,7 @@ def judge_visible_gpus(shell: Shell) -> Iterator[Finding]:
 
 
 def judge_effect(name: str, shell: Shell) -> Iterator[Finding]:
-    """Tell the effect of a variable of `EFFECTS`."""
+    """Report the effect of a variable of `EFFECTS`."""
     value = shell.display(name)
     if name in switched_off(shell.variables):
         yield warning(
@@ -238,7 +238,7 @@ def judge_preload(shell: Shell) -> Iterator[Finding]:
 
 
 def judge_proxies(shell: Shell) -> Iterator[Finding]:
-    """Judge whether a proxy is in the way to servers on this machine."""
+    """Judge whether a proxy intercepts connections to servers on this machine."""
     variables = shell.variables
     names = [name for each in _PROXIES for name in (each, each.upper()) if variables.get(name)]
     if not names:
@@ -270,7 +270,7 @@ def uncovered_names(no_proxy: str) -> list[str]:
 
 
 def judge_worker_variables(shell: Shell) -> Iterator[Finding]:
-    """Name variables that Lockstep gives to workers only."""
+    """Name variables that Lockstep passes only to workers."""
     names = sorted(name for name in shell.variables.keys() - PUBLIC if name.startswith("LOCKSTEP_"))
     if names:
         yield warning(
@@ -348,7 +348,7 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
 
     Args:
         folder: the folder to search.
-        installed: where packages are installed.
+        installed: the folders in which packages are installed.
     """
     try:
         folder = folder.resolve()
@@ -367,7 +367,7 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
 
 def _finds(name: str, folder: Path) -> bool:
     spec = PathFinder.find_spec(name, [str(folder)])
-    # A folder without __init__.py has no origin and hides no module.
+    # A folder without __init__.py has no origin and does not hide a module.
     return spec is not None and spec.origin is not None
 
 

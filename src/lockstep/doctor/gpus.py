@@ -33,7 +33,7 @@ class Gpus:
     """The GPUs, and the variables that choose among them.
 
     Attributes:
-        reading: the driver's report.
+        reading: the driver's data.
         listed: the value of `CUDA_VISIBLE_DEVICES`; None if it is not set.
         order: the value of `CUDA_DEVICE_ORDER`; None if it is not set.
     """
@@ -117,10 +117,11 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
     warning.
 
     Args:
-        reading: the driver's report.
+        reading: the driver's data.
         backend: its name.
-        cuda: such as "12.8", or "12" if the minor version does not matter; None if built without CUDA.
-        cudnn: such as "9.10.2" or "91002"; None if built without cuDNN.
+        cuda: the CUDA version, such as "12.8", or "12" if the minor version does not matter; None if the
+            backend was built without CUDA.
+        cudnn: the cuDNN version, such as "9.10.2" or "91002"; None if the backend was built without cuDNN.
     """
     usable = [gpu for gpu in reading.gpus if not gpu.fault]
     built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
@@ -169,7 +170,7 @@ def describe(gpu: Gpu) -> str:
 
 
 def title(gpu: Gpu) -> str:
-    """Return the model of a GPU, with its location if it has a fault, as far as it reports them."""
+    """Return a GPU's model, with its location if it has a fault, if the GPU reports these."""
     return " at ".join(filter(None, (gpu.name, gpu.bus if gpu.fault else None)))
 
 
@@ -186,7 +187,7 @@ def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
     rating, reasons = Rating.FINE, [describe(gpu)]
     remedies: list[str] = []
     if gpu.denied:
-        # Clusters thus assign some of a machine's GPUs to a job.
+        # Clusters assign some of a machine's GPUs to a job in this way.
         if not usable:
             rating = Rating.WARNING
             remedies.append(f"ask for access to /dev/nvidia{gpu.index}, or for GPUs for the job")

@@ -2,8 +2,8 @@
 
     lockstep run --hosts A,B ... -m lockstep.doctor.link_program
 
-The chief prints a JSON object: the seconds of a barrier, and the bytes per second that each host sends and
-receives at the same time while it sums large arrays.
+The chief prints a JSON object: the seconds of a barrier, and the bytes per second that each host
+simultaneously sends and receives while it sums large arrays.
 """
 
 import json

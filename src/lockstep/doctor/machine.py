@@ -47,8 +47,8 @@ class System:
 
     Attributes:
         system: its name, such as "Linux".
-        processor: such as "x86_64".
-        kernel: its version.
+        processor: its kind, such as "x86_64".
+        kernel: the version of the kernel.
         unwatched: why pidfds do not work; empty if they do.
     """
 
@@ -108,7 +108,7 @@ class Cores:
     Attributes:
         all: the number of cores of the machine.
         usable: the number of cores on which this process may run.
-        quota: the CPU quota of its cgroups in cores; None for no limit.
+        quota: the CPU quota of its cgroups in cores; None without a limit.
         load: the number of threads of the machine that compute, averaged over the last minute.
     """
 
@@ -156,7 +156,7 @@ class HostMemory:
     """The memory, in bytes.
 
     Attributes:
-        total: the total of the machine.
+        total: all memory of the machine.
         available: free memory of the machine.
         room: memory left under the limits of the cgroups; None without limits.
     """
@@ -174,7 +174,7 @@ class HostMemory:
 def look_at_memory(sources: Sources) -> HostMemory:
     """Look at the memory and its limits."""
     memory = psutil.virtual_memory()
-    # Version 1 of cgroups represents "no limit" by a very large number.
+    # Version 1 of cgroups represents "no limit" with a very large number.
     rooms = cgroup_rooms(sources.proc / "self" / "cgroup", sources.cgroups)
     room = min((room for room in rooms if room < memory.total), default=None)
     return HostMemory(int(memory.total), int(memory.available), room)
@@ -248,9 +248,9 @@ class Space:
     """A file system in which this process may write.
 
     Attributes:
-        free: bytes; None if there is no limit, or if it is unknown.
+        free: the free bytes; None if there is no limit, or if it is unknown.
         fault: why nothing can be written; empty if it can.
-        where: the folder.
+        where: the path of the folder.
     """
 
     free: int | None
@@ -298,7 +298,7 @@ def judge_shared_files(space: Space) -> Finding:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of this user and this process; None for no limit.
+    """Limits of this user and this process; None without a limit.
 
     Attributes:
         soft: the number of files that a process may open.
@@ -421,7 +421,7 @@ def _modified(file: Path) -> float:
 
 
 def judge_monotonic_clock(clocks: Clocks) -> Finding:
-    """Judge whether timeouts are right, and waiting is cheap."""
+    """Judge whether timeouts are correct, and waiting is cheap."""
     text = f"{clocks.source or 'of an unknown source'}, {clocks.seconds_a_reading * 1e9:,.0f} ns per reading"
     if clocks.seconds_back > _MAX_STEP_BACK:
         return warning(

@@ -1,6 +1,6 @@
 """Removes secrets, and names that identify persons and machines, from a text that will be published. Pure.
 
-It removes too much rather than too little: a name of five letters or more even within other words.
+It removes too much rather than too little: a name of five letters or more is removed even within other words.
 """
 
 import re
@@ -137,7 +137,7 @@ class Redaction:
 
 
 def _secretive(texts: Iterable[str], least: int) -> list[str]:
-    """Return the texts that identify something, the longest first: one may contain another."""
+    """Return the texts that identify something, the longest first, because one may contain another."""
     names = {text for text in texts if len(text) >= least and text.lower() not in _HARMLESS}
     return sorted(names, key=len, reverse=True)
 
@@ -155,7 +155,7 @@ def _paths(paths: Iterable[str]) -> re.Pattern[str]:
 
 
 def _hosts(name: str, value: str) -> Iterator[str]:
-    """Yield the names of hosts in a variable; IP addresses have a rule of their own."""
+    """Yield the names of hosts in a variable; a separate rule handles IP addresses."""
     if name == "TF_CONFIG":
         # It may be invalid JSON.
         parts = re.findall(r'"([^"]*)"', value) or re.split(r"[\s,;]+", value)

@@ -1,4 +1,4 @@
-"""The report: findings as a table for people, and as JSON for programs."""
+"""The report: findings as a table for users, and as JSON for programs."""
 
 import json
 from collections.abc import Sequence

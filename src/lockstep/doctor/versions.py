@@ -112,8 +112,8 @@ class Installation:
         python: the interpreter's path.
         version: Python's version.
         importable: the backends that can be imported.
-        choice: the backend that a job would use; None if it could not use any.
-        refusal: why it could not; empty if it could.
+        choice: the backend that a job would use; None if it could not use one.
+        refusal: why the job could not use one; empty if it could.
     """
 
     packages: Packages
@@ -125,7 +125,7 @@ class Installation:
 
     @property
     def chosen(self) -> str | None:
-        """The name of the backend that a job would use, or None if it could not use any."""
+        """The name of the backend that a job would use, or None if it could not use one."""
         return None if self.choice is None else self.choice.backend
 
 
@@ -193,7 +193,7 @@ def judge_backend(backend: str, installation: Installation) -> Finding:
 
 
 def judge_choice(installation: Installation) -> Finding:
-    """Name the backend that a job would use, and why."""
+    """Name the backend that a job would use, and the reason."""
     choice = installation.choice
     if not installation.importable:
         return failure(f"no Keras backend is installed for {installation.python}", INSTALLATION)

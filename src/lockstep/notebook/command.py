@@ -1,9 +1,9 @@
-"""The command `lockstep`, started to run a function, whose caller gets its errors.
+"""The command `lockstep`, started to run a function. The function's caller gets its errors.
 
     python -m lockstep.notebook.command CALLER INHERITED RESULT WORDS...
 
 CALLER is the id of the process with which this one ends, or 0. INHERITED are descriptors for the workers,
-with commas between them, and RESULT is one for errors. The words are those of `lockstep`.
+with commas between them, and RESULT is a descriptor for errors. WORDS are the arguments of `lockstep`.
 """
 
 import sys
@@ -18,7 +18,7 @@ from lockstep.system.prctl import die_with
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the command; its errors go to the caller instead of a result."""
+    """Run the command. Its errors go to the caller instead of a result."""
     caller, inherited, result, *words = arguments
     if int(caller):
         die_with(int(caller))

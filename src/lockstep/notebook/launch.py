@@ -77,8 +77,9 @@ def launch(
             newest one there.
         accept_changes: whether to resume even if settings of the model, optimizer, loss or callbacks differ
             from those of the checkpoint.
-        input: "divided", the default, or "joint": each worker reads the whole dataset. This affects the
-            result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
+        input: "divided", the default; or "joint", with which each worker reads the whole dataset. This
+            affects the result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE`
+            or `DATA`.
         exact_batch: whether losses and metrics that compare the examples of a batch are those of one process
             however many outputs replicas have to exchange for them.
         local_steps: how many steps of `fit` each replica takes by itself before the replicas are averaged; by
@@ -91,7 +92,8 @@ def launch(
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
         InputError: an object that the function needs cannot be pickled. The message names it.
-        UnfitError: cloudpickle is not installed, or tensorboard, if its folder is given.
+        UnfitError: cloudpickle is not installed; or a folder for TensorBoard is set, and tensorboard is not
+            installed.
         JobError: the function raised on a worker, or the job ended for another reason.
 
     Example:
@@ -165,7 +167,7 @@ def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
             relay.run(_END_PATIENCE)
             raise
         finally:
-            # This has no effect if it has ended; otherwise, the agent ends all other processes.
+            # This has no effect if the command has ended. Otherwise, the agent ends all other processes.
             process.kill()
 
 

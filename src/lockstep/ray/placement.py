@@ -19,7 +19,7 @@ class WorkerNeeds:
     resources: Mapping[str, float]
 
     def fit(self, node: Mapping[str, float]) -> int:
-        """Return how many workers fit on a node with these resources."""
+        """Return the number of workers that fit on a node with these resources."""
         counts = [node.get(name, 0.0) / amount for name, amount in self.resources.items() if amount > 0]
         return int(min(counts, default=0.0) + 1e-9)
 
@@ -70,16 +70,16 @@ def parse_resources(texts: Sequence[str]) -> dict[str, float]:
 
 
 def places(wanted: int, room: Mapping[str, int], there: Mapping[str, int]) -> dict[str, int]:
-    """Return how many workers each node without an agent gets; nodes that get none are left out.
+    """Return the number of workers for each node without an agent; nodes without workers are omitted.
 
     Args:
         wanted: number of workers of the job.
-        room: for each node, how many workers fit on it.
-        there: for each node that has an agent, how many workers it offers.
+        room: for each node, the number of workers that fit on it.
+        there: for each node that has an agent, the number of workers that it offers.
     """
     added = {node: 0 for node in room if node not in there}
     for _ in range(wanted - sum(there.values())):
-        # Evenly; the order of the nodes decides between equal ones.
+        # Workers are spread evenly; the order of the nodes decides between equal ones.
         free = [node for node, count in added.items() if count < room[node]]
         if not free:
             break

@@ -3,7 +3,7 @@
 The receiver makes a pair of keys for one message (X25519, RFC 7748), and the sender seals the text for it:
 HKDF-SHA256 of the shared secret (RFC 5869) gives the key of ChaCha20-Poly1305 (RFC 8439). This hides the text
 from everything in Ray that stores or shows data. It does not protect against code that runs as an actor of
-the same cluster, which could ask for the key itself.
+the same cluster, which could request the key itself.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _NONCE = bytes(12)
 
 
 class JobSecrets(msgspec.Struct, frozen=True):
-    """The secrets that the actors of a job know and Ray must not see.
+    """The secrets that the actors of a job have and that Ray must not get.
 
     Attributes:
         key: the key of the job; empty before there is one.
@@ -49,7 +49,7 @@ class Opener:
     """Opens one message that is sealed for it.
 
     Attributes:
-        public: the public key to seal it for, 32 bytes.
+        public: the public key for sealing the message, 32 bytes.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class Opener:
         """Return the secrets.
 
         Raises:
-            cryptography.exceptions.InvalidTag: it is sealed for another opener, or changed.
+            cryptography.exceptions.InvalidTag: the message is sealed for another opener, or has changed.
         """
         shared = self._private.exchange(X25519PublicKey.from_public_bytes(sealed.public))
         text = _cipher(shared, sealed.public, self.public).decrypt(_NONCE, sealed.data, None)
