@@ -205,9 +205,32 @@ def closes_descriptors() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def environment(shared_folder: Path) -> dict[str, str]:
-    """Variables that let tests share compiled code of JAX, outside of the user's own cache."""
-    return os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
+def environment(shared_folder: Path, compiled_code: Path) -> Iterator[dict[str, str]]:
+    """Variables that let jobs of tests share compiled code of JAX, outside of the user's own cache.
+
+    They share it with later test runs, too, but nothing else of this cache.
+    """
+    kept, used = compiled_code.with_name("compiled-by-jobs"), shared_folder / "lockstep"
+    # Only the first process of a run does this.
+    with contextlib.suppress(FileExistsError):
+        used.mkdir(mode=0o700)
+        _share_code(kept, used)
+    yield os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
+    _share_code(used, kept)
+    # A worker removes entries if there are too many.
+    for entry in kept.glob("jax-*/*"):
+        if not (used / entry.relative_to(kept)).exists():
+            entry.unlink(missing_ok=True)
+
+
+def _share_code(source: Path, target: Path) -> None:
+    """Let two caches of compiled code share their entries, which never change."""
+    for entry in source.glob("jax-*/*-*[0-9a-f]"):
+        same = target / entry.relative_to(source)
+        same.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Other processes add and remove entries, and both folders may be on different disks.
+        with contextlib.suppress(OSError):
+            os.link(entry, same)
 
 
 @pytest.fixture(scope="session")
