@@ -1,4 +1,4 @@
-"""Errors of workers started by hand appear within a second: the cause, the expectation, the remedy."""
+"""Errors of workers started by hand appear without a wait: the cause, the expectation, the remedy."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import PeerStuckError
+from lockstep.protocol.job_spec import TIMEOUT
 from lockstep.protocol.rendezvous import Arrival, Task, refusal
 from lockstep.rendezvous.waiting import WaitMessages
 
@@ -29,12 +30,13 @@ signal.pause()
 
 
 def refused(host: Any, config: Any, *command: str) -> str:
-    """Return the error with which a process exits within a second, in one line without a traceback."""
+    """Return the error with which a process exits at once, in one line without a traceback."""
     terminal = host.start(config, *(command or (host.script(MEET),)))
     assert terminal.status() == 1, terminal.text
     took = re.search(r"took ([\d.]+) s", terminal.text)
     assert took is not None
-    assert float(took[1]) < 1
+    # On a busy machine, too. A process that waited for others would do so for `TIMEOUT`.
+    assert float(took[1]) < TIMEOUT / 10
     assert "Traceback" not in terminal.text
     error: str = terminal.text.splitlines()[-1]
     assert error.startswith("lockstep: ConfigError: ")
