@@ -97,7 +97,7 @@ def test_a_host_takes_the_place_of_a_lost_one(
     nodes: Sequence[Host], begin: Begin, keyed: dict[str, str]
 ) -> None:
     """The job continues without a host that is lost, and with one that joins while it runs."""
-    job, agent = begin("-n 2 --replicas 4", "", steps=200, faults=["0:3:after apply:crawl"])
+    job, agent = begin("-n 2 --replicas 4", "", steps=120, faults=["0:3:after apply:crawl"])
 
     def steps(worker: int) -> int:
         log = nodes[0].work / f"run/worker-{worker}.log"
@@ -118,7 +118,7 @@ def test_a_host_takes_the_place_of_a_lost_one(
         (node.work / "fast").touch()
     assert ended(job, later) == (0, 0), job.err
     logs = [(nodes[0].work / f"run/worker-{worker}.log").read_text() for worker in (0, 2, 3)]
-    assert {digest(log) for log in logs} == {chaos_steps.alone(0, 4, 200)[-1]}
+    assert {digest(log) for log in logs} == {chaos_steps.alone(0, 4, 120)[-1]}
     assert agent.end() == -signal.SIGKILL
 
 
@@ -212,7 +212,7 @@ def test_a_pod_that_restarts(nodes: Sequence[Host], keyed: dict[str, str]) -> No
     def pod(index: int, *faults: str) -> Running:
         cluster = {"worker": ["node1:2222", "node2:2222"]}
         config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}})
-        command = "run --tf-config --backend jax --run-dir run stepping.py 150"
+        command = "run --tf-config --backend jax --run-dir run stepping.py 100"
         return nodes[index].lockstep(*command.split(), *faults, **keyed, TF_CONFIG=config)
 
     first, second = pod(0, "0:3:after apply:crawl"), pod(1, "0:3:after apply:crawl")
@@ -223,7 +223,7 @@ def test_a_pod_that_restarts(nodes: Sequence[Host], keyed: dict[str, str]) -> No
     again.wait_until(lambda: "made " in again.out)
     (nodes[0].work / "fast").touch()
     assert ended(first, again) == (0, 0), first.err
-    assert [digest(one.out) for one in (first, again)] == [chaos_steps.alone(0, 2, 150)[-1]] * 2
+    assert [digest(one.out) for one in (first, again)] == [chaos_steps.alone(0, 2, 100)[-1]] * 2
 
 
 @pytest.mark.slow

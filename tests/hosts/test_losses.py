@@ -108,6 +108,7 @@ def agent(host: Host) -> int:
     return next(pid for pid in host.matching("lockstep agent") if parent(pid) == above)
 
 
+@pytest.mark.slow("after+_announce", "before+_complete")
 @pytest.mark.parametrize(
     "point", ["before publishing", "after+_announce", "before+_complete", "before+next_view"]
 )
@@ -124,7 +125,7 @@ def test_a_host_lost_at_a_point(hosts: Sequence[Host], point: str) -> None:
 @pytest.mark.parametrize("kills", ["everything there", "the connection"])
 def test_a_host_that_comes_back(hosts: Sequence[Host], kills: str) -> None:
     """It takes the state over the network, and joins at the end of a step."""
-    job = SteppingJob(hosts, "--hosts node1,node2:2", 200, "0:3:after apply:crawl")
+    job = SteppingJob(hosts, "--hosts node1,node2:2", 120, "0:3:after apply:crawl")
     job.running.wait_until(lambda: job.steps(1) > 3)
     if kills == "the connection":
         os.kill(hosts[0].matching("ssh -F")[0], signal.SIGKILL)
@@ -204,7 +205,7 @@ def test_silent_hosts(hosts: Sequence[Host], lost: str) -> None:
 
 def test_short_interruptions(hosts: Sequence[Host]) -> None:
     """A job survives a host that cannot be reached, or does not run, for less time than `SILENCE`."""
-    job = SteppingJob(hosts, "--hosts node1,node2:2", 40, "0:3:after apply:pace")
+    job = SteppingJob(hosts, "--hosts node1,node2:2", 60, "0:3:after apply:crawl")
     job.running.wait_until(lambda: job.steps(1) > 3)
     hosts[1].cut()
     time.sleep(0.4 * SILENCE)
@@ -214,5 +215,8 @@ def test_short_interruptions(hosts: Sequence[Host]) -> None:
     hosts[1].signal_all(signal.SIGSTOP)
     time.sleep(0.4 * SILENCE)
     hosts[1].signal_all(signal.SIGCONT)
+    made = job.steps(1)
+    job.running.wait_until(lambda: job.steps(1) > made)
+    job.hurry()
     assert set(job.finish()) == {0, 1, 2}
     assert job.events("lost") == []

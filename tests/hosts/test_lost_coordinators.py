@@ -14,7 +14,7 @@ from stepping_job import SteppingJob
 
 from lockstep.protocol.host import LEFT_OUT
 
-PACED = [f"{worker}:0:after apply:pace" for worker in range(4)]
+PACED = [f"{worker}:0:after apply:crawl" for worker in range(4)]
 
 
 def coordinator(host: Host) -> int | None:
@@ -38,9 +38,9 @@ def replace_coordinator(job: SteppingJob, host: Host) -> None:
 
 def test_calm_steps_continue(hosts: Sequence[Host]) -> None:
     """Without any worker that is lost or joins, whatever the coordinator was doing."""
-    job = SteppingJob(hosts, "--hosts node1,node2:2,node3", 150, *PACED)
+    job = SteppingJob(hosts, "--hosts node1,node2:2,node3", 60, *PACED)
     for losses in range(3):
-        job.running.wait_until(lambda losses=losses: job.steps(3) > 8 * losses)
+        job.running.wait_until(lambda losses=losses: job.steps(3) > 3 * losses)
         replace_coordinator(job, hosts[0])
     job.hurry()
     assert set(job.finish()) == {0, 1, 2, 3}
@@ -52,7 +52,7 @@ def test_calm_steps_continue(hosts: Sequence[Host]) -> None:
 @pytest.mark.slow
 def test_lost_together_with_workers(hosts: Sequence[Host]) -> None:
     """The next coordinator sees what happened meanwhile, and completes what the last one began."""
-    job = SteppingJob(hosts, "--hosts node1,node2:2,node3", 400, *PACED)
+    job = SteppingJob(hosts, "--hosts node1,node2:2,node3", 80, *PACED)
     job.running.wait_until(lambda: job.steps(3) > 3)
     os.kill(job.process(1), signal.SIGKILL)
     replace_coordinator(job, hosts[0])
@@ -70,7 +70,7 @@ def test_lost_together_with_workers(hosts: Sequence[Host]) -> None:
 @pytest.mark.parametrize("first", ["stop", "scale"])
 def test_commands_of_other_terminals(hosts: Sequence[Host], first: str) -> None:
     """They wait for the coordinator that takes over, and what they have begun is completed."""
-    job = SteppingJob(hosts, "--hosts node1,node2:2", 400, *PACED)
+    job = SteppingJob(hosts, "--hosts node1,node2:2", 80, *PACED)
     job.running.wait_until(lambda: job.steps(2) > 3)
     kill_coordinator(job, hosts[0])
     if first == "scale":
@@ -89,7 +89,7 @@ def test_commands_of_other_terminals(hosts: Sequence[Host], first: str) -> None:
 @pytest.mark.slow
 def test_a_coordinator_that_is_stuck(hosts: Sequence[Host]) -> None:
     """It is killed, and another one takes over."""
-    job = SteppingJob(hosts, "--hosts node1,node2:2", 1000, *PACED)
+    job = SteppingJob(hosts, "--hosts node1,node2:2", 120, *PACED)
     job.running.wait_until(lambda: job.steps(2) > 3)
     pid = coordinator(hosts[0])
     assert pid is not None
@@ -113,14 +113,14 @@ def test_a_coordinator_that_is_started_again_by_hand(hosts: Sequence[Host], tmp_
     """The command is lost, and with it all processes of its host: the others continue, and it joins them."""
     (address,), variables = listening(hosts, tmp_path)
     options = f"--listen {address} -n 3 --timeout 120"
-    job = SteppingJob(hosts, options, 400, *PACED, **variables)
+    job = SteppingJob(hosts, options, 80, *PACED, **variables)
     agents = [host.lockstep("agent", "--join", address, **variables) for host in hosts[1:3]]
     job.running.wait_until(lambda: job.steps(0) > 3)
     job.running.process.kill()
     assert job.end() == -signal.SIGKILL
     agents[0].wait_until(lambda: "the connection to the coordinator ended" in agents[0].err)
     agents[0].wait_until(lambda: not hosts[0].processes())
-    again = SteppingJob(hosts, options, 400, *PACED, run="again", **variables)
+    again = SteppingJob(hosts, options, 80, *PACED, run="again", **variables)
     again.running.wait_until(lambda: again.steps(3) > 1)
     again.hurry()
     assert set(again.finish()) == {1, 2, 3}
@@ -134,7 +134,7 @@ def test_a_coordinator_that_is_started_again_by_hand(hosts: Sequence[Host], tmp_
 def test_another_job_is_not_taken_over(hosts: Sequence[Host], tmp_path: Path) -> None:
     """The agents wait for the command that began their job, and end at the limit without it."""
     (address,), variables = listening(hosts, tmp_path)
-    job = SteppingJob(hosts, f"--listen {address} -n 2 --timeout 15", 400, *PACED, **variables)
+    job = SteppingJob(hosts, f"--listen {address} -n 2 --timeout 15", 80, *PACED, **variables)
     agent = hosts[1].lockstep("agent", "--join", address, **variables)
     job.running.wait_until(lambda: job.steps(0) > 3)
     hosts[0].signal_all(signal.SIGKILL)
@@ -142,7 +142,7 @@ def test_another_job_is_not_taken_over(hosts: Sequence[Host], tmp_path: Path) ->
         *f"run --backend jax --replicas 5 --listen {address} -n 2 stepping.py 7".split(), **variables
     )
     assert other.end() == 2, other.err
-    assert "the agents that have joined run another job, whose arguments is ('400'" in other.err
+    assert "the agents that have joined run another job, whose arguments is ('80'" in other.err
     assert agent.end() == LEFT_OUT, agent.err
     assert "a worker is lost too, so training waits for the coordinator at" in agent.err
 
@@ -151,7 +151,7 @@ def test_another_job_is_not_taken_over(hosts: Sequence[Host], tmp_path: Path) ->
 def test_a_host_that_was_cut_off_joins_again(hosts: Sequence[Host], tmp_path: Path) -> None:
     """Its agent finds the coordinator, ends its workers, and joins like a new host."""
     (address,), variables = listening(hosts, tmp_path)
-    job = SteppingJob(hosts, f"--listen {address} -n 2 --timeout 120", 1000, *PACED, **variables)
+    job = SteppingJob(hosts, f"--listen {address} -n 2 --timeout 120", 120, *PACED, **variables)
     agent = hosts[1].lockstep("agent", "--join", address, **variables)
     job.running.wait_until(lambda: job.steps(1) > 3)
     hosts[1].cut()

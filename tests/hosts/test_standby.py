@@ -21,8 +21,8 @@ from test_slurm import variables as of_slurm
 from lockstep.checkpoint.object_store import is_url, name_for
 from lockstep.protocol.host import LEFT_OUT
 
-STEPS = 400
-PACED = [f"{worker}:0:after apply:pace" for worker in range(6)]
+STEPS = 80
+PACED = [f"{worker}:0:after apply:crawl" for worker in range(6)]
 STANDBY = "the coordinator at 10.119.0.2:7001 has continued this job, so this one ends"
 
 

@@ -11,7 +11,7 @@ from host_network import Host
 from stepping_job import SteppingJob
 from test_losses import agent
 
-MEGABYTES, STEPS = 48, 200
+MEGABYTES, STEPS = 48, 120
 CRAWLS = "0:1:after apply:crawl"
 """Otherwise, training could end before others have joined."""
 

@@ -23,7 +23,7 @@ FILES = (
     CHAOS / "chaos_steps.py",
     CHAOS / "chaos_faults.py",
 )
-STEPS = 150
+STEPS = 100
 """So many that a worker which asks to join at step 6 joins before the end."""
 CLUSTER = {"worker": ["node1:2222", "node2:2222", "node2:2223"]}
 
