@@ -15,7 +15,7 @@ HARNESS = Path(__file__).with_name("harness.py")
 QUICK = ("halfway through summing", "after reduce", "in the next view", "state reported", "asking to join")
 """The points that `make test` plays; `make test-ci` plays the others."""
 PATIENCE = 500.0
-JOBS = 40
+JOBS = 20
 """So many jobs lose workers at random points."""
 
 
@@ -47,7 +47,9 @@ def test_workers_are_lost_at_a_point(run: Run, point: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("first", [0, pytest.param(JOBS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(count * JOBS, marks=pytest.mark.slow) for count in (1, 2, 3))]
+)
 def test_workers_are_lost_anywhere(run: Run, first: int) -> None:
     seen = run("--seed", str(first), "--jobs", str(JOBS))
     assert seen["failed"] == 0
@@ -63,7 +65,9 @@ def test_workers_are_lost_while_others_join(run: Run, point: str) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("first", [0, pytest.param(JOBS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(count * JOBS, marks=pytest.mark.slow) for count in (1, 2, 3))]
+)
 def test_lost_workers_are_replaced(run: Run, first: int) -> None:
     seen = run("--replace", "--seed", str(first), "--jobs", str(JOBS))
     assert seen["failed"] == 0

@@ -50,23 +50,42 @@ def train(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Train:
     return run
 
 
+@pytest.fixture(scope="module")
+def known() -> dict[str, str]:
+    """The results of whole updates on the backends so far."""
+    return {}
+
+
+@pytest.fixture
+def whole(train: Train, known: dict[str, str]) -> Callable[[str], str]:
+    """The result of one worker that computes whole updates."""
+
+    def result(backend: str) -> str:
+        if backend not in known:
+            known[backend] = train(backend, "-n 1")[1][0]
+        return known[backend]
+
+    return result
+
+
+@pytest.mark.slow("a host")
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("losses", LOSSES)
-def test_workers_and_hosts_are_lost_within_updates(train: Train, backend: str, losses: str) -> None:
-    _, whole = train(backend, "-n 1")
+def test_workers_and_hosts_are_lost_within_updates(
+    train: Train, whole: Callable[[str], str], backend: str, losses: str
+) -> None:
     job, results = train(backend, f"{DIVIDED} --max-restarts 0", *LOSSES[losses])
-    assert set(results.values()) == {whole[0]}
+    assert set(results.values()) == {whole(backend)}
     assert len(results) < 4
     assert "was killed by SIGKILL" in job.err or "was lost" in job.err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_all_workers_of_a_host_are_replaced(train: Train, backend: str) -> None:
+def test_all_workers_of_a_host_are_replaced(train: Train, whole: Callable[[str], str], backend: str) -> None:
     """None of its workers shares the slots any more: the new ones write those that they have received."""
-    _, whole = train(backend, "-n 1")
     faults = ("2:3:halfway through a block", "3:4:before a block is written")
     _, results = train(backend, f"{DIVIDED} --min-workers 4", *faults)
     # Their callbacks have seen fewer steps.
-    assert {result.split()[1] for result in results.values()} == {whole[0].split()[1]}
+    assert {result.split()[1] for result in results.values()} == {whole(backend).split()[1]}
     assert set(results) == {0, 1, 4, 5}

@@ -49,8 +49,8 @@ def train(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Train:
     "backend", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tensorflow", "jax"))]
 )
 def test_equal_bits(train: Train, backend: str) -> None:
-    wanted = train(backend, 2, "-n", "2")
-    names, workers, at = ("node1,node2:2,node3", 4, 4) if backend == "torch" else ("node1,node2", 2, 0)
+    wanted = train(backend, 1, "-n", "1")
+    names, workers, at = ("node1,node2:2", 3, 4) if backend == "torch" else ("node1,node2", 2, 0)
     assert train(backend, workers, "--hosts", names, at=at) == wanted
 
 
