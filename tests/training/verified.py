@@ -256,7 +256,8 @@ class Counting(keras.layers.Layer):  # type: ignore[misc]
 
 
 if FAULT in ("unlike", "alike-program") and job.current().context.host == "node2":
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=SSE4_2"
+    # With an assignment in this file, each worker of all jobs would import Keras by itself.
+    os.environ.__setitem__("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=SSE4_2")
 if FAULT == "alike-program":
     host_report.computed_bits = lambda: "equal"
 Round.begin = begin  # type: ignore[method-assign]
