@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import gc
 import hashlib
@@ -9,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -16,6 +18,7 @@ from typing import Literal
 import numpy as np
 import psutil
 import pytest
+from packaging.version import Version
 
 from command_server import IMPORTS_OF_JOBS, CommandServers
 from lockstep.collectives.plan import ReducePlan
@@ -42,6 +45,14 @@ def _backends() -> list[str]:
     if asked:
         return known if asked == "all" else asked.split()
     return known if find_spec("torch") else known[:2]
+
+
+def _knows_flags() -> bool:
+    """Whether the installed TensorFlow knows the flags with which XLA optimizes little; 2.19 does not."""
+    for name in ("tensorflow-cpu", "tensorflow"):
+        with contextlib.suppress(PackageNotFoundError):
+            return Version(version(name)) >= Version("2.21")
+    return False
 
 
 BACKENDS = _backends()
@@ -150,6 +161,9 @@ def run_tests(
         program = f"import pytest, sys; sys.exit(pytest.main({arguments}))"
         # The process is a fork of a server of jobs.
         variables = environment | {"KERAS_BACKEND": backend} | lean(HERE / "together.py", backend)
+        if backend == "tensorflow" and _knows_flags():
+            # It compiles Keras's steps with XLA, too.
+            variables["XLA_FLAGS"] = lean(HERE / "together.py", "jax")["XLA_FLAGS"]
         importing = job_environment(0, 1, variables, backend=backend)
         imports = (*IMPORTS_OF_JOBS, *imports_for_training(backend))
         result = commands.run(["-c", program], variables, PATIENCE, imports, importing)
