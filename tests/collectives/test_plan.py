@@ -181,7 +181,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_reference(simulate: Simulat
 
 
 @both_ways
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_leaves_give_the_bits_of_the_reference(simulate: Simulate, data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, 16))

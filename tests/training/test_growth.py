@@ -307,7 +307,8 @@ def trained(build: Callable[[], Built], fit: Any, rows: int = len(X)) -> Any:
     return model.get_weights()
 
 
-@pytest.mark.parametrize("kind", [Summands, Transposed])
+# Slow tests also try a step that runs eagerly.
+@pytest.mark.parametrize("kind", [pytest.param(Summands, marks=pytest.mark.slow), Transposed])
 def test_figures_that_may_follow_the_denominator_of_a_loss_are_named(
     kind: type[OwnLossFigures], capfd: pytest.CaptureFixture[str]
 ) -> None:

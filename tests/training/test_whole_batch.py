@@ -406,7 +406,7 @@ PROGRAMS: dict[str, Callable[[], Built]] = {
 QUICK = {"a loss and a metric"}
 SLOW = {
     *("a loss", "a loss of Keras", "a metric", "a metric of Keras"),
-    *("a discounted mean", "a product"),
+    *("a discounted mean", "a product", "a minimum", "the last batch", "two masks"),
 }
 """Their parts are those of others."""
 
@@ -589,7 +589,10 @@ def own_largest() -> Built:
     return compiled(OwnLargest([keras.Input((4,)), keras.layers.Dense(1)]), None), Y
 
 
-@pytest.mark.parametrize(("build", "rows"), [(warm, np.arange(9)), (own_largest, np.zeros(9, int))])
+@pytest.mark.parametrize(
+    ("build", "rows"),
+    [pytest.param(warm, np.arange(9), marks=pytest.mark.slow), (own_largest, np.zeros(9, int))],
+)
 def test_the_loss_of_an_evaluation_is_exact_before_and_after_training(
     build: Callable[[], Built], rows: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
