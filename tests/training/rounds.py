@@ -1,9 +1,9 @@
 """Trainings whose steps update weights several times, or use them after an update.
 
-    rounds.py [--plain] [--exact] [--eager] [--fail]
+    rounds.py [--plain] [--exact] [--eager] [--fail] [NAME...]
 
-Prints a digest of the results of each; with --exact, nothing is random, and the numbers are printed. With
---fail, the last training ends with an error.
+Prints a digest of the results of each, or of those that are named; with --exact, nothing is random, and the
+numbers are printed. With --fail, the last training ends with an error.
 """
 
 import argparse
@@ -128,13 +128,15 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--fail", action="store_true")
+    parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
     scope = contextlib.nullcontext if arguments.plain else lockstep.MultiWorkerMirroredStrategy().scope
     random = np.random.default_rng(0)
     # The shares of all batches have 4 or 5 rows, because a backend compiles for each number.
     x, noise = random.normal(size=(98, 6)).astype("float32"), random.normal(size=(98, 4)).astype("float32")
     adam = keras.optimizers.Adam
-    kinds = (Twice,) if BACKEND == "jax" else (Twice, Gan)
+    kinds = [Twice] if BACKEND == "jax" else [Twice, Gan]
+    kinds = [kind for kind in kinds if kind.__name__ in arguments.names or not arguments.names]
     for kind in kinds:
         keras.utils.set_random_seed(7)
         with scope():

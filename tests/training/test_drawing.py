@@ -21,6 +21,8 @@ PLACES = {"loader": ("2 6",), "dataset": ("1 7", "2 1"), "ordered": ("2 1",)}
 """The calls and steps after which jobs are killed in `make test-ci`; slow tests have the others, too."""
 
 
+# A job with inputs in order resumes below.
+@pytest.mark.slow("ordered")
 @pytest.mark.ci
 @pytest.mark.parametrize(("kind", "backend"), KINDS.items(), indirect=["backend"])
 def test_a_worker_that_joins_in_a_later_fit_reads_what_the_others_read(

@@ -15,7 +15,7 @@ CASES = (
     *("meeting_in_a_loop", "variables", "accumulating", "generator", "returning", "optional", "saving"),
     *("limiting", "refused"),
 )
-SOME = ("plain", "few_rows", "two_updates", "meeting_in_a_loop", "saving", "limiting")
+SOME = ("few_rows", "two_updates", "meeting_in_a_loop", "saving", "limiting")
 """Those that are in `make test-ci`."""
 WITHOUT_PARTS_PER_REPLICA = (
     *("plain", "few_rows", "two_updates", "through", "accumulating", "optional", "returning", "limiting"),

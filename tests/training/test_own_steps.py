@@ -18,11 +18,13 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "cleared", "given_step", "unreduced")
-"""Trainings on TensorFlow only, but for the last three."""
+IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "unreduced")
+"""Trainings on TensorFlow only, but for the last one."""
+IN_ATTRIBUTES = ("cleared", "given_step")
+"""Steps that keep gradients, or that are attributes, on TensorFlow and PyTorch."""
 EAGER = ("phased", "remembering", "loss_figures")
 """Trainings on TensorFlow and PyTorch that other tests resemble."""
-ON_TORCH = (*EAGER, "cleared", "given_step", "cleared_tensors", "fading", "unreduced")
+ON_TORCH = (*EAGER, *IN_ATTRIBUTES, "cleared_tensors", "fading", "unreduced")
 TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapted")
 
 
@@ -33,7 +35,9 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
     [
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
-        pytest.param("tensorflow", (*TRAININGS, *EAGER), marks=pytest.mark.slow, id="tensorflow-rest"),
+        pytest.param(
+            "tensorflow", (*TRAININGS, *EAGER, *IN_ATTRIBUTES), marks=pytest.mark.slow, id="tensorflow-rest"
+        ),
         pytest.param("torch", (*TRAININGS, *ON_TORCH), id="torch"),
     ],
     indirect=["backend"],
