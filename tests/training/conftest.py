@@ -56,6 +56,8 @@ def _knows_flags() -> bool:
 
 
 BACKENDS = _backends()
+QUICKEST = "torch" if "torch" in BACKENDS else BACKENDS[0]
+"""PyTorch compiles nothing."""
 REPLICAS_IN_PROCESS = 3
 _MUCH_MEMORY = 2 << 30
 """Bytes by which a test process may grow. It has about 0.9 GiB when its first test begins."""
@@ -253,6 +255,19 @@ def backend(request: pytest.FixtureRequest) -> str:
 )
 def thorough_backend(request: pytest.FixtureRequest) -> str:
     """Each of the backends that are tested; all but JAX in slow tests only."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(
+    scope="session",
+    params=[name if name == QUICKEST else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS],
+)
+def quickest_backend(request: pytest.FixtureRequest) -> str:
+    """Each of the backends that are tested; all but the one whose jobs take least time in slow tests only.
+
+    It is for parts of Lockstep that are alike on all backends: a job on JAX takes two to four times as long.
+    """
     name: str = request.param
     return name
 

@@ -82,9 +82,9 @@ def test_workers_join_and_leave_on_request(join: Callable[..., str], thorough_ba
 
 @pytest.mark.ci
 def test_a_replacement_follows_the_others_to_a_later_call(
-    join: Callable[..., str], thorough_backend: str
+    join: Callable[..., str], quickest_backend: str
 ) -> None:
-    notes = join(thorough_backend, "", "overtaken", "fit 1 step 7", (0, 2))
+    notes = join(quickest_backend, "", "overtaken", "fit 1 step 7", (0, 2))
     assert "worker 2 joined (2 workers)" in notes
 
 
@@ -179,15 +179,14 @@ def test_a_process_takes_over_variables_of_python(
         assert run.marked(worker, "digest ") == undisturbed.marked(0, "digest ")
 
 
-@pytest.mark.slow("torch")
 @pytest.mark.ci
 def test_a_joining_worker_takes_over_what_later_trials_have_shown(
-    launch: Launch, quicker_backend: str, tmp_path: Path
+    launch: Launch, quickest_backend: str, tmp_path: Path
 ) -> None:
     """It has skipped the call in which the others have tried the model again."""
     program = ("tried_later.py", str(tmp_path))
-    undisturbed = launch("-n 1 --replicas 2", *program, "undisturbed", backend=quicker_backend)
-    run = launch("-n 2", *program, "overtaken", "fit", "1", "step", "3", backend=quicker_backend)
+    undisturbed = launch("-n 1 --replicas 2", *program, "undisturbed", backend=quickest_backend)
+    run = launch("-n 2", *program, "overtaken", "fit", "1", "step", "3", backend=quickest_backend)
     assert run.status == 0, run.stderr
     assert "worker 2 joined (2 workers)" in run.stderr
     for worker in (0, 2):

@@ -133,13 +133,13 @@ def test_a_job_with_the_callback_resumes_with_several_workers(
 def test_models_that_earlier_calls_have_built_resume(
     launch: Launch,
     undisturbed_run: Launch,
-    thorough_backend: str,
+    quickest_backend: str,
     tmp_path: Path,
     script: str,
     message: str,
     replicas: int,
 ) -> None:
-    backend, options = thorough_backend, f"-n 1 --replicas {replicas}"
+    backend, options = quickest_backend, f"-n 1 --replicas {replicas}"
     right = undisturbed_run(options, script, backend=backend)
     options += f" --checkpoint {tmp_path / 'kept'} --checkpoint-every 1"
     assert launch(options, script, "0", backend=backend).status == STATUS["killed"]

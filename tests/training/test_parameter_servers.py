@@ -100,19 +100,18 @@ def test_one_step_at_a_time_is_plain_keras(
     assert len({one["again"]["drawn"] for one in found}) == 1
 
 
-@pytest.mark.slow("torch")
 @pytest.mark.ci
-def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quicker_backend: str) -> None:
+def test_one_step_at_a_time_has_the_bits_of_plain_keras(launch: Launch, quickest_backend: str) -> None:
     """With divided variables on two servers, and two workers in turn; one worker is plain Keras.
 
     The last calls read datasets that a function creates in each process. These have generators of their own,
     and begin where the call before has left them.
     """
-    options = {"backend": quicker_backend, "optimized": True}
+    options = {"backend": quickest_backend, "optimized": True}
     one = launch("-n 1 --threads-per-worker 1", "serving.py", "exact", **options)
     assert one.status == 0, one.stderr
     expected = one.marked(0, "digest ")
-    assert len(set(expected)) == (5 if quicker_backend == "torch" else 4)
+    assert len(set(expected)) == (5 if quickest_backend == "torch" else 4)
     run = launch("-n 2 --ps 2 --threads-per-worker 1", "serving.py", "exact", **options)
     assert run.status == 0, run.stderr
     assert [run.marked(worker, "digest ") for worker in range(5)] == [expected] * 5

@@ -226,9 +226,12 @@ def test_trials_leave_nothing() -> None:
 
 
 @pytest.mark.ci
-def test_a_lost_worker_is_replaced_by_one_with_the_same_counts(launch: Callable[..., Any]) -> None:
-    one = launch("-n 1 --replicas 2", "counting.py", "whole")
-    lost = launch("-n 2 --min-workers 2", "counting.py", "lost")
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True)
+def test_a_lost_worker_is_replaced_by_one_with_the_same_counts(
+    launch: Callable[..., Any], backend: str
+) -> None:
+    one = launch("-n 1 --replicas 2", "counting.py", "whole", backend=backend)
+    lost = launch("-n 2 --min-workers 2", "counting.py", "lost", backend=backend)
     assert (one.status, lost.status) == (0, 0), one.stderr + lost.stderr
     assert "worker 2 joined" in lost.stderr
     (result,) = one.marked(0, "result ")

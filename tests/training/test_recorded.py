@@ -14,12 +14,12 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @pytest.mark.ci
 def test_a_recorded_run_is_followed_to_the_last_message(
-    launch: Callable[..., Any], thorough_backend: str
+    launch: Callable[..., Any], quickest_backend: str
 ) -> None:
     options = f"-n 2 --ps 2 --max-restarts 0 --threads-per-worker 1 --order {RECORDED}"
     found = []
     for more, processes in (("", 5), ("--one-process", 1)):
-        run = launch(f"{options} {more}", "recorded.py", backend=thorough_backend)
+        run = launch(f"{options} {more}", "recorded.py", backend=quickest_backend)
         assert run.status == 0, run.stderr
         for name in ("chief", "ps-0", "ps-1"):
             recorded = (RECORDED / "order" / name).read_bytes()

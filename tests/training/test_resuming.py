@@ -63,7 +63,7 @@ def resumes(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    # On JAX, a stopped job resumes below, and killed ones in test_dividing.py and test_tf_reading.py.
+    # On JAX, killed jobs resume in test_dividing.py and test_tf_reading.py.
     "backend",
     [
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "tensorflow")),
@@ -124,12 +124,14 @@ def test_a_stopped_job_resumes_on_another_machine(
     launch: Launch,
     undisturbed: Callable[[str], Any],
     environment: dict[str, str],
+    quickest_backend: str,
     scheme: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("obstore")
-    expected = undisturbed("jax")
+    backend = quickest_backend
+    expected = undisturbed(backend)
     monkeypatch.setitem(environment, "XDG_CACHE_HOME", str(tmp_path / "cache"))
     url, server = f"file://{tmp_path / 'store'}", nullcontext(dict[str, str]())
     if scheme != "file":
@@ -137,7 +139,7 @@ def test_a_stopped_job_resumes_on_another_machine(
     with server as variables:
         for name, value in variables.items():
             monkeypatch.setitem(environment, name, value)
-        run = resumes(launch, "jax", "stopped", "fit 2 step 4", tmp_path, expected, url)
+        run = resumes(launch, backend, "stopped", "fit 2 step 4", tmp_path, expected, url)
         assert f"resuming from {url}/step-" in run.stderr
         recorded = [file.read_text(errors="replace") for file in run.folder.rglob("*") if file.is_file()]
         assert not any(SECRET in text for text in (run.stdout, run.stderr, *recorded))

@@ -52,13 +52,13 @@ def results(lines: list[str]) -> dict[str, Any]:
 
 @pytest.mark.ci
 def test_one_step_at_a_time_is_plain_keras(
-    launch: Launch, plain: Callable[..., str], thorough_backend: str
+    launch: Launch, plain: Callable[..., str], quickest_backend: str
 ) -> None:
-    run = launch("-n 1 --ps 2", SCRIPT, "serial", backend=thorough_backend)
+    run = launch("-n 1 --ps 2", SCRIPT, "serial", backend=quickest_backend)
     assert run.status == 0, run.stderr
     found = [results(run.log(worker)) for worker in range(4)]
     assert found == [found[0]] * 4
-    expected = results(plain(SCRIPT, "serial", backend=thorough_backend).splitlines())
+    expected = results(plain(SCRIPT, "serial", backend=quickest_backend).splitlines())
     assert found[0].keys() == expected.keys()
     for name, values in expected.items():
         for one, other in zip(_flat(found[0][name]), _flat(values), strict=True):
@@ -106,9 +106,9 @@ def test_saved_rows_and_slots_continue_the_training(
     ],
 )
 def test_a_run_that_lost_a_worker_and_a_server_can_be_repeated(
-    launch: Launch, repeat: Callable[..., Any], thorough_backend: str, lost: str
+    launch: Launch, repeat: Callable[..., Any], quickest_backend: str, lost: str
 ) -> None:
-    run = launch("-n 3 --ps 2", SCRIPT, "free", *lost.split(), backend=thorough_backend)
+    run = launch("-n 3 --ps 2", SCRIPT, "free", *lost.split(), backend=quickest_backend)
     assert run.status == 0, run.stderr
     server = 4 + int(lost[0])
     for worker in (2, server):

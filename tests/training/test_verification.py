@@ -798,6 +798,12 @@ def test_a_worker_that_always_checks_a_sum_wrongly_may_have_summed_wrongly(
     assert (training.states, len(training.ended)) == (set(), 3)
 
 
+one_backend = pytest.mark.parametrize(
+    "backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True
+)
+"""For endings of a job, which no backend decides."""
+
+
 def figures(run: Any, worker: int) -> list[str]:
     assert run.status == 0, run.stderr
     return run.marked(worker, "digest: ")
@@ -831,9 +837,9 @@ def test_a_wrong_bit_changes_no_result(
 
 @pytest.mark.ci
 def test_a_worker_with_a_wrong_bit_in_an_example_is_named(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+    launch: Launch, undisturbed_run: Launch, quickest_backend: str
 ) -> None:
-    backend = thorough_backend
+    backend = quickest_backend
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
     options = "-n 3 --replicas 4 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", "row", "1", "3", backend=backend)
@@ -847,7 +853,7 @@ def test_a_worker_with_a_wrong_bit_in_an_example_is_named(
     [
         pytest.param("flip", "replica ", 1, 2, "", marks=pytest.mark.ci),
         pytest.param("flip", "replica ", 0, 4, "", marks=pytest.mark.slow),
-        pytest.param("updates", "the state after the update", 1, 4, "", marks=pytest.mark.ci),
+        pytest.param("updates", "the state after the update", 1, 4, "", marks=pytest.mark.slow),
         pytest.param("updates", "the state after the update", 0, 2, "", marks=pytest.mark.slow),
         pytest.param("adding", "the sum over all replicas", 1, 4, "", marks=pytest.mark.slow),
         pytest.param("adding", "the sum over all replicas", 0, 2, "", marks=pytest.mark.slow),
@@ -938,14 +944,14 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
 def test_another_worker_decides_also_where_a_call_of_the_script_resumes(
     launch: Launch,
     undisturbed_run: Launch,
-    thorough_backend: str,
+    quickest_backend: str,
     how: str,
     guilty: int,
     step: int,
     modes: str,
     what: str,
 ) -> None:
-    backend = thorough_backend
+    backend = quickest_backend
     right = undisturbed_run(
         "-n 1 --replicas 2", "verified.py", "", "-1", "0", *modes.split(), backend=backend
     )
@@ -977,9 +983,9 @@ def test_two_workers_that_differ_in_the_first_step_of_a_loop_stop_the_job(launch
 @pytest.mark.ci
 @pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_a_job_with_a_wrong_state_starts_again_from_a_checkpoint_before(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str, workers: int, tmp_path: Path
+    launch: Launch, undisturbed_run: Launch, quickest_backend: str, workers: int, tmp_path: Path
 ) -> None:
-    backend, saved = thorough_backend, tmp_path / "saved"
+    backend, saved = quickest_backend, tmp_path / "saved"
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", backend=backend)
     options = f"-n {workers} --replicas 4 --verify-every 3 --checkpoint {saved} --checkpoint-every 1 --keep 9"
     run = launch(options, "verified.py", "memory", "1", "5", backend=backend)
@@ -1030,14 +1036,14 @@ def test_a_wrong_bit_of_an_evaluation_is_found(launch: Launch, undisturbed_run: 
 def test_another_worker_decides_in_an_evaluation_and_a_prediction(
     launch: Launch,
     undisturbed_run: Launch,
-    thorough_backend: str,
+    quickest_backend: str,
     how: str,
     undisturbed: str,
     what: str,
     lines: int,
     guilty: int,
 ) -> None:
-    backend = thorough_backend
+    backend = quickest_backend
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", undisturbed, backend=backend)
     options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", how, str(guilty), "4", backend=backend)
@@ -1048,9 +1054,10 @@ def test_another_worker_decides_in_an_evaluation_and_a_prediction(
 
 
 @pytest.mark.ci
-def test_a_validation_that_cannot_be_read_again_stops_the_job(launch: Launch) -> None:
+@one_backend
+def test_a_validation_that_cannot_be_read_again_stops_the_job(launch: Launch, backend: str) -> None:
     options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
-    run = launch(options, "verified.py", "evaluations", "1", "3", "validation", "generator")
+    run = launch(options, "verified.py", "evaluations", "1", "3", "validation", "generator", backend=backend)
     assert run.status == 1
     assert "workers 0 and 1 computed different bits in step 3, each the same bits every time" in run.stderr
     assert (
@@ -1061,20 +1068,21 @@ def test_a_validation_that_cannot_be_read_again_stops_the_job(launch: Launch) ->
 
 
 @pytest.mark.ci
+@one_backend
 def test_a_worker_that_joins_in_the_last_validation_writes_the_last_checkpoint(
-    launch: Launch, tmp_path: Path
+    launch: Launch, backend: str, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved"
     options = f"-n 2 --replicas 2 --verify-every 1 --verify-replicas all --checkpoint {saved}"
-    run = launch(options, "verified.py", "evaluations", "0", "3", "validation", "last")
+    run = launch(options, "verified.py", "evaluations", "0", "3", "validation", "last", backend=backend)
     assert (run.status, Store(saved).finished()) == (0, 12), run.stderr
 
 
 @pytest.mark.ci
 def test_another_worker_decides_where_workers_divide_the_reading(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str
+    launch: Launch, undisturbed_run: Launch, quickest_backend: str
 ) -> None:
-    backend = thorough_backend
+    backend = quickest_backend
     right = undisturbed_run("-n 1 --replicas 2", "verified.py", "", "-1", "0", "dataset", backend=backend)
     options = "-n 2 --replicas 2 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", "flip", "1", "4", "dataset", backend=backend)
@@ -1083,11 +1091,13 @@ def test_another_worker_decides_where_workers_divide_the_reading(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("how", "workers"), [("prediction", 2), ("predictions", 3)])
+@pytest.mark.parametrize(
+    ("how", "workers"), [("prediction", 2), pytest.param("predictions", 3, marks=pytest.mark.slow)]
+)
 def test_a_wrong_bit_of_a_prediction_is_found(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str, how: str, workers: int
+    launch: Launch, undisturbed_run: Launch, quickest_backend: str, how: str, workers: int
 ) -> None:
-    backend = thorough_backend
+    backend = quickest_backend
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", "predicted", backend=backend)
     options = f"-n {workers} --replicas 4 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", how, "1", "4", backend=backend)
@@ -1097,11 +1107,12 @@ def test_a_wrong_bit_of_a_prediction_is_found(
 
 
 @pytest.mark.ci
+@one_backend
 def test_an_evaluation_with_a_fault_that_lasts_is_not_right_since_its_last_verification(
-    launch: Launch,
+    launch: Launch, backend: str
 ) -> None:
     options = "-n 3 --replicas 4 --verify-every 2 --verify-replicas all"
-    run = launch(options, "verified.py", "evaluations", "1", "3")
+    run = launch(options, "verified.py", "evaluations", "1", "3", backend=backend)
     assert run.status == 1
     assert "step 4 of evaluate 1: replica " in run.stderr
     assert ", computed on worker 1, has the wrong bits in metric " in run.stderr
@@ -1110,8 +1121,9 @@ def test_an_evaluation_with_a_fault_that_lasts_is_not_right_since_its_last_verif
 
 
 @pytest.mark.ci
-def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch) -> None:
-    run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "memory", "1", "5")
+@one_backend
+def test_a_job_with_a_wrong_state_and_no_checkpoint_stops(launch: Launch, backend: str) -> None:
+    run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "memory", "1", "5", backend=backend)
     assert run.status == 1
     assert "wrong after step 3, the last one after which it was found right" in run.stderr
     assert ", and there is no earlier checkpoint; start over" in run.stderr
@@ -1342,11 +1354,11 @@ def test_a_worker_that_is_found_late_and_again_leaves_only_verified_checkpoints(
     assert [entry.verified for entry in entries] == [max(0, entry.step // 2 * 2 - 2) for entry in entries]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_worker_that_always_sums_wrongly_is_named_and_the_job_goes_back(
-    launch: Launch, undisturbed_run: Launch, thorough_backend: str, tmp_path: Path
+    launch: Launch, undisturbed_run: Launch, backend: str, tmp_path: Path
 ) -> None:
-    backend, saved = thorough_backend, tmp_path / "saved"
+    saved = tmp_path / "saved"
     right = undisturbed_run("-n 1 --replicas 3", "verified.py", "large", backend=backend)
     options = "-n 3 --replicas 3 --verify-every 2 --verify-replicas all"
     options += f" --checkpoint {saved} --checkpoint-every 1 --keep 9"
@@ -1361,8 +1373,9 @@ def test_a_worker_that_always_sums_wrongly_is_named_and_the_job_goes_back(
 
 
 @pytest.mark.ci
-def test_a_step_that_is_not_deterministic_is_named(launch: Launch) -> None:
-    run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "random")
+@one_backend
+def test_a_step_that_is_not_deterministic_is_named(launch: Launch, backend: str) -> None:
+    run = launch("-n 2 --replicas 2 --verify-every 3", "verified.py", "random", backend=backend)
     assert run.status == 1
     assert "step 3 of fit 1: replica " in run.stderr
     assert ": the step is not deterministic: " in run.stderr
