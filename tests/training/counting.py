@@ -7,6 +7,7 @@ On TensorFlow, it also keeps a mean of its inputs in a variable that is not Kera
 Prints the losses, the counts and a digest.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -19,10 +20,8 @@ import lockstep
 from lockstep.worker.job import current
 
 HOW = sys.argv[1]
-if keras.backend.backend() == "tensorflow":
-    import tensorflow
-else:
-    tensorflow = None
+# With a statement, workers on other backends would import everything by themselves.
+tensorflow = importlib.import_module("tensorflow") if keras.backend.backend() == "tensorflow" else None
 
 
 class Warming(keras.layers.Layer):
