@@ -18,8 +18,10 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-IN_GRAPHS = ("parts", "eager_parts", "triplet", "texts", "unreduced")
-"""Trainings on TensorFlow only, but for the last one."""
+IN_GRAPHS = ("parts", "eager_parts", "unreduced")
+"""Trainings on TensorFlow in `make test-ci`."""
+OF_DATASETS = ("triplet", "texts")
+"""Other trainings on TensorFlow only."""
 IN_ATTRIBUTES = ("cleared", "given_step")
 """Steps that keep gradients, or that are attributes, on TensorFlow and PyTorch."""
 EAGER = ("phased", "remembering", "loss_figures")
@@ -36,7 +38,10 @@ TRAININGS = ("nested", "unweighted", "averaged", "distilled", "endpoint", "adapt
         pytest.param("jax", TRAININGS, marks=pytest.mark.slow, id="jax"),
         pytest.param("tensorflow", IN_GRAPHS, id="tensorflow"),
         pytest.param(
-            "tensorflow", (*TRAININGS, *EAGER, *IN_ATTRIBUTES), marks=pytest.mark.slow, id="tensorflow-rest"
+            "tensorflow",
+            (*TRAININGS, *EAGER, *IN_ATTRIBUTES, *OF_DATASETS),
+            marks=pytest.mark.slow,
+            id="tensorflow-rest",
         ),
         pytest.param("torch", (*TRAININGS, *ON_TORCH), id="torch"),
     ],
