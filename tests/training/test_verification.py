@@ -944,14 +944,14 @@ def test_another_worker_decides_which_of_two_always_computes_wrongly(
 def test_another_worker_decides_also_where_a_call_of_the_script_resumes(
     launch: Launch,
     undisturbed_run: Launch,
-    quickest_backend: str,
+    thorough_backend: str,
     how: str,
     guilty: int,
     step: int,
     modes: str,
     what: str,
 ) -> None:
-    backend = quickest_backend
+    backend = thorough_backend
     right = undisturbed_run(
         "-n 1 --replicas 2", "verified.py", "", "-1", "0", *modes.split(), backend=backend
     )
@@ -1036,14 +1036,14 @@ def test_a_wrong_bit_of_an_evaluation_is_found(launch: Launch, undisturbed_run: 
 def test_another_worker_decides_in_an_evaluation_and_a_prediction(
     launch: Launch,
     undisturbed_run: Launch,
-    quickest_backend: str,
+    thorough_backend: str,
     how: str,
     undisturbed: str,
     what: str,
     lines: int,
     guilty: int,
 ) -> None:
-    backend = quickest_backend
+    backend = thorough_backend
     right = undisturbed_run("-n 1 --replicas 4", "verified.py", undisturbed, backend=backend)
     options = "-n 2 --replicas 4 --verify-every 1 --verify-replicas all"
     run = launch(options, "verified.py", how, str(guilty), "4", backend=backend)
