@@ -127,6 +127,22 @@ def test_the_map_names_every_limit() -> None:
     assert sorted(limits - named) == [], "name them in a table of limits in docs/rooms.md"
 
 
+def test_the_map_names_every_event_and_message() -> None:
+    """The parts and answers of messages, which stand beside their messages, have no rows."""
+    text = "".join(page.read_text() for page in PAGES)
+    files = ["observability/events.py", "observability/measurements.py"]
+    files += [f"protocol/{name}.py" for name in ("host", "worker", "coordinator", "admin", "engine")]
+    classes = {
+        (file, node.name)
+        for file in files
+        for node in ast.parse((ROOT / file).read_text()).body
+        if isinstance(node, ast.ClassDef) and any(keyword.arg == "tag" for keyword in node.keywords)
+    }
+    assert len(classes) > 100
+    lacking = sorted((file, name) for file, name in classes if f"`{name}`" not in text)
+    assert lacking == [], "name them in the tables of events and messages in docs/rooms.md"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_name_is_in_its_file(page: Path) -> None:
     pairs = names_of_files(page.read_text())
