@@ -7,7 +7,7 @@ a socket to the part of the engine on its host. The key of the job travels only 
 import msgspec
 
 HOLD = 6.0
-"""Seconds for which hosts train without an answer of the coordinator: an engine may start another."""
+"""Seconds for which hosts train without an answer from the coordinator: an engine may start another."""
 
 
 class StartCoordinator(msgspec.Struct, frozen=True, tag="start_coordinator"):

@@ -214,7 +214,7 @@ class JobSpec(JobSettings):
             for each verdict.
         tags: words of the user, by which `lockstep runs` finds the run.
         plain: whether connections between hosts are not encrypted.
-        hold: seconds for which the hosts train without an answer of the coordinator before they pause. None
+        hold: seconds for which the hosts train without an answer from the coordinator before they pause. None
             if the address of the coordinator is a lock, so that no other one can lead the job meanwhile.
         standby: HOST:PORT at which the agent of that host starts another coordinator if that of the job is
             lost; empty if there is none. The store of the checkpoints decides which of them leads.

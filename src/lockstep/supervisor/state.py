@@ -126,7 +126,7 @@ class TimeLimits:
         longest_pause: the upper limit of `pause`.
         silence: without a message of a host, until it counts as lost.
         cut_off: without a message of any host, until they all count as lost.
-        hold: without an answer of the coordinator, until a host pauses training; None if it does not.
+        hold: without an answer from the coordinator, until a host pauses training; None if it does not.
     """
 
     timeout: float = TIMEOUT
