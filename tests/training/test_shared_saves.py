@@ -46,7 +46,9 @@ def test_another_state_at_the_same_place_is_refused(tmp_path: Path) -> None:
     save(tmp_path, b"one", "first", Occasion("step 1", 0))
     assert len(save(tmp_path, b"two", "second", Occasion("step 2", 0))) == 1
     assert len(save(tmp_path, b"one", "third", Occasion("step 1", 1))) == 1
-    with pytest.raises(DisagreementError, match=r"worker 1 saves .*file\.txt with other weights.* worker 0 "):
+    with pytest.raises(
+        DisagreementError, match=r"worker 1 saves .*file\.txt with different weights.* worker 0 "
+    ):
         save(tmp_path, b"three", "fourth", Occasion("step 2", 1))
     assert (tmp_path / "file.txt").read_text() == "third"
 
