@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -81,10 +81,18 @@ class Sums:
     groups: tuple[BlockGroup, ...] = (BlockGroup(BLOCKS, np.dtype(np.int64), 1),)
     versions: int = 1
     loaded: bool = False
+    prepared: bool = False
+    forgotten: bool = False
     elements = ELEMENTS
 
     def has(self, state: DividedState) -> bool:
         return self.shared is state
+
+    def prepare(self) -> None:
+        self.prepared = True
+
+    def forget_values(self) -> None:
+        self.forgotten = True
 
     def adopt(self, state: DividedState, updates: int, pool: SharedPool) -> bool:
         if self.loaded:
@@ -227,6 +235,21 @@ def test_what_shows_the_shared_slots_does_not_change_with_the_next_update(pool: 
     assert together(pool, [sums(5, update.shared) for update in first], divided) == []
     np.testing.assert_array_equal(state.slots[0][0], first[0].own + 6)
     np.testing.assert_array_equal(shown, first[0].own + 1)
+
+
+@pytest.mark.parametrize("over_hosts", [False, True])
+def test_a_worker_that_joins_forgets_values_if_it_will_find_them_in_shared_memory(
+    pool: SharedPool, *, over_hosts: bool
+) -> None:
+    job = job_of(place(REPLICAS, (0,)), 0, Member(Meeting(1), 0), pool)
+    job._context = replace(job.context, over_hosts=over_hosts)
+    divided, early, late = DividedUpdate(job, pool), sums(1), sums(1)
+    divided.prepare(Trained(early), None, [])  # type: ignore[arg-type]
+    assert (early.prepared, early.forgotten) == (True, False)
+    assert together(pool, [sums(1)], {}) == []
+    divided.prepare(Trained(late), None, [])  # type: ignore[arg-type]
+    assert (late.prepared, late.forgotten) == (True, not over_hosts)
+    divided.prepare(Trained("the step is not compiled"), None, [])  # type: ignore[arg-type]
 
 
 def test_one_worker_makes_all_blocks(pool: SharedPool) -> None:

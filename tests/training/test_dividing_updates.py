@@ -158,7 +158,8 @@ def undisturbed(undisturbed_run: Launch, backend: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 @pytest.mark.parametrize(
-    ("how", "options", "last"), [("lost0", "--min-workers 2", (1, 2)), ("scaled", "", (0,))]
+    ("how", "options", "last"),
+    [("lost0", "--min-workers 2", (1, 2)), ("scaled", "", (0,)), ("overtaken", "", (0, 2))],
 )
 def test_workers_join_that_map_the_shared_state(
     launch: Launch,

@@ -232,6 +232,13 @@ def test_a_worker_that_joins_uses_values_in_shared_memory_where_they_are(name: s
             for array in slots:
                 array[:] = 0
         assert not any(isinstance(value, SharedValue) for value in own)
+    tried, tried_slots = start
+    shapes = [value.shape for value in (*tried, *tried_slots)]
+    update_of(tried, tried_slots).forget_values()
+    assert [value.shape for value in (*tried, *tried_slots)] == shapes
+    assert not any(isinstance(value, jax.Array) for value in tried)
+    others = [value for value in tried_slots if isinstance(value, jax.Array)]
+    assert len(others) == len(functions.blocks.others)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -96,6 +96,9 @@ class BlockUpdate(Protocol):
     def prepare(self) -> None:
         """Compile now what the update needs. The state before it does not change."""
 
+    def forget_values(self) -> None:
+        """Replace the weights and slots in the state, if it has them, by zeros that take no memory."""
+
     def has(self, state: DividedState) -> bool:
         """Whether this memory has the values of the slots."""
 

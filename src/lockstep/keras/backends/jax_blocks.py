@@ -351,6 +351,17 @@ class JaxBlockUpdate:
             self._compute_zeros(group)
         self._rest(*jax.tree_util.tree_map(jnp.copy, (self._layers, self._metrics)))
 
+    def forget_values(self) -> None:
+        """Replace the weights and slots in the state by zeros that take no memory."""
+        self._flat_weights.clear()
+        for values, positions in (
+            (self._weights, range(len(self._weights))),
+            (self._values, self._functions.blocks.slots),
+        ):
+            for i in positions:
+                # The kernel provides a page when it is first used.
+                values[i] = np.zeros(values[i].shape, values[i].dtype)
+
     def has(self, state: DividedState) -> bool:
         """Whether this memory has the values of the slots."""
         return all(

@@ -255,6 +255,9 @@ class TorchBlockUpdate:
     def prepare(self) -> None:
         """Do nothing: nothing is compiled."""
 
+    def forget_values(self) -> None:
+        """Do nothing: the state is in variables."""
+
     def has(self, state: DividedState) -> bool:
         """Whether this memory has the values of the slots."""
         return self._blocks.are_shown(state)

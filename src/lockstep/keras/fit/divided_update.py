@@ -155,14 +155,20 @@ class DividedUpdate:
     def prepare(self, program: Program, state: Any, totals: Sequence[Total]) -> None:
         """Compile what an update needs, while the other workers do not wait for this one.
 
+        The kernel takes long to free the memory of a large state. If the worker will get the values in shared
+        memory, that is done now, too.
+
         Args:
             program: the program of the step.
-            state: after a step of this worker alone.
+            state: after a step of this worker alone; it is not needed any more, but for its form.
             totals: of that step.
         """
         update = program.block_update(state, totals, self._job.view.replicas)
-        if not isinstance(update, str):
-            update.prepare()
+        if isinstance(update, str):
+            return
+        update.prepare()
+        if not self._job.context.over_hosts and self._layout(update).size <= self._pool.size:
+            update.forget_values()
 
     def _meet(self, update: BlockUpdate | str, facts: Facts, label: str) -> list[_Standing]:
         """Return the situation of all workers before an update."""
