@@ -95,9 +95,17 @@ def test_backend_and_devices_are_set_only_on_request() -> None:
     }
 
 
-@pytest.mark.parametrize(("backend", "kept"), [("tensorflow", True), ("torch", True), ("jax", False)])
-def test_glibc_keeps_the_memory_of_backends_that_allocate_with_it(backend: str, kept: bool) -> None:
-    assert ("MALLOC_TRIM_THRESHOLD_" in environment_of({}, backend=backend)) == kept
+@pytest.mark.parametrize(("backend", "one_arena"), [("tensorflow", False), ("torch", False), ("jax", True)])
+def test_glibc_keeps_the_memory_of_a_step(backend: str, one_arena: bool) -> None:
+    environment = environment_of({}, backend=backend)
+    assert "MALLOC_TRIM_THRESHOLD_" in environment
+    assert ("MALLOC_ARENA_MAX" in environment) == one_arena
+
+
+def test_the_users_settings_of_glibc_are_kept() -> None:
+    environment = environment_of({"MALLOC_ARENA_MAX": "4", "MALLOC_TRIM_THRESHOLD_": "9"}, backend="jax")
+    assert environment["MALLOC_ARENA_MAX"] == "4"
+    assert environment["MALLOC_TRIM_THRESHOLD_"] == "9"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,11 @@ _FIRST_PORT = 20000
 _XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
 _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
-"""Keeps glibc from returning the memory of each step to the kernel and requesting it again: PyTorch allocates
-tensors there, and TensorFlow the batches of `tf.data`. JAX has its own allocator."""
+"""Keeps glibc from returning the memory of each step to the kernel and requesting it again."""
+_ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
+"""Makes all threads allocate in the main arena. In the arena of another thread, an array of more than 64 MB
+is mapped and unmapped, whatever the thresholds are, and on JAX, XLA allocates in such threads. On TensorFlow
+and PyTorch, one arena saved nothing."""
 _ARROW = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Keeps the jemalloc in pyarrow, which Keras imports with pandas, from starting a thread: a process with two
 threads cannot be forked."""
@@ -178,8 +181,9 @@ def job_environment(
     environment["PYTHONUNBUFFERED"] = "1"
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
-    if backend in ("tensorflow", "torch"):
         environment = _MALLOC | environment
+    if backend == "jax":
+        environment = _ONE_ARENA | environment
     return environment
 
 
