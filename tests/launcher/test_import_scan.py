@@ -88,13 +88,16 @@ def test_modules_in_the_folder_of_the_script_are_scanned_too(script: Path) -> No
         "def main():\n    import keras\n",
         "import json, os",
         "import keras; import",
-        "import os, keras\nos.environ['KERAS_BACKEND'] = input()",
-        "import os, keras\nif 1:\n    os.environ['XLA_FLAGS'] = '--x'",
-        "import os, keras\nos.environ.update(A='b')",
-        "import os, keras\nos.environ |= {'A': 'b'}",
-        "import os, keras\nvariables = os.environ",
-        "import os, keras\ndel os.environ['A']",
-        "import os, keras\nos.putenv('A', 'b')",
+        "import os\nos.environ['KERAS_BACKEND'] = input()\nimport keras",
+        "import os, numpy\nos.environ['KERAS_BACKEND'] = input()\nimport keras",
+        "import os, keras\nos.environ['XLA_FLAGS'] = input()\nfrom keras import layers",
+        "import os\nif 1:\n    os.environ['XLA_FLAGS'] = '--x'\n    import keras",
+        "import os, lockstep, torch\nos.environ['KERAS_BACKEND'] = input()\ndef main():\n    import keras",
+        "import os\nos.environ.update(A='b')\nimport keras",
+        "import os\nos.environ |= {'A': 'b'}\nimport keras",
+        "import os\nvariables = os.environ\nimport keras",
+        "import os\ndel os.environ['A']\nimport keras",
+        "import os\nos.putenv('A', 'b')\nimport keras",
         "from os import environ\nimport keras",
         "import sys\nsys.path.insert(0, '/mine')\nimport keras",
         "from __future__ import annotations\nimport keras.\n",
@@ -102,6 +105,25 @@ def test_modules_in_the_folder_of_the_script_are_scanned_too(script: Path) -> No
 )
 def test_sources_without_known_imports(script: Path, source: str) -> None:
     assert foreseen(script, source) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "os.environ['A'] = input()",
+        "def f():\n    os.environ.clear()",
+        "sys.path.insert(0, '/mine')\nimport other",
+    ],
+)
+def test_what_follows_the_last_import_does_not_decide(script: Path, change: str) -> None:
+    (script.parent / "other.py").write_text("import os\nos.environ['A'] = input()\n")
+    source = "import os, sys\nimport keras\n"
+    assert foreseen(script, source + change) == foreseen(script, source)
+
+
+def test_a_module_that_sets_variables_and_imports_a_framework_decides(script: Path) -> None:
+    (script.parent / "other.py").write_text("import os\nos.environ['A'] = input()\nimport numpy\n")
+    assert foreseen(script, "import keras\nimport other\n") == NOTHING
 
 
 def test_a_module_in_the_folder_of_the_script_may_set_variables(script: Path) -> None:

@@ -53,8 +53,9 @@ NOTHING = ImportScan()
 def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> ImportScan:
     """Return the frameworks that workers will import when they run a script.
 
-    The result is empty if the script affects imports in ways that its source does not show: with computed
-    environment variables, or with `sys.path`.
+    The result is empty if the script affects these imports in ways that its source does not show: with
+    computed environment variables, or with `sys.path`. If the script imports Keras, what follows its last
+    import of a framework cannot affect them. Otherwise, a function may import Keras later.
 
     Args:
         script: a file with Python code.
@@ -107,32 +108,43 @@ class _SourceScan:
         self.settings: dict[str, str] = {}
         self.decides = False
         self.seeds = False
+        self._imports = 0
         self._folder = folder
         self._environment = environment
         self._files: set[Path] = set()
 
     def read(self, script: Path) -> None:
+        decides = False
         for statement in ast.parse(script.read_bytes()).body:
             if (setting := _setting(statement)) is None:
-                self._look(statement, script.parent)
+                imports = self._imports
+                decides = self._look(statement, script.parent) or decides
+                self.decides = decides if self._imports > imports else self.decides
             elif not self.frameworks and (setting.always or setting.name not in self._environment):
                 self.settings[setting.name] = setting.value
+        if "keras" not in self.frameworks:
+            self.decides = decides
 
-    def _look(self, tree: ast.AST, beside: Path) -> None:
-        self.decides = self.decides or any(map(_decides, ast.walk(tree)))
+    def _look(self, tree: ast.AST, beside: Path) -> bool:
+        """Note imports of a tree and of the modules that it imports; return whether any of them decides."""
+        decides = any(map(_decides, ast.walk(tree)))
         self.seeds = self.seeds or any(map(_seeds, ast.walk(tree)))
         for node in _at_once(tree):
             for name, relative in _imported(node):
                 if name in FRAMEWORKS and not relative:
                     self.frameworks[name] = None
-                else:
-                    self._follow(name, beside if relative else self._folder)
+                    self._imports += 1
+                elif self._follow(name, beside if relative else self._folder):
+                    decides = True
+        return decides
 
-    def _follow(self, name: str, folder: Path) -> None:
+    def _follow(self, name: str, folder: Path) -> bool:
+        decides = False
         for file in (folder / f"{name}.py", folder / name / "__init__.py"):
             if file.is_file() and file not in self._files and len(self._files) < _MOST_FILES:
                 self._files.add(file)
-                self._look(ast.parse(file.read_bytes()), file.parent)
+                decides = self._look(ast.parse(file.read_bytes()), file.parent) or decides
+        return decides
 
 
 def _at_once(node: ast.AST) -> Iterator[ast.AST]:
