@@ -73,7 +73,9 @@ class ChiefProcess(FitProcess):
         Raises:
             PeerLostError: a server or all workers have ended.
         """
-        self._steps_per_epoch = steps_per_epoch
+        # Keras takes whole executions, and so perhaps more steps.
+        several = self.model.steps_per_execution
+        self._steps_per_epoch = -(-steps_per_epoch // several) * several if steps_per_epoch else None
         self._chief.begin(self.served.shards)
         self._servers = self._chief.servers
         self._served_state.slots = list(slots_of(self.model.optimizer, self.model.trainable_variables))
