@@ -12,6 +12,7 @@ import pytest
 import lockstep
 from lockstep.collectives.layout import allocate
 from lockstep.errors import DataError, ModelError
+from lockstep.keras.backends.losses import divided
 from lockstep.keras.backends.multi_update import Update
 from lockstep.keras.fit.served import refuse_callbacks
 from lockstep.keras.input.readings import whole_batch
@@ -362,6 +363,54 @@ def test_a_variable_does_not_change_the_array_that_it_was_given() -> None:
     made.fit(np.zeros((4, 2), np.int32), np.zeros((4, 3), np.float32), verbose=0)
     for array, value in zip((*weights, *slots), before, strict=True):
         assert array.tobytes() == value.tobytes()
+
+
+@pytest.mark.ci
+def test_metrics_of_several_steps_are_added_in_the_order_of_the_steps() -> None:
+    """As if they were added after each step: the sums depend on the order."""
+    backend = adapter().steps()
+    made = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        made.compile("sgd", "mse", metrics=["mae"])
+    made.optimizer.build(made.trainable_variables)
+    # The variables of metrics exist from now on.
+    made.test_on_batch(np.zeros((4, 6), np.float32), np.zeros((4, 3), np.float32))
+    program: Any = backend.program(made, "train")
+
+    def begun() -> Any:
+        made.reset_metrics()
+        if keras.backend.backend() != "jax":
+            return None
+        groups = (made.trainable_variables, made.non_trainable_variables, made.optimizer.variables)
+        return tuple([variable.value for variable in group] for group in (*groups, made.metrics_variables))
+
+    def sums(state: Any) -> list[bytes]:
+        values = state[3] if state is not None else [variable.value for variable in made.metrics_variables]
+        return [np.array(backend.to_numpy(value)).tobytes() for value in values]
+
+    def numbers(logs: Any) -> dict[str, bytes]:
+        return {name: np.array(backend.to_numpy(value)).tobytes() for name, value in logs.items()}
+
+    totals, generator = [], np.random.default_rng(5)
+    for scale in generator.uniform(0.1, 30, 30).astype("float32"):
+        x, y = (scale * generator.standard_normal((4, width), np.float32) for width in (6, 3))
+        partial = program.compute(begun(), whole_batch((x, y), 1).share(0, 5), ())
+        arrays = {name: np.array(backend.to_numpy(value)) for name, value in partial.items()}
+        totals.append(divided(made, "train", program.parts(0, arrays)))
+    state = begun()
+    for total in totals:
+        logs, state = program.finish(state, [total])
+    expected = sums(state), numbers(logs)
+    state = begun()
+    logs, state = program.finish(state, totals)
+    assert (sums(state), numbers(logs)) == expected
+    state = begun()
+    for some in (totals[:3], totals[3:]):
+        logs, state = program.finish(state, some)
+    assert (sums(state), numbers(logs)) == expected
+    # Another order has other sums.
+    state = begun()
+    assert sums(program.finish(state, totals[::-1])[1]) != expected[0]
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 2**20, 2**20 + 8, 3 * 2**20 + 5])

@@ -51,7 +51,7 @@ class StepRecorder:
         self._born = self._due = clock.now()
         self._calls: dict[str, _Sums] = {}
         self._sums: _Sums | None = None
-        self._logs: Mapping[str, Any] | None = None
+        self._logged: StepEnded | None = None
         events.subscribe(self._add, StepEnded)
         events.subscribe(self._add_rest, RestEnded)
         events.subscribe(self._end_call, CallEnded)
@@ -70,7 +70,8 @@ class StepRecorder:
             self._due = now + max(_EVERY, (now - self._born) * _SHARE)
             self.flush()
             self._record_metrics(step)
-        self._logs = step.logs if sums.trains else None
+        if step.logs and sums.trains:
+            self._logged = step
 
     def _add_rest(self, published: PublishedEvent) -> None:
         rest = published.event
@@ -90,11 +91,17 @@ class StepRecorder:
                 self._events.publish(sums.taken())
 
     def _record_metrics(self, step: StepEnded) -> None:
-        """Record the metrics of the previous step: the backend may still compute those of this one."""
-        if self._logs and trains(step.call) and step.number > 1 and self._is_chief():
-            values = finite_values(self._logs)
-            trained = step.trained - 1
-            self._events.publish(MetricsRecorded(call=step.call, epoch=None, trained=trained, values=values))
+        """Record the metrics of an earlier step of the call: the backend may still compute those of this one.
+
+        That is the previous one, or the last one that has any.
+        """
+        logged = self._logged
+        if logged is None or logged.call != step.call or step.number == 1 or not self._is_chief():
+            return
+        values = finite_values(logged.logs or {})
+        self._events.publish(
+            MetricsRecorded(call=step.call, epoch=None, trained=logged.trained, values=values)
+        )
 
 
 class _Sums:

@@ -303,8 +303,16 @@ class ServedProgram(Program, Protocol):
             slots: the values of the optimizer's variables; None to keep them.
         """
 
-    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Apply the metrics of a total, which has no density, and return (logs, new state)."""
+    def finish(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Apply the metrics of the totals of steps, in their order, and return (logs, new state).
+
+        Args:
+            state: the state.
+            totals: the totals, at least one. They have no density.
+
+        Returns:
+            The logs of the last step, and the new state.
+        """
 
 
 class Backend(Protocol):

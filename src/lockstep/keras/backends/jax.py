@@ -492,14 +492,17 @@ class JaxProgram(JaxState):
             others[int(name.partition("/")[2])] = array
         return _copies(weights), others, state[2] if slots is None else _copies(slots), *state[3:]
 
-    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Add the metrics of a total."""
-        logs, metrics = self._finish(state[3], dict(total))
+    def finish(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Add the metrics of totals."""
+        logs, metrics = self._finish(state[3], list(map(dict, totals)))
         return logs, (*state[:3], metrics)
 
-    def _metrics_added(self, metrics: list[Any], total: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        metrics = self._metrics_after(metrics, total)
-        return self._logs(metrics, {name: jnp.asarray(array) for name, array in total.items()}), metrics
+    def _metrics_added(
+        self, metrics: list[Any], totals: Sequence[Mapping[str, Any]]
+    ) -> tuple[Any, list[Any]]:
+        for total in totals:
+            metrics = self._metrics_after(metrics, total)
+        return self._logs(metrics, {name: jnp.asarray(array) for name, array in totals[-1].items()}), metrics
 
     def _metrics_after(self, metrics: list[Any], total: Mapping[str, Any]) -> list[Any]:
         """Return the metrics' values with those of a total.

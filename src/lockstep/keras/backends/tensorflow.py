@@ -354,7 +354,7 @@ class TensorFlowProgram(VariableState):
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._packings = Packings()
         self._applies: dict[frozenset[str], Callable[..., Any]] = {}
-        self._finish: Callable[..., Any] | None = None
+        self._finish: dict[int, Callable[..., Any]] = {}
         self._assigned = AssignedVariables()
         self.varies = self._eager
         # These are for graphs, which are traced again if they turn out to use the new weights.
@@ -479,23 +479,30 @@ class TensorFlowProgram(VariableState):
             else:
                 variables[name].assign(array)
 
-    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Add the metrics of a total."""
-        (tensors,) = self._tensors([{n: a for n, a in total.items() if n.startswith((METRICS, LOGS))}])
-        if self._finish is None:
-            self._finish = self._metrics_added
-            if not self._eager:
-                self._finish = executable(self._metrics_added, False, tensors)
-        return self._finish(tensors), None
+    def finish(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Add the metrics of totals."""
+        # Each tensor costs a conversion.
+        arrays = {name: np.stack([total[name] for total in totals]) for name in self._metrics()}
+        arrays |= {name: array for name, array in totals[-1].items() if name.startswith(LOGS)}
+        (tensors,) = self._tensors([arrays])
+        if self._eager:
+            return self._metrics_added(tensors), None
+        if len(totals) not in self._finish:
+            self._finish[len(totals)] = executable(self._metrics_added, False, tensors)
+        return self._finish[len(totals)](tensors), None
 
-    def _metrics_added(self, total: Mapping[str, Any]) -> dict[str, Any]:
-        for name, variable in self._assigned.named.items():
-            if name.startswith(METRICS):
-                variable.assign_add(total[name])
+    def _metrics_added(self, totals: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the metrics of several totals, and return the logs, whose other values are of the last one."""
+        for name, variable in self._metrics().items():
+            for value in tf.unstack(totals[name]):
+                variable.assign_add(value)
         if self._log_template is None:
             return {}
-        logged = {name: value for name, value in total.items() if name.startswith(LOGS)}
+        logged = {name: value for name, value in totals.items() if name.startswith(LOGS)}
         return self._log_template.assembled(logged)
+
+    def _metrics(self) -> dict[str, tf.Variable]:
+        return {n: v for n, v in self._assigned.named.items() if n.startswith(METRICS)}
 
     def _layers(self) -> dict[str, tf.Variable]:
         return {n: v for n, v in self._assigned.named.items() if not n.startswith(METRICS)}

@@ -579,14 +579,15 @@ class TorchProgram(TorchState):
                 )
                 tensor.copy_(borrowed(array))
 
-    def finish(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Add the metrics of a total."""
+    def finish(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Add the metrics of totals."""
         with torch.no_grad():
             if self._log_template is None:
                 return {}, None
-            for i in self._distinct_metrics:
-                self._metrics[i].add_(borrowed(total[f"{METRICS}{i}"], self._metrics[i].device))
-            return mapped(log_value, self._log_template.assembled(total)), None
+            for total in totals:
+                for i in self._distinct_metrics:
+                    self._metrics[i].add_(borrowed(total[f"{METRICS}{i}"], self._metrics[i].device))
+            return mapped(log_value, self._log_template.assembled(totals[-1])), None
 
     def _run(
         self,

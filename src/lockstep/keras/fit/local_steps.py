@@ -232,7 +232,7 @@ class LocalProgram:
             elif name.startswith(EQUAL):
                 values[name.split("/", 2)[2]] = array
         figures = {name: np.array(array) for name, array in total.items() if name.startswith(_FIGURES)}
-        logs, state = self._program.finish(self._program.load(state, values), figures)  # type: ignore[attr-defined]
+        logs, state = self._program.finish(self._program.load(state, values), [figures])  # type: ignore[attr-defined]
         self._backend.settle()
         return logs, state
 

@@ -9,7 +9,7 @@ evaluations, see the same weights as the servers. Changes by these callbacks are
 the next epoch begins.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -53,6 +53,8 @@ class ChiefProcess(FitProcess):
         self._last = False
         self._current = True
         self._callbacks_ran = False
+        self._of_execution = 0
+        self._unadded: list[Mapping[str, Array]] = []
         self._rate: int | None = None
         self._opening: int | None = None
         self._checks: dict[int, bytes] = {}
@@ -190,7 +192,11 @@ class ChiefProcess(FitProcess):
         self._counted = read
 
     def _next_step(self, state: Any, batch: Any) -> tuple[Any, Any]:
-        """Return (logs, state) of the next completed step."""
+        """Return (logs, state) of the next completed step.
+
+        With steps_per_execution, Keras uses only the logs of the last step of an execution. So the other
+        steps have none, and the metrics of all its steps are added there.
+        """
         step, self._steps = self._steps, self._steps + 1
         timer = self.job.timer
         timer.begin(self.call.name)
@@ -206,15 +212,21 @@ class ChiefProcess(FitProcess):
         else:
             self._write_changes(state)
             self._dispatcher.open(self._opening)
-            self._opening = None
-        # With steps_per_execution, callbacks do not run after each step.
-        self._callbacks_ran = False
+        if self._opening is not None or self._callbacks_ran:
+            # With steps_per_execution, callbacks do not run after each step.
+            self._of_execution = 0
+        self._opening, self._callbacks_ran = None, False
         data = read_batch(batch)
         self._checks[step] = data.check()
         timer.lap("input")
         result = self._dispatcher.result()
         timer.lap("wait")
-        logs, state = self._program.finish(state, result)
+        self._unadded.append(result)
+        self._of_execution += 1
+        logs = None
+        if self._of_execution == self.model.steps_per_execution or self._last:
+            logs, state = self._program.finish(state, self._unadded)
+            self._unadded.clear()
         timer.lap("update")
         self.job.note_step()
         self._compare_batches()
