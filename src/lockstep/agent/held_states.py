@@ -1,4 +1,4 @@
-"""The states that the joiners of a host need, which the chief gives on its host and other hosts fetch.
+"""The states for the joiners of a host: the chief gives them on its host, and other hosts fetch them.
 
 The chief gives the state to its agent, which holds it until the next view and tells the coordinator its
 number and its size (`StateGiven`). The coordinator never sees the bytes. An agent that needs the state
@@ -16,9 +16,9 @@ The members wait until the state has arrived at the hosts of all joiners that ar
 begins, and joiners get the state as on one machine. Nothing crosses the network if no joiner is on another
 host. A position travels in the same way (`SendPosition`).
 
-A thread for each stream does the work, so the event loop never waits for it: its silence would end the job.
-TCP slows a sender that is faster than the receiver. The size is compared with the available memory before
-memory is taken.
+A thread for each stream does the work, so the event loop never waits for it. A silent event loop would end
+the job. TCP slows a sender that is faster than the receiver. The size is compared with the available memory
+before memory is taken.
 
     lost                                        consequence
     the chief, after it has given the state     none for the stream: its agent has the state

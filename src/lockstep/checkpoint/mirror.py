@@ -12,8 +12,8 @@ absent, wherever an upload ends, and no listing is needed to find one.
 
 Each write of the head is conditional: the store refuses it if the head is not the one that the writer last
 read. A *lease* names the head from which a job began; the job's first writer may replace only that head. Each
-chief replaces the head once before its first upload. From then on, an earlier chief or job can change
-nothing: its next write is refused. With a lock that expires, a holder that has slept too long could write
+chief replaces the head once before its first upload. From then on, an earlier chief or job cannot change
+anything: its next write is refused. With an expiring lock, a holder that was asleep for too long could write
 once more. A job that another one has replaced ends (`SupersededError`), because only one may continue.
 
 The folder of this machine is a copy, and the store decides: local checkpoints that are newer than those in

@@ -206,8 +206,8 @@ class Coordinator:
     def run(self) -> int:
         """Run the job to its end and return its exit status.
 
-        The caller closes the agent in its process, which ends all processes if the job did not come to its
-        end: after an exception, or when the command has ended.
+        The caller closes the agent in its process, which ends all processes if the job has not ended by
+        itself: after an exception, or when the command has ended.
         """
         try:
             self._open()

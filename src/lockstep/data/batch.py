@@ -188,7 +188,7 @@ class PendingBatch:
 
 @dataclass(frozen=True)
 class LocalGrouping:
-    """Makes one batch of those of the inner steps of each outer step.
+    """Makes one batch from the batches of the inner steps of each outer step.
 
     Attributes:
         steps: H.

@@ -34,11 +34,11 @@ class _Watched:
 
 
 class Choices:
-    """The values that may decide which code of a program runs, where its functions name them.
+    """The values that may decide which code of a program runs, in the places that its functions name.
 
-    These are truth values, `None`, whether a number is zero, texts that its functions contain, functions,
-    members of enumerations, and the classes of objects: in attributes of a model, its layers, its losses and
-    the objects to which they refer, in containers there, in global variables, and in variables of enclosing
+    These values are booleans, `None`, whether a number is zero, texts that its functions contain, functions,
+    members of enumerations, and the classes of objects. The places are attributes of a model, its layers, its
+    losses and the objects to which they refer, containers there, global variables, and variables of enclosing
     functions. Values that differ between processes from the beginning, such as whether a process writes
     files, do not count.
 

@@ -256,7 +256,7 @@ class PythonOfReplicas:
         before: list[Any],
         results: tuple[Partial, Changes],
     ) -> bool:
-        """Whether a step leaves another list if the list had one more element before."""
+        """Whether a step leaves a different list if the list has one more element before the step."""
         longer = self._computed_with(run, rows, key, [*before, before[-1] if before else 0.0])
         return longer is None or bool(self._differing(longer, results))
 

@@ -1,8 +1,8 @@
 """The fork server: imports the modules that a job's workers need, then forks the workers.
 
 The agent starts it, and requests one worker at a time. A worker becomes the agent's own child: the process
-between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or initialize a
-backend: a thread would not exist in a worker, and a backend would not work there.
+between the two ends at once, and the agent adopts orphans. This process must not start a thread or initialize
+a backend: a thread would not exist in a worker, and a backend would not work there.
 
 So workers, especially replacements, need not import the modules that the script will need, if its source
 shows them. If the imports cannot be predicted (a script that computes its environment or its `sys.path`, a

@@ -195,7 +195,7 @@ def _current_call(run: RunState) -> str:
 
 
 def _rate(run: RunState, *, whole: bool) -> dict[str, Any]:
-    """Return the speed of training: of the whole run, with the rest of calls, or at its end.
+    """Return the speed of training: the average of the whole run with the rest of calls, or that at its end.
 
     It is in examples if the size of batches is known, otherwise in steps.
     """
@@ -258,7 +258,7 @@ def _phase(run: RunState) -> str:
 
 
 def _newest_metrics(run: RunState) -> list[dict[str, Any]]:
-    """Return the newest value of each metric of training and of validation, or None if it is not finite.
+    """Return the newest values of the metrics of training and validation; None for those not finite.
 
     `best` is the best epoch, of validation if there is one; None if the newest epoch is the best one. The
     trends are their values at the ends of epochs, at most `_TREND` of them.

@@ -126,7 +126,7 @@ class _Span(NamedTuple):
 
 
 def _spans_of_last_fit(run: RunState) -> list[_Span]:
-    """Return the epochs of the last `fit`; of earlier starts, those before the first one that came later."""
+    """Return the last `fit`'s epochs; of an earlier start, only those before a later start's first epoch."""
     name = next((call.name for call in reversed(run.calls) if re.fullmatch(r"fit \d+", call.name)), None)
     spans: list[_Span] = []
     before = next_began = math.inf

@@ -1,8 +1,8 @@
 """Records the steps of a worker: sums of their parts, some single steps, and the chief's metrics.
 
-It makes one `StepsMeasured` of many `StepEnded`, so the rate of measurements does not depend on the rate of
+It makes one `StepsMeasured` from many `StepEnded`, so the rate of measurements does not depend on the rate of
 steps: at most one per second in the first hour of the process, later one per 1/3600 of its age. A run of a
-month has some 20,000 per worker.
+month has about 20,000 per worker.
 """
 
 import contextlib

@@ -56,7 +56,7 @@ class EventLoop:
         self._check: Callable[[], object] = lambda: None
 
     def before_each_wait(self, call: Callable[[], float | None]) -> None:
-        """Call `call` at the beginning of each turn; the turn waits at most the seconds that it returns."""
+        """Call `call` at the beginning of each turn. It returns the longest wait of the turn, in seconds."""
         self._before.append(call)
 
     def before_each_handler(self, check: Callable[[], object]) -> None:

@@ -1,10 +1,11 @@
 """The memory for partials and totals: a growing memfd that all workers of a job on this host share.
 
-It outlives views: to allocate and map hundreds of megabytes again would take most of a change of the view.
+It outlives views, because allocating and mapping hundreds of megabytes again would take most of the time of a
+change of the view.
 
-In a new view, all members pass a barrier before any of them writes to the pool; after it, no member is in
-the old view. By then, a member that is left out is dead or has left the exchange with an error: the
-coordinator has a stuck worker killed, and waits for its end, before it starts a view without it.
+In a new view, all members pass a barrier before any of them writes to the pool; after it, no member is in the
+old view. By then, an excluded member is dead or has left the exchange with an error: the coordinator has a
+stuck worker killed, and waits for its end, before it starts a view without it.
 """
 
 import fcntl

@@ -91,7 +91,7 @@ class Traces:
             changes = graph.changes()
         if not self._lasts and is_whole():
             self._lasts = True
-            # Changes that another process has made since its trace stay.
+            # Changes that another process has made since its trace remain.
             graph.make_where_unchanged(changes)
             graph.stop_watching()
 

@@ -11,7 +11,7 @@ through the replica's own rows, and the sum of these gradients is the gradient o
 combine gradients by a mean with their shares of the examples as weights (`lockstep.keras.backends.growth`),
 so `gather` divides the gradient of the rows by the weight. Variables that the loss itself uses, such as a
 temperature, have the whole gradient on each replica. Losses that layers add, and regularizers, are not
-gathered: their means remain what they are.
+gathered: their means do not change.
 
 Metrics do not need a further round, because they have no gradient. The arguments of `compute_metrics` travel
 with the last round, and each worker updates the metrics once with the joined rows (`MetricArguments`). So do

@@ -5,7 +5,7 @@ the first batch, a term with the weight 0 has no effect, so a trial does not see
 a trial is repeated with other values of
 
 * the variables of Keras that it has read, if they have one element or are zero. The variables of Keras's own
-  layers and of metrics do not count. Of an optimizer's, only the number of steps does;
+  layers and of metrics do not count. Of an optimizer's variables, only the number of steps counts;
 * variables of TensorFlow with one element to which functions and objects of the program refer;
 * where Python runs in each step, the floats 0.0 and 1.0 of Python and NumPy to which they refer.
 

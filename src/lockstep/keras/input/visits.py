@@ -3,11 +3,11 @@
 After `keras.utils.set_random_seed`, Keras's own order is a function of the script. Every worker then draws it
 as Keras does, from the same random states and at the same times, so that these also match plain Keras.
 
-With one replica, all random numbers of the script are then those of plain Keras. Workers compare the random
-states before a call in which the order follows from them; if only some workers draw, the job ends with a
-message that says so. Snapshots contain the random states with which the pass in progress began. A worker
-that joins, or a job that resumes in the middle of a pass, sets them where that pass begins, and so visits
-the rest of it in the same order.
+With one replica, all random numbers of the script are therefore those of plain Keras. Workers compare the
+random states before a call in which the order follows from them; if only some workers draw, the job ends with
+a message that says so. Snapshots contain the random states with which the pass in progress began. A worker
+that joins, or a job that resumes in the middle of a pass, sets them where that pass begins, and so visits the
+rest of it in the same order.
 
 Without a seed of the script, the order is a function of the job's seed, the number of the call and the pass.
 Only calls that the script itself makes are numbered, so a call that failed midway does not shift the others.

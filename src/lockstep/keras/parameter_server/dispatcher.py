@@ -87,7 +87,7 @@ class ComputedHere(Protocol):
         """Assign a step to a worker, with the layers' state."""
 
     def done(self, worker: int, step: int) -> QuestionArrival:
-        """Compute a step, and return its worker's message to the chief after it had completed the step."""
+        """Compute a step, and return the message that its worker sent to the chief at its end."""
 
 
 @dataclass(frozen=True)

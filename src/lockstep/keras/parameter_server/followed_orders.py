@@ -187,7 +187,7 @@ class FollowedOrders:
         self._attempts[worker, assigned.step] = Attempt(worker, assigned, layers)
 
     def done(self, worker: int, step: int) -> QuestionArrival:
-        """Compute a step, and return its worker's message to the chief after it had completed the step."""
+        """Compute a step, and return the message that its worker sent to the chief at its end."""
         attempt = self._attempt(worker, step)
         self._compute(attempt)
         for part in attempt.gradients:
@@ -214,10 +214,10 @@ class FollowedOrders:
         return np.concatenate(parts)
 
     def follow(self, server: FollowedServer, until: Record | None) -> None:
-        """Process the records of a server before one record of the chief, or all records for None.
+        """Process a server's records that precede a record of the chief, or all records for None.
 
         Raises:
-            DisagreementError: the record does not come next.
+            DisagreementError: the record is not the next one.
         """
         while (turn := server.order.awaited()) != until:
             if turn is None or turn.kind in (RecordKind.READ, RecordKind.WRITE):

@@ -55,7 +55,7 @@ class OneProcess(ChiefProcess):
         return followed_orders(self, variables, self)
 
     def one_ahead(self, batches: Iterator[Any], count: int | None) -> Iterator[Any]:
-        """Yield batches. Steps may have read the batches that they need earlier."""
+        """Yield batches. Steps may already have read some of them."""
         yield from super().one_ahead(self._ahead.through(batches), count)
 
     def pull(self, servers: Servers, server: int, attempt: Attempt, part: int) -> tuple[Pull, list[Array]]:

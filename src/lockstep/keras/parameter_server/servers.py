@@ -182,7 +182,7 @@ class Servers:
 
         Args:
             step: the number of the unit of work.
-            rows: the distinct rows, in order, that are needed of tables, by their variables.
+            rows: the distinct rows of tables to return, in order, by their variables.
             common: whether the slots are needed. They have the values of the first server.
             part: the number of times that the unit has applied an optimizer before.
 
@@ -414,9 +414,9 @@ class _Memory:
 class ReadTable:
     """A table, or its slot, as one read after another returns it.
 
-    A new array of many rows takes long, because its memory is new. So it has the memory of the array before
-    the last one, of which it replaces only the rows that have changed since, unless somebody still uses that
-    array: the variables of TensorFlow have the memory of what is assigned to them.
+    A new array of many rows takes long, because its memory is new. So it has the memory of the last array but
+    one, and replaces only the rows that have changed since then, unless that array is still in use: the
+    variables of TensorFlow have the memory of arrays that are assigned to them.
     """
 
     def __init__(self) -> None:
