@@ -16,7 +16,7 @@ the view ends, or `--timeout` has passed.
   none, even if the time runs out between their arrivals. Members pause while their agent is stopped. The end
   of a view wakes them.
 * Only an answer prolongs the time. A new view inherits the time of the view before it, and a coordinator that
-  takes over must first hear from the host.
+  takes over must first receive a message from the host.
 
 The agent reports the end of a worker after everything that the worker sent. Before a stop signal takes
 effect, the coordinator requests all messages of workers (`ReportAll`), so a script that finished before the
@@ -124,7 +124,7 @@ class Agent:
         open_exchange: opens the exchange of a view for the number of its members on this host.
         pool: the memory for partials and totals.
         state_pool: the memory for the state that workers divide; None if they do not.
-        output: takes the output of workers.
+        output: receives the output of workers.
         descendants: the processes of the job on this host.
         meter: measures the load of this host and its workers.
         host: the index of this host in the job.

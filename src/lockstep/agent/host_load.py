@@ -1,7 +1,7 @@
 """The load of this host and of its workers, from counters of the kernel and the driver of GPUs.
 
-A measurement takes some 10 microseconds per thread of a worker, and never waits: the driver of GPUs, which
-may, has a separate thread.
+A measurement takes about 10 microseconds per thread of a worker, and never waits: the driver of GPUs, which
+may take longer, has a separate thread.
 
 Load is not numbered: it may be lost when another coordinator takes over.
 """

@@ -90,7 +90,7 @@ class LocalStarter:
         paths: the paths of the run, absolute.
         pid: process id of the agent; workers end with it.
         launcher: starts processes.
-        output: takes their output.
+        output: receives their output.
         first_slot: the slot of the first worker of this host.
         host: the name of this host, as the user wrote it; empty if the job has one host.
         gpus: reads the GPUs of this machine.

@@ -66,7 +66,7 @@ class LocalOutput:
 
 
 class _Tail:
-    """The end of a worker's output, whose log the coordinator writes; a `WorkerLog`."""
+    """The end of a worker's output, for a log that the coordinator writes; a `WorkerLog`."""
 
     def __init__(self) -> None:
         self._data = b""

@@ -5,8 +5,8 @@ A prefix of the store has one object `head.json`, and two objects for each check
     head.json the list of checkpoints, and the process that may change it
     step-000000001200-0123abcd/state.safetensors, manifest.json
 
-The head alone says which checkpoints exist. The files of a checkpoint are uploaded first, under a name that
-no other upload uses. Then the head is replaced by one that lists them, with their sizes and SHA-256. Old
+Only the head says which checkpoints exist. The files of a checkpoint are uploaded first, under a name that no
+other upload uses. Then the head is replaced by one that lists them, with their sizes and SHA-256. Old
 checkpoints leave the head before their objects are deleted. So a checkpoint in the store is complete or
 absent, wherever an upload ends, and no listing is needed to find one.
 
@@ -403,7 +403,7 @@ class Mirror:
         self.taken_over = ""
 
     def begin(self) -> None:
-        """Begin to take the prefix over from earlier writers."""
+        """Begin to take over the prefix from earlier writers."""
         self._work.give(_Upload())
 
     def upload(self, step: int, seconds: float = 0.0) -> None:

@@ -385,7 +385,7 @@ def _remove_folder(path: Path) -> None:
 
 
 def _try(remove: Callable[[Path], None], path: Path, not_removed: _NotRemoved) -> bool:
-    """Remove a folder, and return whether this succeeded; if not, the next writer tries again."""
+    """Remove a folder, and return whether this succeeded. After a failure, the next writer tries again."""
     try:
         remove(path)
     except OSError as error:

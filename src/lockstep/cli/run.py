@@ -711,7 +711,7 @@ def set_options(context: click.Context, without: Collection[str] = PLACING) -> l
 
     Args:
         context: the context of `run`, or of a command that has some of its parameters.
-        without: the parameters to leave out; by default, those that say where workers run.
+        without: the parameters to omit; by default, those that determine where workers run.
     """
     words = []
     for param in run.params:

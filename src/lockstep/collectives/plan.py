@@ -54,8 +54,7 @@ class Sum:
 
     Attributes:
         operands: the parts, in the order of their replicas; part `i` is register `i`.
-        steps: the additions, of which the last one yields the whole span. Empty if the only part is the span
-            itself.
+        steps: the additions; the last one yields the whole span. Empty if the only part is the span itself.
         scratch: the number of scratch registers, which follow those of the operands. The `out` of the last
             step is the register after them.
     """

@@ -89,7 +89,8 @@ class ProbeReport:
 
     Attributes:
         result: how the process ended.
-        built: the backend's version, and the CUDA and cuDNN it was built for; None if not reported.
+        built: the backend's version, and those of CUDA and cuDNN for which it was built; None if not
+            reported.
         devices: the devices that the backend finds; None if not reported.
         trials: the result for each device that was tried, in order.
     """

@@ -159,7 +159,7 @@ class IndexedJob:
         pull_secrets: the names of the secrets with which nodes get the image.
         labels: more labels of all objects and pods.
         user: the user of the processes in the pods.
-        standby: HOST:PORT at which another pod takes the job over if pod 0 is lost; empty for none.
+        standby: HOST:PORT at which another pod takes over the job if pod 0 is lost; empty if there is none.
 
     Raises:
         ConfigError: Kubernetes would refuse a value.

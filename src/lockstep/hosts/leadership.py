@@ -4,7 +4,7 @@ A coordinator may do two things only after it has replaced this object: begin to
 write is conditional, so if two coordinators cannot communicate, one of them fails, and ends. The rule does
 not need a clock, and holds at any speed of processes, network and store:
 
-1. Before agents hear of a view, the object names its hosts.
+1. Before agents learn of a view, the object names its hosts.
 2. A coordinator takes a job over only if the agent of one of these hosts follows it, with the newest record
    that has arrived. Such an agent no longer takes instructions from another coordinator. So it never enters
    the view that the object names, or has left it. Without this agent, no call of that view ends.

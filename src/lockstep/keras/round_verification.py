@@ -100,7 +100,7 @@ class _Attempts:
 
 
 class _SumAnswer(NamedTuple):
-    """What a worker knows of the verified parts of a total.
+    """A worker's answers on the verified parts of a total.
 
     Attributes:
         worker: its id.

@@ -194,7 +194,7 @@ def judge_sum(
 
 
 def judge_again(answers: Sequence[Answer], earlier: Sequence[Answer] = ()) -> Verdict:
-    """Decide as `judge` does, also from the answers of workers that have left. Pure.
+    """Decide as `judge` does, including answers of workers that have left. Pure.
 
     If those that agree share a host or a GPU that the other one does not use, they prove nothing: that host
     or that GPU may be at fault.

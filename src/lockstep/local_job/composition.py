@@ -36,7 +36,7 @@ class LocalHost:
     """The parts that a job uses on the host of its coordinator.
 
     Attributes:
-        output: takes the output of workers.
+        output: receives the output of workers.
         starter: starts workers.
         descendants: the processes of the job.
         arrivals: the arrivals of workers that a user starts by hand; None if there can be none.

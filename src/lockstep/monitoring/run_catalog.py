@@ -88,7 +88,7 @@ class Catalog:
         self._seen: dict[Path, tuple[tuple[int, int, int], Glance]] = {}
 
     def runs(self) -> dict[str, Path]:
-        """Return the folders of runs by name, which is unique; the name of the folder where that suffices."""
+        """Return the folders of runs by unique names: the names of the folders, if these are unique."""
         run_folders: list[Path] = []
         for folder in self._folders:
             if is_run(folder):

@@ -33,7 +33,7 @@ class WorkerLogs:
 
     Args:
         folder: the folder of the run.
-        workers: the workers whose logs to show; empty for all, including workers that start later.
+        workers: the workers whose logs to show; empty for all workers, including those that start later.
         prefixed: whether each line begins with its worker, as in `[worker 1] `.
         pattern: a pattern that the shown lines must contain; None for all lines.
         write: writes bytes.

@@ -79,7 +79,7 @@ class ClusterCoordinator:
         once, and on TensorFlow both eagerly and as a graph.
 
         Args:
-            fn: a function, also a `tf.function`.
+            fn: a function, or a `tf.function`.
             args: its arguments; each worker gets its own value of per-worker datasets and iterators in them.
             kwargs: its keyword arguments, likewise.
 

@@ -26,9 +26,9 @@ If there are fewer workers than `--min-workers`, the chief sends its state, and 
 a step until enough workers have joined. Up to `--max-restarts` losses are replaced. If a replacement ends
 within a minute, the next one starts after a pause of 1, 2, 4 ... 60 seconds.
 
-A host that is cut off cannot complete a call in the old view once one member has left it, because a call
-needs a part of every member. If no agent sends messages, the coordinator itself is probably cut off. It does
-not give up any agent before the limit `TimeLimits.cut_off`.
+A host that is cut off cannot complete a call in the old view after one member has left it, because a call
+needs a part from every member. If no agent sends messages, the coordinator itself is probably cut off. It
+does not give up any agent before the limit `TimeLimits.cut_off`.
 
 If the chief is lost before it has given the state, the next view begins without the joiner, and the members
 are asked again. Once the state is given, the chief's agent holds it.
@@ -1108,7 +1108,7 @@ def _admission_closed(decision: Decision) -> Decision:
 
 
 def _success_told(before: State, decision: Decision) -> Decision:
-    """Tell users who started workers by hand of the success, once all members wait for the last line."""
+    """Tell users who started workers by hand of the success, when all members wait for the last line."""
     tells = decision.state.awaits_last_line and not before.awaits_last_line
     return replace(decision, actions=(*decision.actions, TellSuccess())) if tells else decision
 

@@ -210,7 +210,7 @@ class Admission:
     accused: tuple[int, ...] = ()
 
     def without_state(self) -> "Admission":
-        """Return the admission once the wait for the next view is over."""
+        """Return the admission after the wait for the next view."""
         none = frozenset[int]()
         return replace(
             self,
@@ -297,7 +297,7 @@ class State:
         slots: for each host, the number of workers that it should have.
         cores: for each host, the number of its cores; only their ratios matter.
         names: for each host, its name.
-        lost_hosts: the indices of hosts that are lost for good; a host that comes back has a new index.
+        lost_hosts: the indices of hosts that are lost for good; a host that returns has a new index.
         retiring: the indices of hosts whose departure was announced; they get no more workers.
         vital: the workers without which a job with parameter servers cannot continue. Such a job keeps its
             number of workers.

@@ -266,7 +266,7 @@ def too_old(driver: Driver | None, backend: str, cuda: str | None) -> str:
 def cuda_of(backend: str) -> str | None:
     """Return the CUDA version that an installed backend was built for, from its packages.
 
-    None if it was built without CUDA, or if its packages do not say it.
+    None if it was built without CUDA, or if its packages do not name the version.
     """
     if backend == "jax":
         # JAX uses CUDA through a plugin.

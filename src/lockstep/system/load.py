@@ -1,6 +1,6 @@
 """The load of this host and of its processes, from counters of the kernel.
 
-Reading takes some 10 microseconds per thread of a process, and never waits.
+Reading takes about 10 microseconds per thread of a process, and never waits.
 """
 
 import contextlib

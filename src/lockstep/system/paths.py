@@ -146,7 +146,7 @@ def is_saved_record(file: str) -> bool:
 
 
 def worker_of_log(file: str) -> int | None:
-    """Return the worker whose log a file of a run folder is, or None."""
+    """Return the worker to whose log a path in a run folder belongs, or None."""
     match = _OF_WORKER.fullmatch(file)
     return int(match[1]) if match is not None and match[2] == "log" else None
 

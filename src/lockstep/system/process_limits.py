@@ -1,4 +1,4 @@
-"""Whether this user's limits on open files and processes suffice for a job."""
+"""Whether this user's limits on open files and processes are sufficient for a job."""
 
 import os
 import re

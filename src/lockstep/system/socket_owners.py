@@ -52,7 +52,7 @@ def user_of_connection(connection: socket.socket) -> int | None:
 
 
 def _listed(address: tuple[Any, ...]) -> str:
-    """Return an address as the kernel lists it: in words with the byte order of this machine."""
+    """Return an address in the kernel's notation: 32-bit words in this machine's byte order."""
     host = str(address[0]).partition("%")[0]
     packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
     return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{address[1]:04X}"

@@ -173,7 +173,7 @@ class AskingChannel:
     Attributes:
         peer: the name of the other end in messages.
         call: the number of the present call; see `enter`.
-        is_open: whether the connection has not ended, as far as this end knows.
+        is_open: whether this end considers the connection open.
 
     Raises:
         PeerLostError: the other end has ended, or cannot be reached.

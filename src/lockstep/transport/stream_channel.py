@@ -349,7 +349,7 @@ class StreamChannel(Generic[Out, In]):
             del self._output[:written]
 
     def _announce(self) -> None:
-        """Make `fileno` readable if there is something to do, and only then."""
+        """Make `fileno` readable if there is something to do, and otherwise not."""
         more = self._complete() or self._ended or self._fault is not None
         if more != self._has_more:
             self._has_more = more

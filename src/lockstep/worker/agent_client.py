@@ -133,7 +133,7 @@ class AgentClient:
         """Request the position of the members or, if `whole`, admission with the whole state.
 
         Raises:
-            PeerLostError: the agent does not take the request in time.
+            PeerLostError: the agent does not accept the request in time.
         """
         self._send_needed(EventReport(JoinRequested(self._worker, whole)))
 

@@ -203,7 +203,7 @@ def _get_in_turn(
 def _retrieve_whole(
     urlretrieve: Callable[..., Any], url: str, filename: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Rename the file once it is complete, so that a killed process leaves no partial file."""
+    """Rename the file when it is complete, so that a killed process does not leave a partial file."""
     partial = _partial_name.value
     if partial is None or filename is None:
         return urlretrieve(url, filename, *args, **kwargs)

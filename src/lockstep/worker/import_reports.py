@@ -12,7 +12,7 @@ def report_imports(publish: Callable[[ImportStarted], None], names: Iterable[str
     """Publish when the import of a module of these names begins, and which import continues after it.
 
     Args:
-        publish: takes the events: the innermost module whose import is in progress, or an empty name.
+        publish: receives the events: the innermost module whose import is in progress, or an empty name.
         names: the names of modules that are not imported yet; others are not reported.
     """
     inside: list[str] = []

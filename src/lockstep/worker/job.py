@@ -117,7 +117,7 @@ class Job:
         joiners: how workers join meanwhile; only on the chief.
         left: whether this is a child of the worker, which must not take part in the worker's exchange.
         policy: how this worker waits for others.
-        exact_batch: whether replicas also exchange large rows; as `JobSettings` or a strategy says.
+        exact_batch: whether replicas also exchange large rows, as set in `JobSettings` or by a strategy.
         local_steps: the local steps of replicas in `fit`, likewise; None if replicas take each step together.
         timer: measures the steps of the main thread.
         exchanges: number of calls of the exchange that are complete.

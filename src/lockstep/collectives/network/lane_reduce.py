@@ -134,7 +134,7 @@ class _OwnChunk(NamedTuple):
     out: memoryview
 
     def sum(self, partials: Mapping[Span, Leaves], adder: Adder) -> None:
-        """Write the chunk of the total; call this once the sums of the other hosts have been received."""
+        """Write the chunk of the total; call this after receiving the sums of the other hosts."""
         run_sums(self.sums, partials, adder)
 
 

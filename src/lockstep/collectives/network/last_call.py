@@ -88,8 +88,7 @@ class LastCall:
         number: the number of the call in the job, from 1; 0 before the first call; -1 if the member has just
             joined.
         result: None if the member has not taken part in that call.
-        received: the number of the last all-to-all of which this member has received all parts, and the
-            parts.
+        received: the number of the last all-to-all whose parts this member has all received, and the parts.
     """
 
     def __init__(self) -> None:

@@ -107,7 +107,7 @@ class NetworkBuffers:
         self.extents = Extents()
 
     def private(self, region: Region, size: int) -> Bytes:
-        """Return `size` bytes of this process's own memory, the same in each call if they suffice."""
+        """Return `size` bytes of this process's own memory, the same in each call if it is large enough."""
         memory = self._private.get(region)
         if memory is None or memory.size < size:
             memory = self._private[region] = allocate(size)

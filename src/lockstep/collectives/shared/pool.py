@@ -159,7 +159,7 @@ class SharedPool:
             allocate(self.fd, end, size - end, self._available)
 
     def map(self, size: int) -> memoryview:
-        """Return a mapping of the first `size` bytes or more, the last one if that suffices.
+        """Return a mapping of the first `size` bytes or more; the last mapping if that is large enough.
 
         An earlier mapping stays valid while anything refers to it.
 

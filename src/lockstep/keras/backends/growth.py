@@ -1,4 +1,4 @@
-"""How replicas combine a value: by its growth, which says how it depends on the number of examples.
+"""How replicas combine a value: by its growth, its dependence on the number of examples.
 
 Replicas combine values by the mean, weighted by their shares of the examples. For a mean over examples, whose
 growth is 0, that is the value of the whole batch. A sum over examples, even if it is divided by a constant,
@@ -265,7 +265,7 @@ def means(model: Any, weight: Any) -> Iterator[None]:
     """Within the block, the compiled losses and the values that layers add are means over examples.
 
     Args:
-        model: the model of which the block computes a replica's step.
+        model: the model whose step on a replica the block computes.
         weight: the replica's share of the examples.
     """
     growths = growths_of(model)

@@ -266,7 +266,7 @@ class JaxState:
     def _taken_over(
         self, group: int, old: Sequence[Any], new: Sequence[npt.NDArray[Any]], shared: SharedPool | None
     ) -> list[Any]:
-        """Return the values of a group of the state, of which `old` are no longer needed."""
+        """Return the values of a group of the state; its `old` values are no longer needed."""
         if shared is None or self._kind != "train" or group not in (_WEIGHTS, _SLOTS):
             return _written(old, new)
         values = [SharedValue.of(shared, array) for array in new]

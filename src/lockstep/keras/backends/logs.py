@@ -1,7 +1,7 @@
 """The logs of a step: results of the model's metrics, and values that the step computes itself.
 
 A replica's metrics start from zero, so the logs contain the metrics' results for the total. The identity of a
-tensor shows whether it is a metric's result: a step may log it under any name, also in nested dictionaries.
+tensor shows whether it is a metric's result: a step may log it under any name, even in nested dictionaries.
 """
 
 from collections.abc import Callable, Iterator, Mapping

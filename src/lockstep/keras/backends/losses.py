@@ -110,7 +110,7 @@ def thinned_denominators(start: int, count: int, rows: int) -> Iterator[None]:
 
     Args:
         start: the place in the batch of the first row of the block.
-        count: the number of first rows of the batch of which elements are left out.
+        count: the number of first rows of the batch from which elements are left out.
         rows: the number of rows of the block.
     """
 

@@ -39,7 +39,7 @@ class CallInputs:
     def note_held(self, call: NumberedCall, model: Any, x: Any, validation: Any = None) -> None:
         """Note the states that reading changes in the inputs of a script's call: they are part of the state.
 
-        What the model holds is part of the model's state. Only the script's own calls are resumed.
+        State that the model holds is part of the model's state. Only the script's own calls are resumed.
         """
         if len(self._calls.stack) == 2:
             variables = {id(variable) for variable in model.variables}

@@ -76,7 +76,7 @@ def deviation(
         epsilon: the distance from 1 to the next number in the precision of the computation.
         scale: the largest element of all values that are computed together. It is the scale for a value that
             consists only of rounding errors.
-        base: the value of which `others` are roundings, if it is not the reference.
+        base: the value whose roundings are `others`, if it is not the reference.
     """
     if reference.shape != value.shape:
         return Deviation(np.inf, f"of shape {list(value.shape)} instead of {list(reference.shape)}")

@@ -1,6 +1,6 @@
 """A step of Keras's loops: replicas compute, rounds make totals, and every worker applies them.
 
-It is the same for every backend, whose program computes and applies. What a replica computes in a round is in
+It is the same for every backend, whose program computes and applies. A replica's computation in a round is in
 `step_round.py`. With one replica, Keras's own train function takes the step; see `one_replica.py`.
 """
 

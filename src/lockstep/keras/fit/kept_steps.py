@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 @dataclass
 class StepOutcome:
-    """What a step computes.
+    """The results of a step.
 
     Attributes:
         figures: the logs, or the outputs by path.

@@ -99,7 +99,7 @@ def rows_are_equal(parts: Sequence[Sequence[Array]], counts: Sequence[int]) -> b
 
 @contextmanager
 def constant_statistics(model: Any) -> Iterator[None]:
-    """Within the block, BatchNormalization uses its averages, also in training.
+    """Within the block, BatchNormalization uses its averages, even in training.
 
     PyTorch modules, which have state of their own, get their earlier state back.
     """

@@ -266,7 +266,7 @@ class LocalProgram:
         return [name for name in names if not name.startswith(OUTER_MOMENTUM) and name not in self._initial]
 
     def _way(self, name: str, change: Array) -> str:
-        """Return the prefix of the name of a change, which says how it is sent."""
+        """Return the prefix of the name of a change, which shows how the change is sent."""
         if name in self._weights:
             return SCALED if self._local.changes == "int8" else ""
         # Weights of frozen layers do not change.

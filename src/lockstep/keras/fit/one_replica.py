@@ -186,7 +186,7 @@ class TrackedTrainFunction:
 
 
 class _TrackedSteps:
-    """What a train function does beside training.
+    """The actions of a train function besides training.
 
     A call of the loop counts as `steps_per_execution` steps, even if fewer are left in the data.
     """

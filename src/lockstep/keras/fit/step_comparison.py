@@ -30,7 +30,7 @@ class StepComparison:
     """One comparison: the deviations of the parts of a step, and where they begin.
 
     Args:
-        step: the step, of which plain Keras has computed the reference.
+        step: the step, whose reference plain Keras has computed.
         replicas: the number of replicas.
         replicated: returns the step that replicas compute.
     """
@@ -151,7 +151,7 @@ class StepComparison:
             sums: the same with sums over the replicas.
             replicas: what the replicas compute.
             others: roundings of both.
-            base: the outcome of which `others` are roundings, if that is not `means` and `sums`.
+            base: the outcome whose roundings are `others`, if that is not `means` and `sums`.
         """
         figures = self.figures(means, replicas, others[0], base)
         deviations = {name: figures[name] for name in means.figures}

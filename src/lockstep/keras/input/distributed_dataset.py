@@ -66,7 +66,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """A nest of (dtype, shape) for the leaves of the elements, as far as they are known."""
+        """A nest of (dtype, shape) for the leaves of the elements, with None for unknown sizes."""
         return _described(self._current.form())
 
     @property

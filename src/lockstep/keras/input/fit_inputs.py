@@ -459,7 +459,7 @@ class GrainInput(DatasetInput):
 
 
 class JointReading:
-    """The `Reading` of a dataset of which every worker reads everything.
+    """The `Reading` of a dataset that every worker reads completely.
 
     Args:
         inner: Keras's adapter of the dataset.

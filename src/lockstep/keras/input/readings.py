@@ -68,12 +68,12 @@ class Way:
 
     @classmethod
     def joint(cls, why: str) -> "Way":
-        """Return the way of a dataset of which every worker reads everything."""
+        """Return the way of a dataset that every worker reads completely."""
         return cls("every worker reads the whole dataset", why, why not in (JOINT_INPUT, NOTHING_TO_DIVIDE))
 
     @classmethod
     def by_rows(cls, why: str) -> "Way":
-        """Return the way of a dataset of which each worker reads the rows that it computes."""
+        """Return the way of a dataset from which each worker reads the rows that it computes."""
         return cls("each worker reads the rows of its replicas", why)
 
     def __str__(self) -> str:
@@ -151,7 +151,7 @@ class ReadingWorker:
     def partial_batch(
         self, examples: int, read: Callable[[slice], Any], identity: bytes, number: int, step: int
     ) -> GlobalBatch:
-        """Return a global batch of which this worker may hold only some rows.
+        """Return a global batch, of which this worker may hold only some rows.
 
         Args:
             examples: the number of its rows.
@@ -211,7 +211,7 @@ class PassNumbers:
 def whole_batch(
     data: Any, replicas: int, step: int = 0, compared: Callable[[int], slice | None] | None = None
 ) -> GlobalBatch:
-    """Wrap a batch of which this worker holds all rows, without copying it.
+    """Wrap a batch whose rows this worker all holds, without copying it.
 
     Args:
         data: a nest of arrays or tensors.

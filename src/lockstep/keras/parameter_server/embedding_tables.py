@@ -296,7 +296,7 @@ def find_tables(
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the first line of a message that says what is wrong."""
+    """Return the line of an error's message that says what is wrong."""
     lines = [line.strip() for line in _STYLE.sub("", str(error)).splitlines() if line.strip()]
     telling = [line for line in lines if not line.startswith("Exception encountered when calling")]
     return next(iter(telling or lines), "")

@@ -18,7 +18,7 @@ class FunctionJoining:
     Args:
         job: the job of the process.
         snapshots: the snapshots of the process.
-        calls: the calls of the process, of which the functions were numbered last.
+        calls: the calls of the process; the functions were numbered last.
 
     Attributes:
         log: the calls of the functions: on the chief, its own; in a worker that joins, those of the chief;

@@ -18,7 +18,7 @@ def scale_in_place(tensors: list[torch.Tensor], factor: float) -> None:
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the tensors' version counters, which all writes increase, also those through views."""
+    """Return the tensors' version counters, which all writes increase, including writes through views."""
     return [tensor._version for tensor in tensors]
 
 

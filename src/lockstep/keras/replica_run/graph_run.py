@@ -353,7 +353,7 @@ class ResultPlace:
     """The place of a leaf in a function's result.
 
     Attributes:
-        tensors: the number of tensors of which the leaf consists.
+        tensors: the number of tensors in the leaf.
         spec: the `tf.TypeSpec` of a ragged or a sparse tensor; None for a dense one.
     """
 
