@@ -333,6 +333,24 @@ def test_losses_of_layers_count_once_in_a_loss_of_keras(strategy: lockstep.Strat
     assert float(total) == pytest.approx(float(loss(X)), rel=1e-6)
 
 
+def test_a_step_of_keras_that_was_bound_before_tracks_the_loss_of_the_batch(
+    strategy: lockstep.Strategy, batch: Any
+) -> None:
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(2)])
+    model.compile(loss="mse")
+    test_step = model.test_step
+
+    def step(x: Any) -> None:
+        groups = model.trainable_variables, model.non_trainable_variables, model.metrics_variables
+        _, (_, _, metrics) = test_step([[v.value for v in variables] for variables in groups], (x, x))
+        for metric, value in zip(model.metrics_variables, metrics, strict=True):
+            metric.assign(value)
+
+    strategy.run(step, args=(batch,))
+    loss = float(model.compute_loss(X, X, model(X)))
+    assert float(model.get_metrics_result()["loss"]) == pytest.approx(loss, rel=1e-6)
+
+
 class EarlyLimit(keras.optimizers.SGD):
     """Limits gradients. The strategy is created after it."""
 

@@ -178,3 +178,17 @@ def test_steps_of_the_program_add_up_gradients_as_in_tensorflow(launch: Callable
         "lockstep: model 'unscaled': computed per replica: train_step of Stepping, whose gradients are added "
         "up as in tf.distribute"
     ]
+
+
+@pytest.mark.ci("tensorflow", "torch")
+def test_losses_and_regularizers_count_once_in_steps_that_call_that_of_keras(
+    launch: Callable[..., Any], backend: str
+) -> None:
+    run = launch("-n 1 --replicas 2 --tf-distribute --no-adopt", "penalized_steps.py", backend=backend)
+    assert run.status == 0, run.stderr
+    numbers = [
+        {line.split()[1]: [float(number) for number in line.split()[2:]] for line in run.marked(0, kind)}
+        for kind in ("plain ", "replicas ")
+    ]
+    assert numbers[0].keys() == {"Calling", "Keeping"}
+    assert numbers[1] == {name: pytest.approx(plain, rel=1e-5) for name, plain in numbers[0].items()}

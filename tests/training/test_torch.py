@@ -6,7 +6,7 @@ Keras has one backend a process: under another one, this file runs itself again.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -565,8 +565,28 @@ class Penalized(keras.layers.Dense):
         return outputs
 
 
+def passed_on(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step that a decorator of a program has wrapped."""
+
+    @wraps(step)
+    def wrapped(model: Any, data: Any) -> Any:
+        return step(model, data)
+
+    return wrapped
+
+
+STEP_OF_KERAS = keras.Model.train_step
+
+
 class OwnStep(keras.Sequential):
     """A model whose own step halves the labels."""
+
+    before_any_strategy = keras.Model.train_step
+    decorated = passed_on(keras.Model.train_step)
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.kept = {"bound": [super().train_step]}
 
     def train_step(self, data: Any) -> Any:
         return super().train_step((data[0], data[1] / 2))
@@ -574,11 +594,14 @@ class OwnStep(keras.Sequential):
     def step_of_keras(self) -> Any:
         return super().train_step
 
+    def by_method(self, data: Any) -> Any:
+        return self.before_any_strategy(data)
+
 
 @here
 @pytest.mark.parametrize("layer", [None, Penalized])
 def test_a_step_of_keras_in_a_function_of_replicas_is_that_of_the_batch(layer: Any) -> None:
-    """With all losses: those of regularizers and `add_loss` count once."""
+    """With all losses: those of regularizers and `add_loss` count once, however the program keeps it."""
     strategy = lockstep.MultiWorkerMirroredStrategy()
     made, plain = (
         OwnStep([keras.layers.Input((6,)), (layer or partial(keras.layers.Dense, 1))()]) for _ in "12"
@@ -588,17 +611,30 @@ def test_a_step_of_keras_in_a_function_of_replicas_is_that_of_the_batch(layer: A
         model.compile(keras.optimizers.SGD(0.1), "mse")
     rows = X[:6], Y[:6]
     batch = next(iter(strategy.experimental_distribute_dataset([rows])))
-    for step, expected in (
-        (made.train_step, plain.train_step),
+
+    def in_a_closure(model: OwnStep) -> Any:
+        step = model.step_of_keras()
+        return lambda data: step(data)
+
+    for steps in (
+        lambda model: model.train_step,
         # In a function, a method is looked up when it is called.
-        (lambda data: made.test_step(data), plain.test_step),
-        (made.test_step, plain.test_step),
-        (made.step_of_keras(), plain.step_of_keras()),
+        lambda model: lambda data: model.test_step(data),
+        lambda model: model.test_step,
+        lambda model: partial(model.test_step),
+        lambda model: model.step_of_keras(),
+        in_a_closure,
+        lambda model: partial(STEP_OF_KERAS, model),
+        lambda model: lambda data: type(model).train_step(model, data),
+        lambda model: lambda data: model.kept["bound"][0](data),
+        lambda model: model.decorated,
+        lambda model: model.by_method,
     ):
+        step, expected = steps(made), steps(plain)
         made.reset_metrics()
         plain.reset_metrics()
         strategy.run(step, kwargs={"data": batch})
-        expected(rows)
+        expected(data=rows)
         losses = (float(model.get_metrics_result()["loss"]) for model in (made, plain))
         assert next(losses) == pytest.approx(next(losses), rel=1e-5)
         for weight, wanted in zip(made.get_weights(), plain.get_weights(), strict=True):

@@ -1,9 +1,9 @@
 """Combines replicas' losses into the loss of the global batch, even if they are not means over examples."""
 
-import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from types import MethodType, SimpleNamespace
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -20,10 +20,10 @@ from lockstep.keras.private.common import (
     REDUCE_VALUES,
     REDUCE_WEIGHTED_VALUES,
     SCALE_LOSS,
+    TRAINER,
     UNSCALE_LOSS,
     apply_mask,
     loss_total,
-    loss_tracker,
     weighted_metrics,
 )
 from lockstep.keras.variables import flat_metrics
@@ -31,8 +31,6 @@ from lockstep.system.thread_value import ThreadValue
 from lockstep.worker import job
 from lockstep.worker.patch_registry import definer, replaced
 
-_STEPS = ("train_step", "test_step")
-"""The steps of Keras's models that compute a loss."""
 MEANS = ("mean", "sum_over_batch_size")
 """Reductions of losses that are means over the unmasked elements."""
 _WEIGHTED_MEAN = "mean_with_sample_weight"
@@ -340,43 +338,32 @@ def scaled_losses(replicas: int) -> Iterator[None]:
 
 @contextmanager
 def _scaled_by_models(replicas: int) -> Iterator[None]:
-    """Within the block, models scale other losses too, and track them unscaled. On TensorFlow, Keras does."""
+    """Within the block, models scale other losses too, and track them unscaled. On TensorFlow, Keras does.
 
-    def scaling(aggregate: Callable[..., Any]) -> Callable[..., Any]:
-        def replacement(model: Any, loss: Any) -> Any:
-            return aggregate(model, loss) / replicas
+    The program may have bound Keras's steps before the block, or wrapped them, so they are not replaced.
+    """
+    owner = definer(keras.Model, ADDITIONAL_LOSS)
+    aggregate, update = vars(owner)[ADDITIONAL_LOSS], keras.metrics.Mean.update_state
 
-        return replacement
+    def aggregated(model: Any, loss: Any) -> Any:
+        return aggregate(model, loss) / replicas
 
-    def tracking(step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(step)
-        def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
-            if (tracker := loss_tracker(model)) is None:
-                return step(model, *args, **kwargs)
-            update = tracker.update_state
+    def update_state(metric: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+        return update(metric, values * replicas if _is_from_trainer() else values, *args, **kwargs)
 
-            def update_state(loss: Any, *weights: Any, **options: Any) -> Any:
-                return update(loss * replicas, *weights, **options)
-
-            with replaced(tracker, "update_state", update_state):
-                return step(model, *args, **kwargs)
-
-        return replacement
-
-    with ExitStack() as stack:
-        for name, make in ((ADDITIONAL_LOSS, scaling), *((name, tracking) for name in _STEPS)):
-            owner = definer(keras.Model, name)
-            stack.enter_context(replaced(owner, name, make(vars(owner)[name])))
+    with (
+        replaced(owner, ADDITIONAL_LOSS, aggregated),
+        replaced(keras.metrics.Mean, "update_state", update_state),
+    ):
         yield
 
 
-def as_replaced(function: Any) -> Any:
-    """Return a function; if it is a step of Keras bound before `scaled_losses`, return it as it is within."""
-    for name in _STEPS:
-        step = vars(definer(keras.Model, name))[name]
-        if isinstance(function, MethodType) and vars(step).get("__wrapped__") is function.__func__:
-            return MethodType(step, function.__self__)
-    return function
+def _is_from_trainer() -> bool:
+    """Whether a step of Keras has called the caller, if need be through other replacements of Lockstep."""
+    frame = sys._getframe(2)
+    while frame.f_back and str(frame.f_globals.get("__name__")).startswith("lockstep."):
+        frame = frame.f_back
+    return frame.f_globals is TRAINER
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import keras
 from keras.src import backend
 from keras.src.losses import loss as loss_functions
+from keras.src.models.model import Trainer
 from keras.src.saving import saving_api, saving_lib
 from keras.src.trainers import data_adapters
 from keras.src.trainers.data_adapters import (
@@ -489,6 +490,10 @@ def compiled_metrics(model: Any) -> list[Any]:
 def loss_tracker(model: Any) -> Any:
     """Return the metric that gets the loss of each step, or None if the model was not compiled."""
     return getattr(model, "_loss_tracker", None)
+
+
+TRAINER = vars(sys.modules[Trainer.__module__])
+"""The global variables of the functions with which a backend trains; only these update `loss_tracker`."""
 
 
 def track_loss(model: Any, added: Any, rows: Any, *arguments: Any) -> None:

@@ -13,7 +13,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.assignments import observed_by
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import EagerBackend
-from lockstep.keras.backends.losses import as_replaced, scaled_losses
+from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update, hidden
 from lockstep.keras.backends.state_changes import StateKind, contribution, declared_kind
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
@@ -340,7 +340,7 @@ class ReplicaComputation:
             stack.enter_context(computing_as(Replica(replica, merger)))
             try:
                 with suppress(EndOfRound):
-                    nest = as_replaced(execution.profile.function)(*args, **kwargs)
+                    nest = execution.profile.function(*args, **kwargs)
                     outputs = [self._result(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
             except Exception as error:
                 # Some code rejects an unknown value by its type, without reading it.
