@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -207,24 +208,25 @@ def test_one_strategy_is_active_at_a_time(strategy: lockstep.Strategy) -> None:
 def test_replicas_update_shared_metrics_and_states(strategy: lockstep.Strategy, batch: Any) -> None:
     metric, state, seeds = keras.metrics.Sum(), variable(1.0), keras.random.SeedGenerator(3)
     metric.update_state(100)
-    seen: list[tuple[float, float, float]] = []
+    # Unlike a list, it is not state that replicas would have to leave equal.
+    seen: SimpleQueue[tuple[float, float, float]] = SimpleQueue()
 
     def step(x: Any) -> None:
         before = float(metric.total), float(state)
         metric.update_state(x)
         state.assign_add(ops.sum(x))
-        seen.append((*before, float(keras.random.uniform((), seed=seeds))))
+        seen.put((*before, float(keras.random.uniform((), seed=seeds))))
 
     strategy.run(step, args=(batch,))
-    assert [one[:2] for one in seen[-3:]] == [(100.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
-    assert len({one[2] for one in seen[-3:]}) == 3
+    last = [seen.get() for _ in range(seen.qsize())][-3:]
+    assert [one[:2] for one in last] == [(100.0, 1.0), (0.0, 1.0), (0.0, 1.0)]
+    assert len({one[2] for one in last}) == 3
     assert float(metric.result()) == 166
     assert float(state) == pytest.approx(1 + 22)
     assert np.asarray(seeds.state.value).tolist() == [3, 1]
     # The metrics and seeds of the function are known: its second run computes no replica twice.
-    count = len(seen)
     strategy.run(step, args=(batch,))
-    assert len(seen) == count + 3
+    assert seen.qsize() == 3
 
 
 def test_an_error_in_the_function_restores_variables(strategy: lockstep.Strategy) -> None:
@@ -683,3 +685,50 @@ def test_replicas_leave_equal_values_in_python(strategy: lockstep.Strategy, batc
     strategy.run(loop.keep_highest, args=(batch,))
     with pytest.raises(ModelError, match=r"the step reads Counting\.last, and replicas have left different"):
         strategy.run(loop.keep_highest, args=(batch,))
+
+
+STEPS, NOTES, TOTAL = 0, {"steps": 0}, 0.0
+
+
+class Tally:
+    steps = 0
+
+
+def test_replicas_change_variables_of_python_once(strategy: lockstep.Strategy, batch: Any) -> None:
+    """Global ones, those of enclosing functions and of classes, and what is in containers there."""
+    steps, seen, metric = 0, list[int](), None
+
+    def step(x: Any) -> Any:
+        global STEPS
+        nonlocal steps, metric
+        STEPS, steps = STEPS + 1, steps + 1
+        Tally.steps += 1
+        NOTES["steps"] += 1
+        seen.append(steps)
+        if metric is None:
+            metric = keras.metrics.Sum()
+        metric.update_state(x)
+        return STEPS + steps + Tally.steps + NOTES["steps"]
+
+    for count in (1, 2, 3):
+        found = strategy.run(step, args=(batch,))
+        assert [int(value) for value in found.values] == [4 * count] * 3
+        assert (STEPS, steps, Tally.steps, NOTES) == (count, count, count, {"steps": count})
+        assert seen == list(range(1, count + 1))
+    assert metric is not None
+    assert float(metric.result()) == 3 * X.sum()
+
+
+def test_replicas_leave_equal_values_in_variables_of_python(strategy: lockstep.Strategy, batch: Any) -> None:
+    sums: list[float] = []
+
+    def total(x: Any) -> None:
+        global TOTAL
+        TOTAL = TOTAL + float(ops.sum(x))
+
+    with pytest.raises(ModelError, match=r"compute different things in one step .*leave equal values in"):
+        strategy.run(lambda x: sums.append(float(ops.sum(x))), args=(batch,))
+    assert sums == []
+    strategy.run(total, args=(batch,))
+    with pytest.raises(ModelError, match=r"the step reads .*\.TOTAL, and replicas have left different"):
+        strategy.run(total, args=(batch,))

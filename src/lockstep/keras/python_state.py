@@ -158,7 +158,7 @@ class _Holder(_Changeable):
             if self.built is not was_built:
                 part = before is None or not (type(before) in LEAVES and type(value) in LEAVES)
             else:
-                part = before is None and isinstance(value, (keras.Variable, *KERAS_HOLDERS))
+                part = _is_first(before, value)
             if part and value is not before:
                 self.grown, baseline[name] = True, value
 
@@ -169,6 +169,8 @@ class _Holder(_Changeable):
 
 class _Variables(_Holder):
     """Variables that functions name: those of a module, of enclosing functions, or of a class.
+
+    As for attributes, a part of Keras that a function creates once, such as a metric, is not a change.
 
     Args:
         path: the path, as for every node.
@@ -192,7 +194,17 @@ class _Variables(_Holder):
 
     def differs(self) -> bool:
         now, baseline = self.read(), self.baseline
-        return now.keys() != baseline.keys() or not all(map(are_same, now.values(), baseline.values()))
+        for name, value in now.items():
+            if _is_first(baseline.get(name), value):
+                self.grown, baseline[name] = True, value
+        return now.keys() != baseline.keys() or not all(
+            are_same(value, baseline[name]) for name, value in now.items()
+        )
+
+
+def _is_first(before: Any, value: Any) -> bool:
+    """Whether a value is the first part of Keras at a place."""
+    return before is None and isinstance(value, (keras.Variable, *KERAS_HOLDERS))
 
 
 class _List(_Changeable):
@@ -242,7 +254,10 @@ class _Dict(_Changeable):
         value, baseline = self.value, self.baseline
         return (
             len(value) != len(baseline)
-            or not all(map(are_same, value.values(), baseline.values()))
+            or not (
+                all(map(is_, value.values(), baseline.values()))
+                or all(map(are_same, value.values(), baseline.values()))
+            )
             or list(value) != list(baseline)
         )
 
@@ -410,6 +425,7 @@ class ObjectGraph:
 
     Args:
         roots: the objects, with their names for messages.
+        arrays_of_variables: whether arrays and tensors count to which variables that functions name refer.
 
     Attributes:
         nodes: the nodes by their positions, in the order in which they were found.
@@ -417,10 +433,11 @@ class ObjectGraph:
             backend combines what replicas assign to them, as for variables of Keras.
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+    def __init__(self, roots: Iterable[tuple[str, Any]], *, arrays_of_variables: bool = True) -> None:
         self.nodes: dict[int, _Changeable] = {}
         self.variables: dict[str, Any] = {}
         self._roots = list(roots)
+        self._arrays_of_variables = arrays_of_variables
         self._nodes_of: dict[int, _Changeable] = {}
         self._seen: set[int] = set()
         owners = [root.path for _, root in self._roots if isinstance(root, _Variables)]
@@ -596,7 +613,8 @@ class ObjectGraph:
 
     def _forget_unreached(self) -> None:
         """Remove the nodes that cannot be reached any more, such as lists that steps have replaced."""
-        reached = {id(node.value) for node in ObjectGraph(self._roots).nodes.values()}
+        graph = ObjectGraph(self._roots, arrays_of_variables=self._arrays_of_variables)
+        reached = {id(node.value) for node in graph.nodes.values()}
         for position, node in list(self.nodes.items()):
             if id(node.value) not in reached:
                 self._forget(position)
@@ -604,6 +622,13 @@ class ObjectGraph:
 
     def _forget(self, position: int) -> None:
         self._seen.discard(id(self.nodes.pop(position).value))
+
+    def _is_left_out(self, value: Any) -> bool:
+        """Whether a value that a variable refers to is an array or tensor that does not count."""
+        if _node_class(value) not in (_Array, _Tensor):
+            return False
+        # Constants, such as the examples, are often in variables that functions name.
+        return not self._arrays_of_variables or value.nbytes > LARGE
 
     def _walk_from(self, node: _Changeable) -> None:
         if node.path not in self._ignored:
@@ -625,8 +650,7 @@ class ObjectGraph:
                 self.variables[path] = value
                 continue
             node: _Changeable | None = value if isinstance(value, _Variables) else None
-            if path.startswith(self._named) and _is_large(value):
-                # Constants, such as the examples, are often in variables that functions name.
+            if path.startswith(self._named) and self._is_left_out(value):
                 continue
             if node is None and (node_class := _node_class(value)) is not None:
                 node = node_class(path, value)
@@ -724,8 +748,3 @@ def array_node(value: Any) -> _Changeable | None:
 def variables_node(path: str, places: dict[str, Place]) -> _Changeable:
     """Return the node of variables, which may be a root of a graph."""
     return _Variables(path, places)
-
-
-def _is_large(value: Any) -> bool:
-    """Whether a value is an array or tensor that is too large to be copied for comparisons."""
-    return _node_class(value) in (_Array, _Tensor) and value.nbytes > LARGE

@@ -83,7 +83,7 @@ def model_objects(model: Any) -> list[tuple[str, Any, list[str]]]:
 def graph_of_function(function: Any) -> ObjectGraph:
     """Return the objects that a function names (see `named_objects`), with layers and metrics of models.
 
-    A method also names its object.
+    A method also names its object. The variables that the function names count, too.
     """
     function, *owners = _parts_of_function(function)
     roots = [(type(owner).__name__, owner) for owner in owners]
@@ -94,7 +94,10 @@ def graph_of_function(function: Any) -> ObjectGraph:
     metrics = [metric for layer in layers.values() for metric in flat_metrics(getattr(layer, "metrics", ()))]
     roots += [(f"layer {layer.path or layer.name!r}", layer) for layer in layers.values()]
     roots += [(f"metric {metric.name!r}", metric) for metric in metrics]
-    return ObjectGraph(roots)
+    variables = _variables_reached_by([function, *owners])
+    roots += [(owner, variables_node(owner, places)) for owner, places in variables]
+    # `NamedArrays` looks at those that functions name.
+    return ObjectGraph(roots, arrays_of_variables=False)
 
 
 def _parts_of_function(function: Any) -> list[Any]:
@@ -210,7 +213,11 @@ def variables_of(model: Any, callbacks: Sequence[Any] = ()) -> list[tuple[str, d
     Their paths are equal in all processes of a job.
     """
     parts = [part for _, part in _roots_of(model) if part is not None]
-    parts += [*keras.tree.flatten(getattr(model, "loss", None)), *callbacks]
+    return _variables_reached_by([*parts, *keras.tree.flatten(getattr(model, "loss", None)), *callbacks])
+
+
+def _variables_reached_by(parts: Sequence[Any]) -> list[tuple[str, dict[str, Place]]]:
+    """Return what functions, and objects whose methods count, name, and where it is; see `variables_of`."""
     reached = reached_by(parts)
     places: dict[str, dict[str, Place]] = {}
     cells: dict[int, str] = {}

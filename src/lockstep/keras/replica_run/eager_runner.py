@@ -4,8 +4,8 @@ A worker computes the function for the replicas that it owns, one after the othe
 changes that a computation makes to them are undone, and made once from the total. See
 `lockstep.keras.backends.multi_update` for functions that take several rounds.
 
-The objects that a function names are treated like a model's attributes, but a function is never computed
-twice to find state out of reach.
+The variables and objects that a function names are treated like a model's attributes, but a function is never
+computed twice to find state out of reach.
 """
 
 import weakref

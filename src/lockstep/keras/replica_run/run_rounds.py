@@ -29,7 +29,8 @@ Result = TypeVar("Result")
 
 _ADVICE = (
     "the function passed to strategy.run must take the same path on all replicas, and leave equal values in "
-    "Python attributes: return what depends on a replica's examples, or keep it in a metric or a variable"
+    "Python attributes and in variables outside of the function: return what depends on a replica's "
+    "examples, or keep it in a metric or a Keras variable"
 )
 
 
