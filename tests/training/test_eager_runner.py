@@ -539,6 +539,20 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
     strategy.run(lambda: [1] * (1 + lockstep.get_replica_context().replica_id_in_sync_group))
 
 
+def set_an_update_on_a_class(strategy: lockstep.Strategy) -> None:
+    class SetLater(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply(grads, trainable_variables)
+
+    def limited(optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
+        limits = [ops.clip(gradient, -3.0, 3.0) for gradient in grads]
+        keras.optimizers.SGD.apply(optimizer, limits, trainable_variables)
+
+    SetLater.apply = limited  # type: ignore[method-assign]
+    optimizer = SetLater(0.1)
+    strategy.run(lambda: optimizer.apply([ops.ones(())], [weight]))
+
+
 @pytest.mark.parametrize(
     ("act", "said"),
     [
@@ -549,6 +563,7 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
         (apply_different_optimizers, "applies a different optimizer from before"),
         (partial(set_an_update_on_an_optimizer, "apply"), "has set apply of the optimizer 'sgd'"),
         (partial(set_an_update_on_an_optimizer, "apply_gradients"), "has set apply_gradients of"),
+        (set_an_update_on_a_class, "has set apply of SetLater while Lockstep was in use"),
         (lambda s: s.run(lambda: change(ARRAY)), "changes an array or a tensor in place, in .* 'ARRAY'"),
         (lambda s: s.run(lambda: change(ARRAYS["second"])), "in place, in the variable 'ARRAYS' outside"),
         (return_different_nests, "replicas return nests of different structures"),

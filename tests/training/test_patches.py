@@ -1,9 +1,12 @@
 """The registry of what Lockstep replaces in other libraries is complete, and can restore all of it."""
 
+import functools
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,7 @@ def test_the_registry_has_all_replacements_and_restores_them(backend: str, tmp_p
     hidden = {"jax", "torch"} - {backend}
     environment = os.environ | {
         "KERAS_BACKEND": backend,
-        "PYTHONPATH": str(lean),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(lean), os.environ.get("PYTHONPATH")))),
         "HIDDEN_PACKAGES": ",".join(sorted(hidden)),
     }
     done = subprocess.run(
@@ -77,6 +80,35 @@ def test_a_new_attribute_is_removed() -> None:
     assert "first" not in vars(Derived)
     assert "lockstep_of_tests" not in sys.modules
     assert Derived().first() == "first"
+
+
+def test_a_class_of_the_program_is_not_kept_and_may_change() -> None:
+    patches = PatchRegistry()
+
+    def wrapped_class() -> type[Library]:
+        class Own(Library):
+            def first(self) -> str:
+                return super().first()
+
+        patches.wrap("a", Own, "first", lambda inner, own: f"a {inner(own)}", of_program=True)
+        return Own
+
+    first, second = wrapped_class(), wrapped_class()
+    kept = weakref.ref(first)
+    assert first().first() == second().first() == "a first"
+    assert [patch.owner for patch in patches] == [first, second]
+    del first
+    gc.collect()
+    assert kept() is None
+    assert [patch.owner for patch in patches] == [second]
+    # A decorator also copies the attributes of the function.
+    second.first = functools.wraps(second.first)(lambda own: "later")  # type: ignore[method-assign]
+    assert [*patches] == []
+    patches.give_back("a")
+    assert second().first() == "later"
+    third = wrapped_class()
+    patches.give_back("a")
+    assert (third().first(), patches.has("a")) == ("first", False)
 
 
 def test_a_missing_part_of_a_library_is_named() -> None:

@@ -189,7 +189,6 @@ def disturbed(value: Any) -> Any:
     return None
 
 
-@cache
 def is_of_program(cls: Any) -> bool:
     """Whether a class is the program's own, not a library's."""
     return is_in_program(cls.__module__)

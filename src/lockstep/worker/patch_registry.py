@@ -7,6 +7,7 @@ under the module's name. Those of Keras's models and callbacks are replaced by `
 import functools
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -18,6 +19,8 @@ Part = tuple[Any, str]
 """An attribute of another library that is replaced: the class or module that has it, and its name."""
 
 _ABSENT = object()
+_PATCH = "lockstep_patch"
+"""The attribute of a replacement in a class of the program, with its `Patch`, which lives as long."""
 
 
 class Patch(NamedTuple):
@@ -48,23 +51,39 @@ class Patch(NamedTuple):
 
 
 class PatchRegistry:
-    """The replaced attributes of this process, in the order of replacement; thread-safe."""
+    """The replaced attributes of this process, in the order of replacement; thread-safe.
+
+    Those of the program's classes come last. The registry does not keep these classes alive, which a program
+    may define again and again. An attribute that the program itself sets afterwards is not Lockstep's.
+    """
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
+        self._of_program: list[tuple[weakref.ref[type], str]] = []
         self._modules: set[str] = set()
         self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[Patch]:
         with self._lock:
-            return iter(tuple(self._patches))
+            self._of_program = [(owner, name) for owner, name in self._of_program if owner() is not None]
+            of_program = (patch_of(owner(), name) for owner, name in self._of_program)
+            return iter((*self._patches, *filter(None, of_program)))
 
     def has(self, by: str) -> bool:
         """Whether the module `by` has replaced anything."""
         return by in self._modules
 
-    def replace(self, by: str, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(
+        self, by: str, owner: Any, name: str, make: Callable[[Any], Any], *, of_program: bool = False
+    ) -> None:
         """Replace an attribute with the result of `make` for its current value.
+
+        Args:
+            by: the module that replaces it.
+            owner: the class or module that has it.
+            name: its name.
+            make: gets the value.
+            of_program: whether the owner may be a class of the program.
 
         Raises:
             UnfitError: there is no such attribute.
@@ -76,7 +95,7 @@ class PatchRegistry:
                 f"{owner.__name__} has no {name}, which {by} replaces: this version of "
                 f"{_library(owner)} is not supported"
             ) from None
-        self.put(by, owner, name, make(original))
+        self._put(by, owner, name, make(original), of_program=of_program)
 
     def wrap(
         self, by: str, owner: Any, name: str, call: Callable[..., Any], *, of_program: bool = False
@@ -111,28 +130,44 @@ class PatchRegistry:
                 vars(replacement)["__signature__"] = inspect.signature(original)
             return replacement
 
-        self.replace(by, owner, name, make)
+        self.replace(by, owner, name, make, of_program=of_program)
 
     def put(self, by: str, owner: Any, name: str, value: Any) -> None:
         """Set an attribute to another value, whether or not it exists."""
+        self._put(by, owner, name, value, of_program=False)
+
+    def _put(self, by: str, owner: Any, name: str, value: Any, *, of_program: bool) -> None:
         with self._lock:
             original = _namespace(owner).get(name, _ABSENT)
-            self._patches.append(Patch(by, owner, name, original, value))
+            patch = Patch(by, owner, name, original, value)
+            if of_program:
+                vars(value)[_PATCH] = patch
+                self._of_program.append((weakref.ref(owner), name))
+            else:
+                self._patches.append(patch)
             self._modules.add(by)
             _set(owner, name, value)
 
     def give_back(self, by: str) -> None:
         """Undo the replacements by the module `by`, or by modules in the package `by`, in reverse order."""
-        inside = f"{by}."
+
+        def is_by(patch: Patch) -> bool:
+            return f"{patch.by}.".startswith(f"{by}.")
+
         with self._lock:
-            undone: list[Patch] = []
-            kept: list[Patch] = []
-            for patch in self._patches:
-                (undone if patch.by == by or patch.by.startswith(inside) else kept).append(patch)
-            self._patches = kept
-            self._modules = {patch.by for patch in kept}
+            undone = [patch for patch in self if is_by(patch)]
+            self._patches = [patch for patch in self._patches if not is_by(patch)]
             for patch in reversed(undone):
                 patch.undo()
+            self._modules = {patch.by for patch in self}
+
+
+def patch_of(owner: type | None, name: str) -> Patch | None:
+    """Return the patch with `of_program` of an attribute; None if the program has replaced it, too."""
+    replacement = None if owner is None else vars(owner).get(name)
+    patch: Patch | None = getattr(replacement, _PATCH, None)
+    # A decorator may have copied the attribute.
+    return patch if patch is not None and patch.replacement is replacement else None
 
 
 def definer(cls: type, name: str) -> type:

@@ -25,7 +25,7 @@ from lockstep.keras.backends.contract import GATHERED
 from lockstep.keras.backends.eager_contract import CustomGradient
 from lockstep.keras.backends.multi_update import ApplyCall, EndOfRound, Update, UpdateCall, UpdateRecorder
 from lockstep.system.thread_value import ThreadValue
-from lockstep.worker.patch_registry import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer, patch_of
 
 Op = Literal["sum", "mean"]
 
@@ -108,20 +108,19 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 
 def _patch(kind: type) -> None:
     """Patch the updates that a class of optimizers defines or inherits, unless they are patched."""
-    owner: Any = definer(kind, "apply")
-    if not _is_patched(owner, "apply"):
-        _wrap(owner, "apply", functools.partial(_merging_apply, owner.apply))
-        if "stateless_apply" in vars(owner):
+    for owner, name in _unpatched(kind):
+        merging = _merging_apply if name == "apply" else _merging_apply_gradients
+        _wrap(owner, name, functools.partial(merging, getattr(owner, name)))
+        if name == "apply" and "stateless_apply" in vars(owner):
             _wrap(owner, "stateless_apply", _apply_separately)
-    owner = definer(kind, "apply_gradients")
-    # Keras's own method calls `apply`.
-    is_own = owner is not definer(keras.optimizers.Optimizer, "apply_gradients")
-    if is_own and not _is_patched(owner, "apply_gradients"):
-        _wrap(owner, "apply_gradients", functools.partial(_merging_apply_gradients, owner.apply_gradients))
 
 
-def _is_patched(owner: type, name: str) -> bool:
-    return any(patch.by == __name__ and patch.owner is owner and patch.name == name for patch in PATCHES)
+def _unpatched(kind: type) -> list[tuple[type, str]]:
+    """Return the updates that a class of optimizers defines or inherits and that are not patched."""
+    updates = [(definer(kind, name), name) for name in ("apply", "apply_gradients")]
+    # Keras's `apply_gradients` calls `apply`.
+    plain = definer(keras.optimizers.Optimizer, "apply_gradients"), "apply_gradients"
+    return [update for update in updates if update != plain and patch_of(*update) is None]
 
 
 def _wrap(owner: type, name: str, call: Callable[..., Any]) -> None:
@@ -262,13 +261,19 @@ class RoundMerger(UpdateRecorder):
         """See `UpdateRecorder.apply`.
 
         Raises:
-            ModelError: the program has set an update of its own on the optimizer, which has already received
-                the gradients of one replica.
+            ModelError: the program has set an update of its own on the optimizer, or on its class after the
+                class was defined. It has already received the gradients of one replica.
         """
         if own := sorted({"apply", "apply_gradients"} & vars(optimizer).keys()):
             raise ModelError(
                 f"the program has set {own[0]} of the optimizer {optimizer.name!r}, which gets the gradients "
                 "of one replica in strategy.run; define it in a class of optimizers, which gets their sum"
+            )
+        if later := _unpatched(type(optimizer)):
+            owner, name = later[0]
+            raise ModelError(
+                f"the program has set {name} of {owner.__name__} while Lockstep was in use, so that it gets "
+                "the gradients of one replica in strategy.run; define it in the class, which gets their sum"
             )
         super().apply(optimizer, grads, trainable_variables, call)
 
