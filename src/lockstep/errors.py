@@ -117,7 +117,7 @@ class CheckpointError(UnfitError):
 
 
 class SupersededError(CheckpointError):
-    """Another job has begun to save its checkpoints in the same place, and continues training."""
+    """Another job saves its checkpoints in the same place, and continues training."""
 
 
 class UnknownFormatError(CheckpointError):

@@ -236,7 +236,7 @@ def test_of_two_jobs_that_begin_at_once_one_ends(tmp_path: Path, backing: Any) -
     first.upload(3)
     assert complete(store) == [2]
     assert (first.done, len(first.failed)) == ([], 2)
-    assert "another job has begun" in first.mirror.taken_over
+    assert "another job saves its checkpoints" in first.mirror.taken_over
     assert not second.mirror.taken_over
 
 
@@ -248,7 +248,7 @@ def test_a_job_that_slept_changes_nothing(tmp_path: Path, backing: Any) -> None:
     later.mirror.begin()
     assert later.mirror.close(PATIENCE)
     slept.upload(2)
-    with pytest.raises(CheckpointError, match="another job has begun"):
+    with pytest.raises(CheckpointError, match="another job saves its checkpoints"):
         slept.mirror.remove_after(0)
     assert slept.mirror.taken_over
     later.upload(2, "later")
@@ -414,7 +414,7 @@ def test_a_checkpoint_is_written_once_it_is_in_the_store(
     assert other.mirror.close(PATIENCE)
     scheduler.after_step(4, lambda: Contents(4, {"job": JOB}, {}))
     assert scheduler.close(PATIENCE)
-    with pytest.raises(SupersededError, match="another job has begun"):
+    with pytest.raises(SupersededError, match="another job saves its checkpoints"):
         scheduler.after_step(5, lambda: Contents(5, {"job": JOB}, {}))
 
 

@@ -596,8 +596,8 @@ class Mirror:
         if head is None:
             return SupersededError(f"{url}/{_HEAD} was removed while this job used it; give each job its URL")
         return SupersededError(
-            f"another job has begun to save its checkpoints in {url}, so this one ends; its last checkpoint "
-            "there may be used by the other one. Give each job its own URL"
+            f"another job saves its checkpoints in {url}, so this one ends: only one of them can continue; "
+            "to continue this one, stop the other one and start this one again; to run both, give each a URL"
         )
 
     def _note_commit(self) -> None:
