@@ -182,7 +182,7 @@ def test_a_tf_config_that_is_set_too_late_is_refused(host: Any) -> None:
 def test_keras_2_is_refused_in_a_job(host: Any) -> None:
     setting = "import os\nos.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
     error = refused(host, host.config(0), host.script(setting + MEET))
-    assert "sets TF_USE_LEGACY_KERAS=1, which makes tf.keras Keras 2: each worker would train a" in error
+    assert "sets TF_USE_LEGACY_KERAS=1, which makes tf.keras Keras 2: each worker would train its" in error
 
 
 @pytest.mark.parametrize("command", [("-c", MEET), ("-c", "import runpy; runpy.run_path('main.py')")])

@@ -88,7 +88,7 @@ class OtherJob:
         return msgspec.json.encode(Leadership("another", "w", "10.0.0.9:7000", 1)), "tag"
 
 
-def no_library(lease: StoreLease) -> Any:
+def no_library(lease: StoreLease, retry_seconds: float) -> Any:
     raise UnfitError("no obstore")
 
 
@@ -99,7 +99,7 @@ def record_of(spec: JobSpec) -> bytes:
 
 @pytest.mark.parametrize(
     ("term", "opens", "leaves"),
-    [(0, no_library, False), (1, no_library, True), (1, lambda lease: OtherJob(), False)],
+    [(0, no_library, False), (1, no_library, True), (1, lambda *_: OtherJob(), False)],
     ids=["a job that has not begun", "a host that cannot lead", "another job"],
 )
 def test_a_coordinator_that_cannot_lead_leaves_a_job_that_another_one_may_continue(
@@ -143,7 +143,7 @@ def test_a_command_begins_no_job_that_its_standby_has_just_taken_over(
         return lives
 
     monkeypatch.setattr(coordinator_process, "is_led_at", is_led)
-    monkeypatch.setattr(coordinator_process, "open_leased", lambda lease: store)
+    monkeypatch.setattr(coordinator_process, "open_leased", lambda *_: store)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
     channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
@@ -264,7 +264,7 @@ def test_other_terminals_are_answered_before_it_is_known_who_leads_the_job(
     answers, replies = threading.Event(), list[Reply | None]()
     monkeypatch.setattr(coordinator_process, "ALIVE_EVERY", 0.01)
     away = Mock(read=Mock(side_effect=lambda name: answers.wait()))
-    monkeypatch.setattr(coordinator_process, "open_leased", lambda lease: away)
+    monkeypatch.setattr(coordinator_process, "open_leased", lambda *_: away)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     keeper: PacketChannel[CoordinatorCommand, CoordinatorReport] = PacketChannel(ours, CoordinatorReport)
     channel: PacketChannel[CoordinatorReport, CoordinatorCommand] = PacketChannel(theirs, CoordinatorCommand)
