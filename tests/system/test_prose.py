@@ -1,12 +1,13 @@
 """Times in words are rounded, and equal everywhere."""
 
+import math
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.system.prose import clock_text, duration_text
+from lockstep.system.prose import clock_text, date_text, duration_text
 
 _SECONDS = {"ms": 1e-3, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
@@ -37,3 +38,7 @@ def test_a_clock() -> None:
     assert [clock_text(seconds) for seconds in (-1, 5.4, 59.6, 750, 26102.9)] == [
         *("0:00", "0:05", "1:00", "12:30", "7:15:03"),
     ]
+
+
+def test_a_time_without_a_date_is_in_seconds() -> None:
+    assert [date_text(seconds) for seconds in (1e300, math.nan, -math.inf)] == ["1e+300 s", "nan s", "-inf s"]

@@ -81,8 +81,14 @@ def duration_text(seconds: float) -> str:
 
 
 def date_text(seconds: float) -> str:
-    """Return a time since 1970 as the local date and time: "2026-01-02 15:04:05"."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    """Return a time since 1970 as the local date and time: "2026-01-02 15:04:05".
+
+    A time that has no date, which a damaged file may contain, is returned in seconds.
+    """
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:g} s"
 
 
 def clock_text(seconds: float) -> str:
