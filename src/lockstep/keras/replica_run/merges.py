@@ -139,7 +139,7 @@ def _merging_apply(
     """Call an `apply`, in a replica with the gradients of all replicas.
 
     Args:
-        method: the `apply`, whose parameters apply.
+        method: the `apply`, which defines the parameters.
         original: calls it.
         args: the optimizer, or another object that inherits the method, and other positional arguments.
         kwargs: the keyword arguments.
