@@ -425,7 +425,7 @@ class ObjectGraph:
 
     Args:
         roots: the objects, with their names for messages.
-        arrays_of_variables: whether arrays and tensors count to which variables that functions name refer.
+        arrays_of_variables: whether arrays and tensors in variables that functions name count.
 
     Attributes:
         nodes: the nodes by their positions, in the order in which they were found.

@@ -359,7 +359,7 @@ def _scaled_by_models(replicas: int) -> Iterator[None]:
 
 
 def _is_from_trainer() -> bool:
-    """Whether a step of Keras has called the caller, if need be through other replacements of Lockstep."""
+    """Whether a step of Keras has called the caller, possibly through other replacements of Lockstep."""
     frame = sys._getframe(2)
     while frame.f_back and str(frame.f_globals.get("__name__")).startswith("lockstep."):
         frame = frame.f_back

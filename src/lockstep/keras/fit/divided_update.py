@@ -155,13 +155,13 @@ class DividedUpdate:
     def prepare(self, program: Program, state: Any, totals: Sequence[Total]) -> None:
         """Compile what an update needs, while the other workers do not wait for this one.
 
-        The kernel takes long to free the memory of a large state. If the worker will get the values in shared
-        memory, that is done now, too.
+        The kernel needs much time to free the memory of a large state. If the worker will get the values in
+        shared memory, it also frees its own values now.
 
         Args:
             program: the program of the step.
-            state: after a step of this worker alone; it is not needed any more, but for its form.
-            totals: of that step.
+            state: the state after a step of this worker alone. Later, only its form is needed.
+            totals: the totals of that step.
         """
         update = program.block_update(state, totals, self._job.view.replicas)
         if isinstance(update, str):

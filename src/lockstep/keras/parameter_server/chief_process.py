@@ -75,7 +75,7 @@ class ChiefProcess(FitProcess):
         Raises:
             PeerLostError: a server or all workers have ended.
         """
-        # Keras takes whole executions, and so perhaps more steps.
+        # Keras takes whole executions, which may be more steps.
         several = self.model.steps_per_execution
         self._steps_per_epoch = -(-steps_per_epoch // several) * several if steps_per_epoch else None
         self._chief.begin(self.served.shards)
